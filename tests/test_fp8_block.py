@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -17,9 +14,9 @@ from support import oracle as exact_mlp
 from support.criterion import assert_close
 from support.fake_gpu import FakeGpu
 from support.inputs import Case, make_case, poisoned
+from support.round_trips import WAYS, round_trip, same
 from support.routing import catalogue
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import glulam
 from cute_kernels.sm90.configs import activation_forms
@@ -46,13 +43,6 @@ def tensor_of(w: oracle.Weights) -> FP8BlockTensor:
     """With the grids of a concatenated w1 as a dimension."""
     scale = w.scale.unflatten(1, (2, -1)) if w.layout == "concat" else w.scale
     return FP8BlockTensor(w.data, scale)
-
-
-def same(a: FP8BlockTensor, b: FP8BlockTensor) -> bool:
-    equal = torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
-    return (
-        equal and a.scale.shape == b.scale.shape and torch.equal(a.scale.view(torch.int32), b.scale.view(torch.int32))
-    )
 
 
 # The tensor -----------------------------------------------------------------------------------------------------------
@@ -90,23 +80,11 @@ class TestTensor:
         assert torch.equal(halves.dequantize(torch.float64), w.values())
 
     @pytest.mark.parametrize("halves", [False, True])
-    @pytest.mark.parametrize("way", ["copy", "pickle", "torch", "pytree", "checkpoint"])
+    @pytest.mark.parametrize("way", WAYS)
     def test_round_trips(self, way: str, halves: bool) -> None:
         q = tensor_of(random_weights(2, 160, 48, "concat" if halves else ""))
-        if way == "copy":
-            other = copy.deepcopy(q)
-        elif way == "pickle":
-            other = pickle.loads(pickle.dumps(q))
-        elif way == "torch":
-            torch.save(q, buffer := io.BytesIO())
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=True)
-        elif way == "pytree":
-            other = pytree.tree_map(torch.clone, q)
-        else:
-            tensors = {name: t.clone() for name, t in q.tensors("experts.w1_").items()}
-            assert tensors["experts.w1_scale"].dtype == torch.float32 and q.metadata() == {}
-            other = FP8BlockTensor.from_tensors(tensors, {}, "experts.w1_")
+        assert q.tensors("experts.w1_")["experts.w1_scale"].dtype == torch.float32 and q.metadata() == {}
+        other = round_trip(q, way)
         assert same(q, other) and other.data.data_ptr() != q.data.data_ptr() and other.parts.scale is other.scale
 
     def test_moves(self) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import json
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -18,9 +15,9 @@ from support import mxfp4
 from support.checks import check_mm
 from support.fake_gpu import FakeGpu
 from support.inputs import make_case, poisoned
+from support.round_trips import WAYS, round_trip, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
@@ -38,11 +35,6 @@ def random_tensor(*shape: int, seed: int = 0) -> MXFP4Tensor:
     *lead, k = shape
     data = torch.randint(256, (*lead, k // 2), dtype=torch.uint8, generator=generator)
     return MXFP4Tensor(data, torch.randint(100, 150, (*lead, k // 32), dtype=torch.uint8, generator=generator))
-
-
-def same(one: MXFP4Tensor, other: MXFP4Tensor) -> bool:
-    scales = (t.scale.view(torch.uint8) for t in (one, other))
-    return torch.equal(one.data, other.data) and torch.equal(*scales)
 
 
 class TestTensor:
@@ -80,25 +72,13 @@ class TestTensor:
             q[0][0]
 
     @pytest.mark.parametrize("prepared", [False, True])
-    @pytest.mark.parametrize("way", ["copy", "pickle", "torch", "pytree", "checkpoint"])
+    @pytest.mark.parametrize("way", WAYS)
     def test_round_trips(self, way: str, prepared: bool) -> None:
         q = random_tensor(2, 8, 96)
         if prepared:
             q.prepare_()
-        if way == "copy":
-            other = copy.deepcopy(q)
-        elif way == "pickle":
-            other = pickle.loads(pickle.dumps(q))
-        elif way == "torch":
-            torch.save(q, buffer := io.BytesIO())
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=True)
-        elif way == "pytree":
-            other = pytree.tree_map(torch.clone, q)
-        else:
-            tensors = {name: t.clone() for name, t in q.tensors("experts.w1_").items()}
-            assert {t.dtype for t in tensors.values()} == {torch.uint8} and q.metadata() == {}
-            other = MXFP4Tensor.from_tensors(tensors, {}, "experts.w1_")
+        assert {t.dtype for t in q.tensors().values()} == {torch.uint8} and q.metadata() == {}
+        other = round_trip(q, way)
         if prepared and way == "checkpoint":
             other.prepare_()
         assert same(q, other) and other.data.data_ptr() != q.data.data_ptr()

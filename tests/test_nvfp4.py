@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 from support import mxfp4, nvfp4
 from support.checks import check_mm
 from support.inputs import make_case
+from support.round_trips import WAYS, round_trip, same
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import glulam
 from glulam import MXFP4Tensor, NVFP4Tensor, quantize_nvfp4
@@ -29,11 +27,6 @@ def random_tensor(*shape: int, seed: int = 0, of: str = "expert") -> NVFP4Tensor
     scale = torch.randint(0x7F, (*lead, k // 16), dtype=torch.uint8, generator=generator)
     sizes = {"all": (), "expert": shape[:1], "half": (shape[0], 2)}[of] if len(shape) == 3 else ()
     return NVFP4Tensor(data, scale, torch.rand(sizes, generator=generator) + 0.5)
-
-
-def same(one: NVFP4Tensor, other: NVFP4Tensor) -> bool:
-    parts = zip(one.parts, other.parts, strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in parts)
 
 
 class TestTensor:
@@ -58,25 +51,13 @@ class TestTensor:
             assert torch.equal(q[2][1:3].dequantize(), q.dequantize()[2, 1:3])
 
     @pytest.mark.parametrize("prepared", [False, True])
-    @pytest.mark.parametrize("way", ["copy", "pickle", "torch", "pytree", "checkpoint"])
+    @pytest.mark.parametrize("way", WAYS)
     def test_round_trips(self, way: str, prepared: bool) -> None:
         q = random_tensor(2, 8, 96)
         if prepared:
             q.prepare_()
-        if way == "copy":
-            other = copy.deepcopy(q)
-        elif way == "pickle":
-            other = pickle.loads(pickle.dumps(q))
-        elif way == "torch":
-            torch.save(q, buffer := io.BytesIO())
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=True)
-        elif way == "pytree":
-            other = pytree.tree_map(torch.clone, q)
-        else:
-            tensors = {name: t.clone() for name, t in q.tensors("w1_").items()}
-            assert set(tensors) == {"w1_data", "w1_scale", "w1_global_scale"} and q.metadata() == {}
-            other = NVFP4Tensor.from_tensors(tensors, {}, "w1_")
+        assert set(q.tensors("w1_")) == {"w1_data", "w1_scale", "w1_global_scale"} and q.metadata() == {}
+        other = round_trip(q, way)
         if prepared and way == "checkpoint":
             other.prepare_()
         assert same(q, other) and other.data.data_ptr() != q.data.data_ptr()
@@ -158,6 +139,12 @@ class TestQuantiser:
     def test_refuses(self, w: Any, message: str) -> None:
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
             quantize_nvfp4(w)
+
+    def test_a_weight_that_is_trained_under_no_grad(self) -> None:
+        w = torch.randn(2, 4, 64, requires_grad=True)
+        with torch.no_grad():
+            q = quantize_nvfp4(w)
+        assert same(q, quantize_nvfp4(w.detach())) and not any(part.requires_grad for part in q.parts)
 
 
 class TestOperators:

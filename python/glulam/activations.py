@@ -69,6 +69,11 @@ TORCH = SimpleNamespace(
 """What formulas compute with."""
 
 
+def is_in_halves(activation: str, glu_layout: str) -> bool:
+    """Whether the first half of h's columns, and so of w1's rows, is a gate and the second the up-projection."""
+    return glu_layout == "concat" and activation in GATED
+
+
 def split_halves(h: Tensor, glu_layout: str, dim: int = 1) -> tuple[Tensor, Tensor]:
     """h [T, 2I] as its activated and its linear half, each [T, I]; or of any tensor with 2I along `dim`."""
     if glu_layout == "concat":

@@ -23,7 +23,13 @@ class FourBits(Stored):
     multiple: ClassVar[int] = 32
     """What K is a multiple of: whole blocks, and whole words of them."""
 
-    def check_shapes(self) -> None:
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
+            object.__setattr__(self, "scale", self.scale.view(self.scale_dtype))
+        self.check_parts()
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
         """Raises ValueError where data and scales do not fit together."""
         kind = type(self).__name__
         if self.data.dim() < 2:

@@ -1,4 +1,4 @@
-"""The order in which kernels read MXFP4, and bytes of checkpoints in it: int32 words of eight elements.
+"""The order in which kernels read elements of 4 bits, and bytes of checkpoints in it: int32 words of eight elements.
 
 A block of 32 elements is four words. Word j has, of every eight elements of the block, those at 2j and 2j + 1, which
 are one byte of a checkpoint and a register of two bfloat16 numbers in a kernel: bits 15 and 8 to 6 of such a number are
@@ -38,7 +38,7 @@ CHUNK_BYTES = 2**24
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """That a number of MXFP4's data has: a byte, or a word."""
+    """How many a number of data has: a byte, or a word."""
     return WORD_ELEMENTS if dtype == WORD_DTYPE else 2
 
 

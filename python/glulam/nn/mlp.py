@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from .. import recipes
-from ..activations import ActivationParams
+from ..activations import ActivationParams, is_in_halves
 from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
 from ..choose.problem import dtype_name
 from ..host.groups import Splits
@@ -94,7 +94,7 @@ class GroupedMLP(DelaysWeightGradients):
         if linear is not GroupedLinear and not packed:
             raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
-        is_cut = linear is not GroupedLinear and activation in GATED and glu_layout == "concat"
+        is_cut = linear is not GroupedLinear and is_in_halves(activation, glu_layout)
         self.fc1 = linear(num_experts, hidden_size, rows, **how, **({"halves": 2} if is_cut else {}))
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
 

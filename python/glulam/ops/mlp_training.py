@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import OPERANDS
+
 from .. import recipes
 from ..activations import kernel_params
 from ..calls.call import Call
@@ -23,14 +25,13 @@ from ..choose.problem import Problem, changed
 from ..formats import mlp_reference, prepared
 from ..formats.mlp_reference import Weight
 from ..formats.mxfp8.forms import FOLDED_COLUMNS, FOLDED_ROWS
-from ..formats.mxfp8.layout import part_of_workspace
 from ..formats.scaled import Parts
 from ..host import workspace
 from ..recipes import Recipe
 from ..reference import take_rows
 from .grouped_dglu import partials_shape
 from .grouped_wgrad import GroupedWgradCall
-from .quantized_mlp import QuantizedMlpCall
+from .quantized_mlp import QuantizedMlpCall, part_of_workspace
 from .quantized_weights import check_weight
 
 PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
@@ -190,8 +191,8 @@ class GradientsCall(Call):
             if name == "partials":
                 parts.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
             else:
-                shape = shapes[name.removesuffix("_scale")]
-                parts.append(part_of_workspace(shape, kind))
+                rows = OPERANDS[problem.operands].x
+                parts.append(part_of_workspace(rows, shapes[name.removesuffix("_scale")], kind))
         return parts
 
 

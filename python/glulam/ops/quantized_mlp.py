@@ -98,9 +98,10 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
-def _scale_bytes(rows: Format, count: int, columns: int) -> int:
-    """Of so many rows of a format."""
-    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
+def part_of_workspace(rows: Format, shape: tuple[int, int], kind: str, dtype: torch.dtype = DATA_DTYPE) -> Any:
+    """Rows' elements, or where `kind` is "bytes" their scales, as `Launching.memory` lists them."""
+    count, columns = shape
+    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8 if kind == "bytes" else (shape, dtype)
 
 
 class QuantizedMlpCall(Quantized):
@@ -237,8 +238,10 @@ class QuantizedMlpCall(Quantized):
         shapes = {"x8": x, "rounded": x, "copied": of_rows, "mid": (problem.rows, problem.intermediate)}
         rows = OPERANDS[problem.operands].x
         dtype = DATA_DTYPE if rows.scale else self.result_dtype
-        parts = ((shapes[name.removesuffix("_scale")], kind) for name, kind in self._rows_between(problem).items())
-        return [_scale_bytes(rows, *shape) if kind == "bytes" else (shape, dtype) for shape, kind in parts]
+        return [
+            part_of_workspace(rows, shapes[name.removesuffix("_scale")], kind, dtype)
+            for name, kind in self._rows_between(problem).items()
+        ]
 
     def texts(self, problem: Problem) -> dict[str, str]:
         names = self.scratch_of(problem)

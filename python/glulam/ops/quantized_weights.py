@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import GATED
-
 from .. import recipes
+from ..activations import is_in_halves
 from ..calls.arguments import SUFFIXES
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
 from ..choose.problem import changed
@@ -41,7 +40,7 @@ def ready(
     activation, glu_layout: of a w1.
     """
     parts, form = Parts(w, scale, global_scale), FORMS[recipe]
-    if scale is None and glu_layout == "concat" and activation in GATED:
+    if scale is None and is_in_halves(activation, glu_layout):
         form = form.of_gate((w if isinstance(w, Tensor) else w[0]).shape[-2])
     return prepared.PREPARED.find(form, parts) or parts
 
@@ -55,7 +54,7 @@ def form_of(call: Any, name: str) -> Form:
 
 def is_concatenated(call: Any, name: str) -> bool:
     """Whether the first half of a weight's rows is a gate's and the second the up-projection's."""
-    return name == "w1" and call.activation in GATED and call.glu_layout == "concat"
+    return name == "w1" and is_in_halves(call.activation, call.glu_layout)
 
 
 def parts_given(call: Any, name: str) -> Parts:

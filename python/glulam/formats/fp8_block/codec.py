@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.reference import E4M3_MAX, to_e4m3
+from ..sources import divided
 
 BLOCK = 128
 """Elements along a row, and rows of a weight, that share a scale."""
@@ -26,8 +27,7 @@ def num_blocks(size: int) -> int:
 
 def scales_of_maxima(amax: Tensor) -> Tensor:
     """The scales of blocks whose greatest magnitudes are `amax`, float32."""
-    # By a tensor: of a number torch's GPU operators multiply by the reciprocal, and round otherwise than kernels.
-    scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=LEAST_SCALE)
+    scale = divided(amax, E4M3_MAX).clamp(min=LEAST_SCALE)
     return torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan)
 
 

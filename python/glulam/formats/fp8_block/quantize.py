@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...calls.checks import check_flag, check_plain, refuse_gradients, shape_text
+from ...calls.checks import check_flag
 from ..mxfp8.layout import DATA_DTYPE
-from ..scaled import SOURCE_DTYPES
+from ..sources import check_source
 from .codec import BLOCK, encoded_tiles
 from .tensor import MULTIPLE, FP8BlockTensor, grid_shape
 
@@ -34,7 +34,10 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
         ValueError, TypeError: an argument that does not fit.
         GradientNotSupported: grad mode is on and w requires a gradient.
     """
-    _check(w, in_halves)
+    check_source(OP, w, MULTIPLE)
+    check_flag(OP, "in_halves", in_halves)
+    if in_halves and w.shape[-2] % 2:
+        raise ValueError(f"{OP}: in_halves is True, but w has {w.shape[-2]} rows, an odd number; leave in_halves out")
     halves = 2 if in_halves else 1
     with torch.no_grad():
         data = torch.empty(w.shape, dtype=DATA_DTYPE, device=w.device)
@@ -52,20 +55,3 @@ def _quantize(matrix: Tensor, data: Tensor, grid: Tensor) -> None:
     for first in range(0, len(grid), CHUNK_BLOCKS):
         rows = slice(first * BLOCK, (first + CHUNK_BLOCKS) * BLOCK)
         data[rows], grid[first : first + CHUNK_BLOCKS] = encoded_tiles(matrix[rows])
-
-
-def _check(w: Tensor, in_halves: bool) -> None:
-    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
-        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
-        raise TypeError(f"{OP}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
-    check_flag(OP, "in_halves", in_halves)
-    if w.dim() not in (2, 3) or w.shape[-1] % MULTIPLE:
-        raise ValueError(
-            f"{OP}: w has shape {shape_text(w.shape)}; give [N, K] or [E, N, K] with K a multiple of {MULTIPLE}, so "
-            "pad it with zeros"
-        )
-    if in_halves and w.shape[-2] % 2:
-        raise ValueError(f"{OP}: in_halves is True, but w has {w.shape[-2]} rows, an odd number; leave in_halves out")
-    check_plain(OP, "w", w)
-    if torch.is_grad_enabled():
-        refuse_gradients(OP, w=w)

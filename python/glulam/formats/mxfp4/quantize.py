@@ -12,17 +12,15 @@ from torch.compiler import is_compiling
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import QuantizeMxfp4Spec
 
-from ...calls.checks import check_alignment, check_no_overlap, check_plain, refuse_gradients, runs_kernels, shape_text
+from ...calls.checks import check_alignment, check_no_overlap, check_plain, runs_kernels, shape_text
 from ...calls.memory import readable
 from ...choose import kernels
 from ...choose.problem import dtype_name
 from ...host import device as gpus
-from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
+from ..scaled import BLOCK, SCALE_DTYPE
+from ..sources import CHUNK_ROWS, check_source
 from .codec import encoded
 from .tensor import MXFP4Tensor
-
-CHUNK_ROWS = 2**14
-"""Rows that are quantised together: their float32 copies take memory."""
 
 
 def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
@@ -84,16 +82,7 @@ def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
 
 def _check(w: Any, out: Any) -> None:
     op = "quantize_mxfp4"
-    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
-        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
-        raise TypeError(f"{op}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
-    if w.dim() < 2 or w.shape[-1] % BLOCK:
-        raise ValueError(
-            f"{op}: w has shape {shape_text(w.shape)}; give [..., N, K], K a multiple of {BLOCK}, so pad it with zeros"
-        )
-    check_plain(op, "w", w)
-    if torch.is_grad_enabled():
-        refuse_gradients(op, w=w)
+    check_source(op, w, BLOCK, any_batch=True)
     if out is None:
         return
     if not isinstance(out, MXFP4Tensor):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls.checks import shape_text
 from ..four_bits import FourBits
-from ..scaled import BLOCK, SCALE_DTYPE
+from ..scaled import BLOCK
 from .codec import values_of
 
 BLOCK_BYTES = BLOCK // 2
@@ -37,12 +37,6 @@ class MXFP4Tensor(FourBits):
     format = "MXFP4"
     recipe = weight_only = "mxfp4_weight_only"
     block = BLOCK
-
-    def __post_init__(self) -> None:
-        if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
-            object.__setattr__(self, "scale", self.scale.view(SCALE_DTYPE))
-        self.check_parts()
-        self.check_shapes()
 
     def form_name(self) -> str:
         return "mxfp4"

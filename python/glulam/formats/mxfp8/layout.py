@@ -6,8 +6,6 @@ along (rows of a row copy, columns of a column copy), `blocks` the blocks along 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -63,8 +61,3 @@ def unswizzled(atoms: Tensor, outer: int, blocks: int) -> Tensor:
     parts: Tensor = atoms.unflatten(-1, (*grid, 32, ATOM_OUTER // 32, ATOM_BLOCKS))
     whole: Tensor = parts.movedim((-5, -4, -3, -2), (-5, -2, -3, -4)).flatten(-5, -3).flatten(-2, -1)
     return whole[..., :outer, :blocks]
-
-
-def part_of_workspace(shape: tuple[int, int], kind: str, dtype: torch.dtype = DATA_DTYPE) -> Any:
-    """A matrix's elements, or where `kind` is "bytes" its scales by rows, as `Launching.memory` lists them."""
-    return shape[0] * num_blocks(shape[1]) if kind == "bytes" else (shape, dtype)

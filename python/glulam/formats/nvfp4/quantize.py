@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...calls.checks import check_plain, refuse_gradients, shape_text
 from ..e2m1 import MAGNITUDES, bytes_of_numbers
 from ..four_bits import FourBits
-from ..scaled import SOURCE_DTYPES
+from ..sources import CHUNK_ROWS, check_source, divided
 from .tensor import BLOCK, SCALE_DTYPE, NVFP4Tensor
 
-OP = "quantize_nvfp4"
 MOST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
-CHUNK_ROWS = 2**14
-"""Rows that are quantised together: their float32 copies take memory."""
 
 
 def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
@@ -34,50 +30,33 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
         ValueError, TypeError: an argument that does not fit.
         GradientNotSupported: grad mode is on and w requires a gradient.
     """
-    _check(w)
-    refuse_gradients(OP, w=w)
+    check_source("quantize_nvfp4", w, FourBits.multiple)
+    *lead, k = w.shape
     with torch.no_grad():
-        matrices = w if w.dim() == 3 else w[None]
-        made = [_quantized(matrix) for matrix in matrices]
-        if w.dim() == 2:
-            return NVFP4Tensor(*made[0])
-        rows, k = w.shape[1:]
-        data = w.new_empty(len(w), rows, k // 2, dtype=torch.uint8)
-        scale = w.new_empty(len(w), rows, k // BLOCK, dtype=SCALE_DTYPE)
-        global_scale = w.new_ones(len(w), dtype=torch.float32)
-        for expert, parts in enumerate(made):
-            for whole, part in zip((data, scale, global_scale), parts, strict=True):
-                whole[expert] = part
-        return NVFP4Tensor(data, scale, global_scale)
+        data = w.new_empty(*lead, k // 2, dtype=torch.uint8)
+        scale = w.new_empty(*lead, k // BLOCK, dtype=SCALE_DTYPE)
+        global_scale = w.new_empty(lead[:-1], dtype=torch.float32)
+        experts = [part if w.dim() == 3 else part[None] for part in (w, data, scale, global_scale)]
+        for expert in zip(*experts, strict=True):
+            _quantize(*expert)
+    return NVFP4Tensor(data, scale, global_scale)
 
 
-def _check(w: Tensor) -> None:
-    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
-        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
-        raise TypeError(f"{OP}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
-    check_plain(OP, "w", w)
-    if w.dim() not in (2, 3) or w.shape[-1] % FourBits.multiple:
-        raise ValueError(
-            f"{OP}: w has shape {shape_text(w.shape)}; give [N, K] or [E, N, K] with K a multiple of "
-            f"{FourBits.multiple}, so pad it with zeros"
-        )
+def _quantize(matrix: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor) -> None:
+    """Write data and scales of [N, K], and its global scale []."""
+    num_rows = len(matrix) if matrix.numel() else 0
+    chunks = [slice(first, first + CHUNK_ROWS) for first in range(0, num_rows, CHUNK_ROWS)]
+    maxima = [torch.where(matrix[rows].isfinite(), matrix[rows], 0).abs().amax().float() for rows in chunks]
+    amax = torch.stack([matrix.new_zeros((), dtype=torch.float32), *maxima]).amax()
+    global_scale.copy_(torch.where(amax > 0, divided(amax, MAGNITUDES[-1] * MOST_SCALE), 1.0))
+    for rows in chunks:
+        data[rows], scale[rows] = _encoded(matrix[rows], global_scale)
 
 
-def _quantized(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Data, scales and global scale of [N, K]."""
-    pieces = matrix.split(CHUNK_ROWS)
-    greatest = [torch.where(piece.isfinite(), piece, 0).abs().amax().float() for piece in pieces if piece.numel()]
-    amax = torch.stack(greatest).amax() if greatest else matrix.new_zeros((), dtype=torch.float32)
-    # By tensors: of a number torch's GPU operators multiply by the reciprocal, and round otherwise than the CPU's.
-    global_scale = torch.where(amax > 0, amax / torch.full_like(amax, MAGNITUDES[-1] * MOST_SCALE), 1.0)
-    made = [_rows(piece, global_scale) for piece in pieces]
-    return torch.cat([data for data, _ in made]), torch.cat([scale for _, scale in made]), global_scale
-
-
-def _rows(rows: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+def _encoded(rows: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     amax = blocks.abs().amax(dim=2)  # NaN of a block that has one
-    scale = (amax / torch.full_like(amax, MAGNITUDES[-1]) / global_scale).clamp(LEAST_SCALE, MOST_SCALE)
+    scale = (divided(amax, MAGNITUDES[-1]) / global_scale).clamp(LEAST_SCALE, MOST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan).to(SCALE_DTYPE)
     numbers = blocks / (scale.float() * global_scale)[:, :, None]
     return bytes_of_numbers(numbers.flatten(1)), scale

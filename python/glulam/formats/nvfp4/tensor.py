@@ -46,10 +46,7 @@ class NVFP4Tensor(FourBits):
     block = BLOCK
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
-            object.__setattr__(self, "scale", self.scale.view(SCALE_DTYPE))
-        self.check_parts()
-        self.check_shapes()
+        super().__post_init__()
         check_global_scale("NVFP4Tensor: global_scale", self.global_scale, tuple(self.shape))
         if not is_compiling() and not gpus.is_traced(self.global_scale):
             check_plain("NVFP4Tensor", "global_scale", self.global_scale)  # before it is read

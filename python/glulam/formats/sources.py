@@ -1,0 +1,45 @@
+"""What quantisers of weights share: what they take, and how torch's operators quantise alike on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls.checks import check_plain, refuse_gradients, shape_text
+from .scaled import SOURCE_DTYPES
+
+CHUNK_ROWS = 2**14
+"""Rows that are quantised together: their float32 copies take memory."""
+
+
+def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> None:
+    """Check a weight that is to be quantised along its rows.
+
+    Args:
+        multiple: what K is a multiple of. any_batch: take [..., N, K]; else [N, K] and [E, N, K].
+
+    Raises:
+        TypeError: no tensor, or one of another dtype. ValueError: its shape, or how its memory lies.
+        GradientNotSupported: grad mode is on and w requires a gradient.
+    """
+    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
+        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
+        raise TypeError(f"{op}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
+    if w.dim() < 2 or (w.dim() > 3 and not any_batch) or w.shape[-1] % multiple:
+        shapes = "[..., N, K]" if any_batch else "[N, K] or [E, N, K]"
+        raise ValueError(
+            f"{op}: w has shape {shape_text(w.shape)}; give {shapes} with K a multiple of {multiple}, so pad it with "
+            "zeros"
+        )
+    check_plain(op, "w", w)
+    if torch.is_grad_enabled():
+        refuse_gradients(op, w=w)
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: of a number torch's GPU operators multiply by the reciprocal, of a tensor they divide,
+    as those of the CPU and kernels do.
+    """
+    return x / torch.full_like(x, number)
