@@ -120,7 +120,7 @@ LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
 
 
 def _scales_of(formats: Operands) -> tuple[Argument, ...]:
-    """Where a GEMM finds the scales of its x and w, or a table of experts' weights that have none.
+    """Scales of a GEMM's x and w, or a table of experts' weights without scales.
 
     `w_scale`: [E, N, K / block] scales; an even address where they are E4M3 numbers, of which a negative one is as bad
     as NaN. `w_global_scale`: float32 numbers, all other scales' factor, `w_global_count` for each expert: 0: one for

@@ -34,7 +34,7 @@ def assert_values(weight: Any, values: Tensor) -> None:
     assert float(((made - values).abs() / values.abs().clamp(min=1e-30)).max()) < 3e-7
 
 
-# What is loaded -------------------------------------------------------------------------------------------------------
+# Loading --------------------------------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -185,7 +185,7 @@ def test_no_two_dialects_have_the_same_names_and_dtypes() -> None:
                 assert any(apart), (one.name, other.name)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 Damage = Callable[[dict[str, Tensor], str], Any]
 """To a state, given what the names of experts begin with."""

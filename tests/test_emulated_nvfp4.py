@@ -120,7 +120,7 @@ def test_what_a_function_takes() -> None:
 
 @_by_name(MM)
 def test_every_element_with_every_scale(spec: GroupedMmSpec) -> None:
-    """Of rows of one 1 each: results are the weights, times what float32 makes of a global scale."""
+    """Rows of one 1 each: results are the weights, times what float32 makes of a global scale."""
     columns, global_scale = 160, torch.tensor([0.37, 1e-3], dtype=F32)
     w, sizes = nvfp4.of_every_scale(2, WIDTH, columns), (columns, columns)
     assert len(w.scale.unique()) == nvfp4.SCALES

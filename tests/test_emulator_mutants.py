@@ -34,7 +34,7 @@ LAST = {"a missing fence", "a dropped arrive", "a phase that does not change"}
 SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, FP8: 8}
 """How many mutants of each kernel."""
 MISSED = {("layer_route_e128_sm_90", LEFT_OUT, "bar.warp.sync -1")}
-"""What the race check does not model: accesses of two lanes of one warp."""
+"""The race check does not model accesses of two lanes of one warp."""
 
 trier = functools.lru_cache(maxsize=2)(Trier)
 

@@ -72,7 +72,7 @@ class TestTensor:
         assert torch.equal(q[2].dequantize(torch.float64), w.values()[2])
 
     def test_grids_are_told_apart_where_they_are_of_one_size(self) -> None:
-        """Of 2 x 200 rows there are four grid rows either way: only the shape says which."""
+        """2 x 200 rows have four grid rows either way: only the shape says which."""
         w = random_weights(2, 400, 144, "concat")
         whole, halves = FP8BlockTensor(w.data, w.scale), tensor_of(w)
         assert whole.scale.numel() == halves.scale.numel() and halves.scale.shape == (2, 2, 2, 2)
@@ -313,7 +313,7 @@ def case(form: tuple[str, str] = ("swiglu", "concat"), width: int = 160, **optio
 
 
 def weights_of(c: Case, form: tuple[str, str]) -> tuple[oracle.Weights, oracle.Weights]:
-    """Of any finite elements, with scales that differ by expert and block."""
+    """Any finite elements, with scales that differ by expert and block."""
     layout = form[1] if form[0] in GATED else ""
     made = []
     for seed, (w, its_layout) in enumerate(((c.w1, layout), (c.w2, ""))):
@@ -355,7 +355,7 @@ def wide(c: Case) -> dict[str, Any]:
 
 
 def check_exactly(y: Tensor, wanted: Tensor, rows: int) -> None:
-    """Of rows in float64: no sum is rounded visibly, so that every activation rounds to the same number."""
+    """Rows in float64: no sum is rounded visibly, so that every activation rounds to the same number."""
     scale = wanted[:rows].abs().amax(dim=1, keepdim=True)
     assert y.dtype == torch.float64 and (scale > 0).all()
     assert float(((y - wanted)[:rows] / scale).abs().max()) < 1e-6

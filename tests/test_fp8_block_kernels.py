@@ -71,7 +71,7 @@ def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_same(made: Tensor, wanted: Tensor) -> None:
-    """The same bits, or NaN in both, and the rows after the last group left alone."""
+    """Results have the same bits, or NaN in both, and the rows after the last group are left alone."""
     assert made.dtype == wanted.dtype
     assert torch.isnan(made[ROWS - TAIL :].float()).all()
     made, wanted = made[: ROWS - TAIL], wanted[: ROWS - TAIL]

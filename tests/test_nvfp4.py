@@ -91,7 +91,7 @@ class TestTensor:
 
 class TestQuantiser:
     def test_each_element_is_the_nearest(self) -> None:
-        """Of those that its block's scale allows; and the scale is the E4M3 number next to the block's maximum / 6."""
+        """No element that the block's scale allows is nearer, and the scale is the E4M3 number next to maximum / 6."""
         torch.manual_seed(0)
         w = torch.randn(3, 8, 64, dtype=torch.float64).float() * torch.tensor([1e-3, 1.0, 300.0])[:, None, None]
         q = quantize_nvfp4(w)

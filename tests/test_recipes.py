@@ -636,7 +636,7 @@ class TestWritesThatNoVersionCounts:
     ("recipe", "most"), [("bf16", 7), ("mxfp8", 12), ("mxfp8_weight_only", 12), ("mxfp4_weight_only", 12)]
 )
 def test_a_warm_call_is_few_frames(fake_gpu: FakeGpu, recipe: str, most: int) -> None:
-    """Of Python's, with weights that are as kernels read them."""
+    """Frames of Python, with weights that are as kernels read them."""
     c = case()
     w1, w2 = (w if recipe == "bf16" else prepared(w, recipe) for w in (c.w1, c.w2))
     w1, w2 = (w.prepare_() if isinstance(w, glulam.MXFP4Tensor) else w for w in (w1, w2))

@@ -46,7 +46,7 @@ class Element:
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
     def place(self, pair: int, block: int) -> int:
-        """Which of the thread's pairs of 32 elements a share's pair is. block: the number of these 32 in the row."""
+        """Return a share's pair as one of the thread's pairs of 32 elements. block: these 32's number in the row."""
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:

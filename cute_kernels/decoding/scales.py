@@ -22,7 +22,7 @@ BYTE_LANES = 0x01010101
 BYTE_SIGNS = 0x80808080
 BYTE_MAGNITUDES = 0x7F7F7F7F
 E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
-# Of 448, the greatest number of E4M3; and what makes up for where bfloat16 has exponents.
+# Exponent of 448, the greatest E4M3 number; and bfloat16's bias less that of E4M3, 127 - 7.
 GREATEST_E4M3_EXPONENT, MOVED_E4M3_EXPONENT = 8, 120
 # For prmt: bytes 0 and 2 of what it makes.
 LOW_BYTES = 0x0101
@@ -53,11 +53,11 @@ class Scales:
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
-        """The same of the first `count` bytes, none of which is large; the last first where these are turned."""
+        """`multipliers` of the first `count` bytes, none of which is large; in reverse order if `is_turned`."""
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
-        """What the multiplier of byte `index` lacks where the byte is large; 1 where it is not."""
+        """Return the factor that byte `index` still lacks if it is large; 1 if it is not."""
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
@@ -198,5 +198,5 @@ def _signs_of(row: int) -> int:
 
 
 def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
-    """Whether `bad` noted a byte of the row."""
+    """Return whether `bad` noted a byte of the row."""
     return (bad & Int32(_signs_of(row))) != 0

@@ -1,4 +1,4 @@
-"""How a matrix is stored: its elements, their scales, and the tensors that hold them."""
+"""Formats: the elements of a matrix, their scales, and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = -1
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a matrix is stored.
+    """A matrix's format.
 
     Attributes:
         name: what names of functions call the format; "": 16-bit elements.

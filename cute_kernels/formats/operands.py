@@ -1,4 +1,4 @@
-"""What GEMMs multiply: formats of rows and weights that kernels take together."""
+"""Operands of GEMMs: formats of rows and weights that kernels multiply together."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Operands:
 
     @property
     def decodes(self) -> bool:
-        """Whether weights become what x is: from registers, so that they are the rows of the MMA, in a swapped tile."""
+        """True if kernels decode weights to x's format, in registers, so that weights are the rows of a swapped MMA."""
         return self.w.element != self.x.element
 
     @property
     def has_scaled_rows(self) -> bool:
-        """Whether x is multiplied as it is stored, by scales as well: in FP8."""
+        """True if x is multiplied in FP8, by scales as well."""
         return bool(self.x.scale)
 
     @property
     def trains(self) -> bool:
-        """Whether kernels of training take them: 16-bit operands, and weights that are folded after each step."""
+        """True if training kernels take them: 16-bit operands, and weights that are folded after each step."""
         return not self.decodes and self.w.rows == 1
 
     @property
@@ -56,12 +56,12 @@ OPERANDS = {
     "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
     "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }
-"""By a spec's `operands`. Results, biases and preactivations are of the spec's dtype, whatever is multiplied."""
+"""Keyed by a spec's `operands`. Results, biases and preactivations have the spec's dtype with all operands."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
 
 
 def next_operands(name: str) -> str:
-    """Those of a GEMM with the same weights that reads the activation which one with these makes."""
+    """Return the name of the operands of FC2, given those of FC1: FC2 reads the activation that FC1 makes."""
     made = OPERANDS[name]
     reads = (other for other, row in OPERANDS.items() if (row.x, row.w) == (made.act.stored, made.w))
     return next(reads)

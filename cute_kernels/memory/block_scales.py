@@ -1,4 +1,4 @@
-"""Where the float32 scales of weights' blocks of 128 x 128 lie: [E, grid rows, ceil(K / 128)].
+"""Memory of the float32 scales of weights' blocks of 128 x 128: [E, grid rows, ceil(K / 128)].
 
 A weight row's scales are in grid row (weight row) / 128. The halves of a gated layer in layout "concat" have a grid of
 their own each, one after the other: half h's row i has its scales in grid row h ceil(I / 128) + i / 128. Where I is a
@@ -40,14 +40,14 @@ class BlockGrid(NamedTuple):
 
 
 def in_concat(layout: str, gate: GateRows) -> Boolean | bool:
-    """Whether each half of the weight rows has a grid of its own. `layout`: one of specs.LAYOUT_FORMS."""
+    """Return whether each half of the weight rows has its own grid. `layout`: one of specs.LAYOUT_FORMS."""
     return layout == "concat" if layout in LAYOUTS else gate.layout == LAYOUTS["concat"]
 
 
 def block_grid(
     address: Int64, layout: str, gate: GateRows, parts: int, weight_rows: Int32, blocks: Int32
 ) -> BlockGrid:  # fmt: skip
-    """Of weights with `weight_rows` rows an expert, in `parts` halves, and `blocks` blocks along a row."""
+    """Make the grid of weights with `weight_rows` rows an expert, in `parts` halves, and `blocks` blocks a row."""
     half = cute.ceil_div(weight_rows // parts, BLOCK)
     rows = _chosen(in_concat(layout, gate), parts * half, cute.ceil_div(weight_rows, BLOCK))
     return BlockGrid(address, rows, half, blocks)

@@ -76,7 +76,7 @@ def block_narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Of a thread's copies and scales; behind an expert's last row those of that one."""
+    """Make a thread's copies and scales; after an expert's last row, threads read the last row's."""
     thread, _, _ = cute.arch.thread_idx()
     gate, half = weights.gate, weights.count
     grid = block_grid(w_scale, layout, gate, parts, parts * half, weight_format.num_scales(depth))

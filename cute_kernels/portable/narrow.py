@@ -37,7 +37,7 @@ from .mainloop import DEPTH, MMA_K
 from .operands import Along, Lines
 from .sources import Weights
 
-# Of a word.
+# Bytes of a word.
 BYTES = 4
 RUN_OF_FEW = 2
 """k-tiles between barriers where a tile has few rows: two are 3 % faster than one, since a warp finds more to do while
@@ -112,7 +112,7 @@ class ScaleBytes(Invariant):
 
 
 class ScaleWords(Invariant):
-    """The same of four blocks, which are one word and, where rows of scales are whole words, one load."""
+    """Scales of four blocks, a word; where rows of scales are whole words, one load."""
 
     def __init__(self, run: int, blocks: int):
         assert blocks == BYTES
@@ -180,7 +180,7 @@ class Narrow(Along):
         return block
 
     def make_pending(self, weights: Format) -> Any:
-        """What holds the scales that were asked for."""
+        """Make what holds the scales that were asked for."""
         return (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
 
     def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
@@ -277,7 +277,7 @@ def narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Of a thread's copies and scales, [E, rows, blocks of depth]; past an expert's last row, that row's."""
+    """Make a thread's copies and scales, [E, rows, blocks of depth]; past an expert's last row, the last row's."""
     thread, _, _ = cute.arch.thread_idx()
     column = cutlass.min(work.n_tile * part_n + thread % part_n, weights.count - 1)
     row = row_of(layout, weights.gate, column, thread // part_n, weights.count)

@@ -52,7 +52,7 @@ class QuantizeFp8Block(QuantizeMxfp8):
         self.stores.words(held, strip)
 
     def _row_scales(self, words: cute.Tensor) -> cute.Tensor:
-        """Of the block that this thread's 16 bytes of each row lie in."""
+        """Return the scale of the block that holds this thread's 16 bytes of each row."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)

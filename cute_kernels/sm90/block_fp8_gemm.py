@@ -11,7 +11,7 @@ from .mainloop.block_fp8 import BlockFp8Mainloop, ScaleSources
 
 
 class GroupedBlockFp8Gemm(GroupedFp8Gemm):
-    """Of rows with a float32 scale for 128 columns, and weights with one for a block of 128 x 128."""
+    """GEMM of rows with a float32 scale for 128 columns, and weights with one for a block of 128 x 128."""
 
     def make_mainloop(self) -> BlockFp8Mainloop:
         shape = self.shape

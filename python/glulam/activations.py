@@ -70,7 +70,7 @@ TORCH = SimpleNamespace(
 
 
 def is_in_halves(activation: str, glu_layout: str) -> bool:
-    """Whether the first half of h's columns, and so of w1's rows, is a gate and the second the up-projection."""
+    """Return whether the first half of h's columns, and so of w1's rows, is a gate and the second the up-projection."""
     return glu_layout == "concat" and activation in GATED
 
 

@@ -50,7 +50,7 @@ FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, F
 
 
 def weight_only(name: str, weights: Form) -> Recipe:
-    """Of 16-bit rows, and weights that are decoded on the way; operands have its name."""
+    """Make a recipe of 16-bit rows and weights that kernels decode; its operands have its name."""
     return Recipe(name, name, name, weights=weights, dtypes=("bfloat16",))
 
 

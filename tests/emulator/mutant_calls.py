@@ -27,7 +27,7 @@ def spread(rows: dict[int, int]) -> tuple[int, ...]:
     return tuple(rows.get(expert, 0) for expert in range(max(rows) + 1))
 
 
-# Of each 32 experts, whose rows a warp adds up, those that tell its steps apart: steps too short, or a lane too few.
+# Experts of each 32, whose rows a warp adds up, that tell its steps apart: steps too short, or a lane too few.
 SMALL = spread({0: 3, 1: 17, 2: 20, 4: 1, 8: 2, 16: 2, 21: 5, 31: 2, 32: 33, 33: 1, 34: 9, 36: 7, 40: 1, 48: 2, 53: 3,
                 96: 18, 98: 5})  # fmt: skip
 """Few rows in more groups than three times the lanes of a warp, of which some lanes' worth has none."""
@@ -85,14 +85,14 @@ def mm_of_listed_experts(given: Inputs) -> Any:
 
 
 def mm_of_many_experts(given: Inputs) -> Any:
-    """Of rows by index."""
+    """Rows by index."""
     x, w = given.normal(50, 136), [given.normal(72, 136) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
     return glulam.grouped_mm(x, w, splits=splits, rows=rows)
 
 
 def mm_by_tickets(given: Inputs) -> Any:
-    """Of rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
+    """Rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
     many, few = {1: 140, 8: 66, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 63, 16: 9, 33: 12, 36: 3, 53: 2}
     sizes = spread({**many, **few})
     x, w = given.normal(70, 840), given.normal(len(sizes), 136, 840)
@@ -109,7 +109,7 @@ mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial
 
 
 def mm_of_bands(given: Inputs, rows: int = 2310) -> Any:
-    """Of so many row tiles that the scheduler takes them in two bands."""
+    """So many row tiles that the scheduler takes them in two bands."""
     return mm(given, (rows,), 136, 64)
 
 
@@ -124,7 +124,7 @@ def mm_mxfp4_of_many_tiles(given: Inputs) -> Any:
 
 
 def mm_mxfp4_of_many_experts(given: Inputs) -> Any:
-    """Of whole k-tiles, so that kernels may tell L2 that weights are read once."""
+    """Whole k-tiles, so that kernels may tell L2 that weights are read once."""
     x, w = rows_of(given, SMALL, 256), mxfp4(given, len(SMALL), 72, 256)
     return glulam.grouped_mm(x, w, splits=given.given(SMALL, torch.int64))
 
@@ -148,7 +148,7 @@ def glu(given: Inputs) -> Any:
 
 
 def glu_of_many_experts(given: Inputs) -> Any:
-    """Of rows by index, with a factor for each row."""
+    """Rows by index, with a factor for each row."""
     x, w = given.normal(50, 232), [given.normal(320, 232, scale=0.1) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
     options = {"row_scale": given.normal(len(rows), dtype=F32), "activation": "geglu", "glu_layout": "interleaved32"}
@@ -161,7 +161,7 @@ def glu_of_bands(given: Inputs) -> Any:
 
 
 def wgrad(given: Inputs) -> Any:
-    """Of all rows, so that a read behind the last one is a fault."""
+    """Groups hold all rows, so that a read after the last row is a fault."""
     dy, x = given.normal(192, 136), given.normal(192, 136)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, (0, 192)))
 
@@ -173,7 +173,7 @@ def wgrad_of_many(given: Inputs) -> Any:
 
 
 def wgrad_by_index(given: Inputs) -> Any:
-    """Of rows by index, added to what experts of a mask have."""
+    """Rows by index, added to results of the experts of a mask."""
     sizes = (127, 0, 5, 164)
     dy, x = rows_of(given, sizes, 136), given.normal(50, 136)
     out, mask = given.normal(4, 136, 136), given.given([1, 1, 0, 1], torch.bool)
@@ -182,7 +182,7 @@ def wgrad_by_index(given: Inputs) -> Any:
 
 
 def wgrad_added(given: Inputs) -> Any:
-    """Of so many rows that dw is added to in memory."""
+    """So many rows that dw is added to in memory."""
     dy, x = given.normal(70, 136), rows_of(given, (3, 831), 136)
     out, splits = given.normal(2, 136, 136), given.given([3, 831], torch.int32)
     return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
@@ -262,7 +262,7 @@ LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
 
 
 def route(given: Inputs) -> Any:
-    """By scores that are negative with their bias: keys of negative numbers have another form."""
+    """Scores that are negative with their bias: keys of negative numbers have another form."""
     logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
     logits[torch.arange(8), 13 * torch.arange(8) + 2] = 0  # of a lane's every number
     return glulam.route(logits, 20, score="sigmoid", bias=bias, scale=2.5)

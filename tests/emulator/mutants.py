@@ -38,7 +38,7 @@ EQUIVALENT, MISSED = "equivalent", "NOT FOUND"
 
 
 class Found(NamedTuple):
-    """How a mutant was found: `how` is empty if it was not."""
+    """The way in which a mutant was found: `how` is empty if it was not."""
 
     how: str
     seed: int
@@ -97,7 +97,7 @@ class _Trial:
         self._launch.run(kernel, program, SEEDS[0], written, observer=Races(), most_steps=most_steps)
 
     def run(self, kernel: Kernel, program: Any, seed: int) -> Found:
-        """Whether a run with a seed ends in a fault, or leaves other bytes."""
+        """Return whether a run with a seed ends in a fault, or leaves other bytes."""
         expected = self._expected
         try:
             self._launch.run(kernel, program, seed, most_steps=expected.most_steps)
@@ -107,7 +107,7 @@ class _Trial:
         return Found(DIFFERENCE, seed, f"{int(wrong.sum())} bytes differ") if wrong.any() else NOT_FOUND
 
     def check_races(self, kernel: Kernel, program: Any) -> Found:
-        """Whether the race check finds something."""
+        """Return whether the race check finds something."""
         try:
             self._race(kernel, program, self._written)
         except Race as race:

@@ -24,7 +24,7 @@ from . import ptx, translate
 
 WRITING = "writing-"
 UNUSED_S = 3 * 86400.0
-"""What other sources translated is removed when it was not used for so long."""
+"""Translations by other sources are removed when they were not used for so long."""
 
 
 class Program(NamedTuple):

@@ -166,7 +166,7 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
 
 
 FP8_ROWS: dict[str, Any] = {"mxfp8": fake_mxfp8.Rows, "fp8_block": fake_fp8_block.Rows}
-"""Of operands whose rows are in FP8."""
+"""Readers of rows, by operands whose rows are in FP8."""
 
 
 def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:

@@ -25,7 +25,7 @@ def scale(byte: int) -> float:
 
 
 NUMBERS = torch.tensor([scale(byte) for byte in range(128)] + [math.nan] * 128, dtype=torch.float64)
-"""What kernels make of a scale byte: those with a sign are as bad as NaN."""
+"""Numbers that kernels make of scale bytes; a byte with a sign is as invalid as NaN."""
 
 
 def values(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:

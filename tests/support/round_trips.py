@@ -16,7 +16,7 @@ WAYS = ("copy", "pickle", "torch", "pytree", "checkpoint")
 
 
 def same(one: Stored, other: Stored) -> bool:
-    """Whether two have the same parts."""
+    """Return whether two tensors have the same parts."""
     pairs = zip(one.parts, other.parts, strict=True)
     return all(
         a is b is None or (a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

@@ -98,7 +98,7 @@ class QuantizingEpilogue(ActivationEpilogue):
         return exponent_of(amax)
 
     def _multiplier_of(self, scale: Any) -> Float32:
-        """What makes E4M3 numbers of the block's elements."""
+        """Return the factor that turns the block's elements into E4M3 numbers."""
         return multiplier_of(scale)
 
     @cute.jit

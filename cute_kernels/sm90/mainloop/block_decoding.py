@@ -86,7 +86,7 @@ class BlockScales(Invariant):
 
 
 class BlockDecodingMainloop(DecodingMainloop):
-    """As `DecodingMainloop`; `scales` of the operands is the address of the grids' (memory/block_scales.py)."""
+    """Like `DecodingMainloop`; `scales` of the operands is the address of the grids' (memory/block_scales.py)."""
 
     def scales(self, operands: Operands, share: TileShare) -> BlockScales:
         _, expert_rows, gate = operands.extra

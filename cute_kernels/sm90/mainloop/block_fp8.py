@@ -34,7 +34,7 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Where scales lie: of rows, float32 [rows, ceil(K / 128)] at an address, and of weights. gate: which weight rows
+    """Scales of rows, float32 [rows, ceil(K / 128)] at an address, and of weights. gate: which weight rows
     are whose. half: weight rows of each part."""
 
     rows: Int64
@@ -108,7 +108,7 @@ class BlockScales(RowScales):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """What multiplies a half of a piece of a row: the row's scale times the weights'."""
+        """Return the factor of a half of a piece of a row: the row's scale times the weights'."""
         return scales[row] * self._weight_scale(scales, columns, half)
 
     def _weight_scale(self, scales: cute.Tensor, columns: int, half: int) -> Float32:

@@ -19,7 +19,7 @@ from ...formats import E2M1, E4M3, FLOAT32, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Of two bfloat16 numbers each. The instruction takes no constants, so that a multiplier is moved to a register."""
+    """Multiply two bfloat16 numbers each. The instruction takes no constants: a multiplier is moved to a register."""
     ptx = "{ .reg .b32 factor; mov.b32 factor, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, factor; }"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
@@ -69,7 +69,7 @@ class HopperE2m1(E2m1):
 
 ELEMENTS: dict[str, type[Element]] = {E4M3: HopperE4m3, E2M1: HopperE2m1}
 IN_FLOAT32: dict[str, type[Element]] = {E4M3: HopperE4m3InFloat32}
-"""Of formats with float32 scales."""
+"""Decoder of formats with float32 scales."""
 
 
 def decoder_of(weights: Format) -> Decoder:

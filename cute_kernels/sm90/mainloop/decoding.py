@@ -57,7 +57,7 @@ STEP_PAIRS = STEP * WGMMA_PAIRS
 
 
 class ScaleGrid(NamedTuple):
-    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles of `words` words each.
+    """Scales of weights: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles of `words` words each.
     share: a warpgroup's. gate: which of the rows are whose.
     """
 

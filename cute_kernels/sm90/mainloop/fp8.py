@@ -91,7 +91,7 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """What multiplies a row's part of a piece, of what `take` gave. columns: the number of the piece's columns."""
+        """Return the factor of a row's part of a piece. scales: `take`'s. columns: number of the piece's columns."""
         return scales[row]
 
 

@@ -199,7 +199,7 @@ class QuantisedPath(DataPath):
 
 
 def path_of(call: Any) -> DataPath:
-    """Of a GroupedMlpCall or QuantizedMlpCall."""
+    """Return the data path of a GroupedMlpCall or QuantizedMlpCall."""
     check_flag(call.op, "recompute", call.recompute)
     form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
     if not isinstance(call, QuantizedMlpCall):

@@ -43,7 +43,7 @@ PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
 OF_TOKENS = ("row_of", "ids", "id_weights", "residual")
 """Of a layer: with a row for each token."""
 SUFFIXES = ("", "_scale", "_global_scale")
-"""Of a quantised argument's name, for the names of its parts."""
+"""Appended to a quantised argument's name, these name its parts."""
 PARTS_OF_WEIGHTS = tuple(f"{name}{suffix}" for name in WEIGHTS for suffix in SUFFIXES[1:])
 VECTORS = (*PER_ROW, *OF_TOKENS, *PARTS_OF_WEIGHTS, "mask")
 """Tensors that kernels take by address."""

@@ -119,7 +119,7 @@ def _front(
 
 
 def _names(kind: type[Call]) -> dict[str, Any]:
-    """What `text_of` calls."""
+    """Names that `text_of`'s lines use."""
     return {
         "kind": kind,
         "unplanned": unplanned,

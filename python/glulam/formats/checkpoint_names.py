@@ -26,12 +26,12 @@ E8M0: Dtypes = (torch.float8_e8m0fnu, torch.uint8)
 E2M1_PAIRS: Dtypes = (torch.uint8, torch.int8)
 FLOAT32: Dtypes = (torch.float32,)
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
-"""Of block scales, which Qwen's checkpoints have in 16 bits; they become float32."""
+"""Dtypes of block scales, which Qwen's checkpoints have in 16 bits; they become float32."""
 SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
 
 class Dialect(NamedTuple):
-    """How checkpoints store a projection [out, in].
+    """A way in which checkpoints store a projection [out, in].
 
     Attributes:
         name: the format, and who ships it so.
@@ -117,11 +117,11 @@ def experts_at(keys: Iterable[object], prefix: str) -> ExpertNames:
 
 
 def prefixes(keys: Iterable[object]) -> list[str]:
-    """Those at which there are experts."""
+    """Return the prefixes at which there are experts."""
     matches = (_ANY_EXPERT.fullmatch(key) for key in keys if isinstance(key, str))
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def dialects_of(part_names: Collection[str]) -> list[Dialect]:
-    """Those that have these names of parts, and no others."""
+    """Return the dialects that have exactly these names of parts."""
     return [dialect for dialect in DIALECTS if dialect.parts.keys() == set(part_names)]

@@ -83,7 +83,7 @@ def _listed(names: Sequence[Any]) -> str:
     return f"{', '.join(map(repr, names[:LISTED]))}{more}"
 
 
-# What there is --------------------------------------------------------------------------------------------------------
+# Names ----------------------------------------------------------------------------------------------------------------
 
 
 def _wanted(
@@ -161,7 +161,7 @@ def _refuse_names(part_names: Mapping[str, str]) -> None:
     )
 
 
-# What it holds --------------------------------------------------------------------------------------------------------
+# Tensors --------------------------------------------------------------------------------------------------------------
 
 
 def _tensor(state: Mapping[str, Tensor], key: str) -> Tensor:
@@ -264,7 +264,7 @@ def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
 
 
 def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
-    """Of scales and a global scale, bool [] on their device: whether a number in them cannot be."""
+    """Return a flag, bool [] on the scales' device, for the block scales and for each global scale: it is not valid."""
     first, *others = scales
     dtype = dialect.form.kind.scale_dtype
     numbers = scales_of(first) if dtype == SCALE_DTYPE else first.view(dtype).float()
@@ -286,7 +286,7 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Of parts [E, halves, ...]."""
+    """Make a tensor of the dialect's format, of parts [E, halves, ...]."""
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1
     is_by_row = dialect.block[0] == 1

@@ -1,4 +1,4 @@
-"""How kernels read a weight: in which parts, and how these are made of what a caller gives. A class for each format."""
+"""Forms: the parts in which kernels read a weight, and how callers' weights become these parts. A class per format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .scaled import SOURCE_DTYPES, Parts, Scaled
 
 
 class Form:
-    """Of a format's weights [E, N, K], as a recipe's kernels read them.
+    """A format's weights [E, N, K] as a recipe's kernels read them.
 
     Attributes:
         name: of it, and of tensors that are read as they are (`Scaled.reads_as`).
@@ -37,15 +37,15 @@ class Form:
         """Raises ValueError where a tensor of `classes` does not lie as this reads it."""
 
     def is_ready(self, parts: Parts) -> bool:
-        """Whether kernels read these parts."""
+        """Return whether kernels read these parts as they are."""
         return parts.scale is not None and (parts.data.dtype, parts.scale.dim()) == self.ready_as
 
     def has_values(self, parts: Parts) -> bool:
-        """Whether `values` does."""
+        """Return whether `values` reads these parts."""
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """What kernels read, of parts that are not ready. `report`: raise FoldError where too much would change."""
+        """Prepare parts that are not ready for kernels. `report`: raise FoldError where too much would change."""
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
@@ -58,7 +58,7 @@ class Form:
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:
-        """What callers hold, of parts that were made before; 8-bit floats may be bytes. Unchecked."""
+        """Make a tensor of `kind` of parts that were made before, unchecked; 8-bit floats may be bytes."""
         raise NotImplementedError
 
     def columns(self, data: Tensor) -> int:
@@ -66,7 +66,7 @@ class Form:
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
-        """What the scales of a weight of this shape have."""
+        """Return the shape of the scales of a weight of this shape."""
         return *shape[:-1], -(-shape[-1] // self.block)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
@@ -74,7 +74,7 @@ class Form:
         raise NotImplementedError
 
     def quantized(self, w: Any) -> Parts:
-        """Of a weight in 16 bits, packed or a list, one expert after the other; of one that is transposed a copy."""
+        """Quantise a weight in 16 bits, packed or a list, expert by expert; a transposed weight is copied first."""
         if w[0].is_meta:  # there is nothing to quantise
             return self.on_meta(w[0], (len(w), *w[0].shape))
         whole: list[Tensor | None] = []

@@ -1,4 +1,4 @@
-"""What tensors of 4-bit elements share: bytes as checkpoints have them, or words as kernels read them (`words`)."""
+"""Tensors of 4-bit elements: bytes as in checkpoints, or words as kernels read them (`words`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FourBits(Stored):
     block: ClassVar[int]
     """Elements that share a scale."""
     multiple: ClassVar[int] = 32
-    """What K is a multiple of: whole blocks, and whole words of them."""
+    """K is a multiple of this number: whole blocks, and whole words of elements."""
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
@@ -49,13 +49,13 @@ class FourBits(Stored):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the elements."""
+        """The shape of the matrix of elements, [..., N, K]."""
         *lead, columns = self.data.shape
         return torch.Size((*lead, columns * elements_of(self.data.dtype)))
 
     @property
     def is_prepared(self) -> bool:
-        """Whether data are words, which kernels read."""
+        """True if data are words, which kernels read."""
         return self.data.dtype == WORD_DTYPE
 
     def prepare_(self: Kind) -> Kind:
@@ -76,7 +76,7 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What a checkpoint stores; data as bytes, of a prepared tensor a copy."""
+        """Return the tensors that a checkpoint stores, data as bytes; a prepared tensor's data are copied."""
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
 
@@ -94,5 +94,5 @@ class FourBits(Stored):
         return self._with(data=self.data[index], scale=self.scale[index], **self.others_at(index))
 
     def others_at(self, index: int | slice) -> dict[str, Tensor]:
-        """What other parts of `self[index]` are."""
+        """Return the parts of `self[index]` besides data and scale."""
         return {}

@@ -15,7 +15,7 @@ from .words import WORD_DTYPE, elements_of, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Words(Form):
-    """As a tensor of `kind` that is prepared has them; references read bytes as well."""
+    """Parts as in a prepared tensor of `kind`; references read bytes as well."""
 
     kind: ClassVar[type[FourBits]]
     elements = 2

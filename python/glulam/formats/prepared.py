@@ -300,7 +300,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a weight's tensors look like: of a list, the first and the last, as all others do."""
+    """Return shapes and dtypes of a weight's tensors: of a list, those of the first and the last."""
     first, last = tensors[0], tensors[-1]
     return first.shape, first.dtype, last.shape, last.dtype
 

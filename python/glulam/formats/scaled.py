@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..calls.checks import shape_text
 
 NAMES = ("data", "scale", "global_scale")
-"""Of the fields of a tensor in a format that are tensors; most have two."""
+"""Names of the fields that are tensors; most formats have the first two."""
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantised."""
@@ -108,7 +108,7 @@ class Scaled:
         return tuple(form)
 
     def form_name(self) -> str:
-        """Of the `form.Form` that reads it as it lies; "" of none."""
+        """Return the name of the `form.Form` that reads this tensor without preparation; "" if there is none."""
         return ""
 
     def note(self) -> None:
@@ -120,7 +120,7 @@ class Scaled:
         return [getattr(self, name) for name in self.names]
 
     def in_16_bits(self, name: str) -> str:
-        """What gives this in 16 bits, as text."""
+        """Return the expression that gives argument `name` in 16 bits."""
         return f"{name}.dequantize(torch.bfloat16)"
 
     def _flat(self) -> tuple[list[Any], Any]:
@@ -178,7 +178,7 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts together."""
+        """Bytes of all parts together."""
         return sum(part.nbytes for part in self._tensors())
 
     def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
@@ -209,7 +209,7 @@ class Stored(Scaled):
         return self._with(**{name: getattr(self, name).clone() for name in self.names})
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What a checkpoint stores: `<prefix>data` and so on; E8M0 scales as uint8, which every format knows."""
+        """Return the tensors that a checkpoint stores, `<prefix>data` and so on; E8M0 scales as uint8."""
         parts = {f"{prefix}{name}": getattr(self, name) for name in self.names}
         return {name: part.view(torch.uint8) if part.dtype == SCALE_DTYPE else part for name, part in parts.items()}
 

@@ -1,4 +1,4 @@
-"""What quantisers of weights share: what they take, and how torch's operators quantise alike on every device."""
+"""Helpers of all quantisers of weights: the check of their argument, and a division that devices round alike."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CHUNK_BYTES = 2**24
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """How many a number of data has: a byte, or a word."""
+    """Return how many elements one number of data has: a byte's, or a word's."""
     return WORD_ELEMENTS if dtype == WORD_DTYPE else 2
 
 

@@ -133,7 +133,7 @@ class NVFP4Linear(FourBitsLinear):
 
 
 LAYERS: dict[Form, type[FourBitsLinear]] = {layer.form: layer for layer in (MXFP4Linear, NVFP4Linear)}
-"""By how their recipes read weights."""
+"""Keyed by the form in which recipes read weights."""
 
 
 def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:

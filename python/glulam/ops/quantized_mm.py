@@ -86,7 +86,7 @@ class QuantizedMmCall(Quantized):
         look_at_scales(op, cls.labels, read)
 
     def prepared(self) -> Any:
-        """As for any operator, with w as kernels read it."""
+        """Prepare the call as any operator's, with w as kernels read it."""
         return super(QuantizedMmCall, with_parts_as_read(self)).prepared()
 
     def reference(self, problem: Problem) -> Tensor:

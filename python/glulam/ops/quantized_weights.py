@@ -20,7 +20,7 @@ from ..formats.scaled import SCALE_DTYPE, Parts
 from ..recipes import Recipe
 
 FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}
-"""How each recipe's kernels read weights."""
+"""Forms in which recipes' kernels read weights, by the recipe's name."""
 READY_AS = {name: form.ready_as for name, form in FORMS.items()}
 
 
@@ -46,19 +46,19 @@ def ready(
 
 
 def form_of(call: Any, name: str) -> Form:
-    """How kernels read a call's weight."""
+    """Return the form in which kernels read a call's weight."""
     form, data = FORMS[call.recipe], getattr(call, name)
     first = data if isinstance(data, Tensor) else data[0]
     return form.of_gate(first.shape[-2]) if is_concatenated(call, name) else form
 
 
 def is_concatenated(call: Any, name: str) -> bool:
-    """Whether the first half of a weight's rows is a gate's and the second the up-projection's."""
+    """Return whether the first half of a weight's rows is a gate's and the second the up-projection's."""
     return name == "w1" and is_in_halves(call.activation, call.glu_layout)
 
 
 def parts_given(call: Any, name: str) -> Parts:
-    """Of a call's weight."""
+    """Return the parts of a call's weight."""
     return Parts(*[getattr(call, name + suffix, None) for suffix in SUFFIXES])
 
 
@@ -105,7 +105,7 @@ def look_at_scales(op: str, labels: Mapping[str, str], read: Mapping[str, Any]) 
 
 
 def global_counts(call: Any) -> dict[str, int]:
-    """What kernels take of global scales besides addresses: how many dimensions they have."""
+    """Return how many dimensions each weight's global scales have; kernels take this besides addresses."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
     return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None}
 

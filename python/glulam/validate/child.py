@@ -52,7 +52,7 @@ def _all(given: Given, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 
 
 def _in_float64(given: Given) -> dict[str, Any]:
-    """But for quantised tensors, which are exact."""
+    """Return the arguments in float64, except quantised tensors, which are exact."""
 
     def wide(one: Tensor) -> Tensor:
         return one.double() if one.is_floating_point() else one

@@ -66,7 +66,7 @@ def _replayed(sized: Sized, size: Size) -> Given:
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Of decoded weights in some formats, as MXFP8, there is no call but that of an MLP, see `mlp`."""
+    """Yield trials; of decoded weights in some formats, as MXFP8, only an MLP's call exists, see `mlp`."""
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return

@@ -12,7 +12,7 @@ from ..scaled import Stored
 from .codec import BLOCK, decoded, num_blocks
 
 MULTIPLE = 16
-"""Of a row's number of elements: kernels load 16 bytes."""
+"""K is a multiple of this number: kernels load 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +59,7 @@ class FP8BlockTensor(Stored):
 
     @property
     def has_grid_of_halves(self) -> bool:
-        """Whether each half of the rows has a grid of scales, which is another one than that of all rows."""
+        """True if each half of the rows has its own grid of scales, and a grid over all rows would differ."""
         return self.scale.dim() > self.data.dim()
 
     def form_name(self) -> str:

@@ -9,7 +9,7 @@ from ..e2m1 import bytes_of_numbers, numbers_of
 from ..scaled import BLOCK, E8M0_NAN, F32_MANTISSA_BITS, multipliers_of, scales_of
 
 MAX_EXPONENT = 2
-"""Of the greatest element, 6 = 1.5 * 2^2."""
+"""Exponent of the greatest element, 6 = 1.5 * 2^2."""
 SCALE_BIAS = 127
 """The scale byte of 1."""
 

@@ -35,7 +35,7 @@ from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 FOLDED = "mxfp8 folded by "
-"""What folded weights are read as, before an axis."""
+"""Names of folded forms are this and an axis."""
 MAX_ERROR = 1e-2
 """Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
 WIDE = BLOCK_SIZES["1x128"]
