@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from .formats import DECODED, next_operands
+from .formats import DECODED, OPERANDS, next_operands
 from .specs import (
     BLOCK_ROWS,
     DTYPES,
@@ -89,8 +89,13 @@ def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig
     return specs
 
 
-def decoded_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
-    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not."""
+def decoded_specs(
+    arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
+) -> list[Spec]:
+    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not.
+
+    dgrad: the tile of data gradients.
+    """
     specs: dict[Spec, None] = {}
     for tile, operands in product(tiles, DECODED):
         fc2 = GroupedMmSpec("bfloat16", False, tile, arch, next_operands(operands))
@@ -98,7 +103,8 @@ def decoded_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
         for form in glu_forms(glu_form, operands, tile):
             fc1 = GroupedGluSpec("bfloat16", *form, False, tile, arch, operands)
             specs[GroupedMlpSpec(fc1, fc2)] = None
-    return list(specs)
+    gradients = [name for name in DECODED if OPERANDS[name].has_data_gradients]
+    return [*specs, *(GroupedMmSpec("bfloat16", True, dgrad, arch, operands) for operands in gradients)]
 
 
 def quantizing_specs(arch: str) -> list[Spec]:

@@ -44,9 +44,12 @@ ARCHS = {"sm_90a": "sm90"} | dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", 
 """What kernels are compiled for, and the folder whose `policy` says of them what is built and chosen."""
 
 
-def _check_operands(operands: str, tile: TileConfig) -> None:
+def _check_operands(operands: str, tile: TileConfig, transpose_w: bool = False) -> None:
     require("operands", operands, OPERANDS)
     formats = OPERANDS[operands]
+    if transpose_w and formats.decodes:
+        _check_decoded_lines(operands, tile)
+        return
     # Of narrower elements a row of shared memory is half as long.
     depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
     if tile.k != depth:
@@ -76,9 +79,21 @@ def _check_decoded(operands: str, dtype: str) -> None:
         )
 
 
+def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
+    """A contraction over weights' rows: an MMA reads 16-bit numbers, which are decoded to shared memory."""
+    if not OPERANDS[operands].has_data_gradients:
+        raise SpecError(f"operands={operands!r} is of a forward, whose rows are rounded; choose 'mxfp8_weight_only'")
+    if not (tile.by_warps or tile.takes_turns) or (tile.m, tile.n, tile.cluster_size) != (128, 128, 1):
+        raise SpecError(
+            f"tile {tile.name} does not fit transpose_w with operands={operands!r}; choose 128 x 128, without a cluster"
+            ", and schedule='pingpong' or, of warps, 'warps'"
+        )
+
+
 def _check_transposed(transpose_w: bool, operands: str) -> None:
-    if transpose_w and OPERANDS[operands].w.element:
-        raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
+    formats = OPERANDS[operands]
+    if transpose_w and formats.w.element and not formats.decodes:
+        raise SpecError("transpose_w reads 16-bit weights: FP8 wgmma wants them along the contraction")
 
 
 def is_gated(activation: str) -> bool:
@@ -114,9 +129,11 @@ class GroupedMmSpec:
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
         require("arch", self.arch, ARCHS)
-        _check_operands(self.operands, self.tile)
+        _check_operands(self.operands, self.tile, self.transpose_w)
         _check_decoded(self.operands, self.dtype)
         _check_transposed(self.transpose_w, self.operands)
+        if self.in_halves and OPERANDS[self.operands].w.element:
+            raise SpecError(f"in_halves is of weights of 16 bits, and operands={self.operands!r}; leave it out")
         if self.in_halves and not self.transpose_w:
             raise SpecError("in_halves is of a contraction over weights' rows; choose transpose_w=True")
 
@@ -160,7 +177,8 @@ class GroupedGluSpec:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in FP8 is of {block} weight rows")
         if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
-        _check_transposed(self.transpose_w, self.operands)
+        if self.transpose_w and OPERANDS[self.operands].w.element:
+            raise SpecError("transpose_w of a grouped_glu reads 16-bit weights alone; choose operands='16bit'")
         if self.transpose_w and self.gated:
             require("glu_layout of transposed weights", self.glu_layout, GLU_LAYOUTS)
             if self.glu_layout == "concat" and self.tile.n % (2 * SWIZZLED):

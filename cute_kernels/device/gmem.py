@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
+
+from .select import select
 
 # What a lane moves at once, at most.
 CHUNK_BYTES = 16
@@ -25,3 +27,15 @@ def offset_by(first: Int64, distance: Int32) -> Int64:
         write_only_types=[Int64],
         read_only_args=[distance, first],
     )
+
+
+def copy_chunk(target: Int32, source: Int64, num_bytes: Int32) -> None:
+    """Start to copy `num_bytes` of 16 bytes into shared memory, and zeros for the rest."""
+    cute.arch.inline_ptx(
+        f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK_BYTES}, {{$r2}};",
+        read_only_args=[target, source, num_bytes],
+    )
+
+
+def bytes_if(wanted: Boolean) -> Int32:
+    return select(wanted, Int32(CHUNK_BYTES), Int32(0))

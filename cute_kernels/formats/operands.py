@@ -26,6 +26,11 @@ class Operands:
         return self.w.element != self.x.element
 
     @property
+    def has_data_gradients(self) -> bool:
+        """True if rows are trained through weights that are decoded: kernels contract over these weights' rows as well."""
+        return self.decodes and self.x.holds is None
+
+    @property
     def has_scaled_rows(self) -> bool:
         """True if x is multiplied in FP8, by scales as well."""
         return bool(self.x.scale)

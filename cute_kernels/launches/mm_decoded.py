@@ -17,6 +17,10 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
         self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec.tile, weights=weights), weights)
+        self.transposed = spec.transpose_w
+
+    def _columns(self, w: cute.Tensor, y: cute.Tensor) -> Int32:
+        return y.shape[1] if self.transposed else w.shape[1]
 
     @cute.jit
     def __call__(
@@ -25,7 +29,7 @@ class Mm:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), self._columns(w, y), w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 
@@ -40,7 +44,7 @@ class MmWithGlobalScales(Mm):
         if x.shape[0] > 0:
             optional = OptionalInputs(bias, bias_table, scale)
             global_scales = GlobalScales(w_global_scale, w_global_count)
-            inputs = Inputs(optional, no_params(), w.shape[1], w_scale, global_scales=global_scales)
+            inputs = Inputs(optional, no_params(), self._columns(w, y), w_scale, global_scales=global_scales)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 

@@ -41,6 +41,22 @@ class PendingScales(Invariant):
             self.words[place] = vector_at(Int32, sources.scales)[number]
 
 
+def product_in_float32(pair: Int32, scale: Int32) -> Int32:
+    """Two bfloat16 numbers times a float32 number, given by its bits, each rounded to bfloat16."""
+    ptx = """{
+    .reg .b32 low, high; .reg .f32 first, second, scale;
+    shl.b32 low, {$r0}, 16;
+    and.b32 high, {$r0}, 0xFFFF0000;
+    mov.b32 first, low;
+    mov.b32 second, high;
+    mov.b32 scale, {$r1};
+    mul.rn.f32 first, first, scale;
+    mul.rn.f32 second, second, scale;
+    cvt.rn.bf16x2.f32 {$w0}, second, first;
+    }"""
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, scale]))
+
+
 class BlockScaled(Narrow):
     """A scale is the bits of a float32 number, in registers and in shared memory."""
 
@@ -48,18 +64,7 @@ class BlockScaled(Narrow):
         return PendingScales(self.run)
 
     def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
-        ptx = """{
-        .reg .b32 low, high; .reg .f32 first, second, scale;
-        shl.b32 low, {$r0}, 16;
-        and.b32 high, {$r0}, 0xFFFF0000;
-        mov.b32 first, low;
-        mov.b32 second, high;
-        mov.b32 scale, {$r1};
-        mul.rn.f32 first, first, scale;
-        mul.rn.f32 second, second, scale;
-        cvt.rn.bf16x2.f32 {$w0}, second, first;
-        }"""
-        return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+        return product_in_float32(pair, multiplier)
 
 
 class BlockE4m3(BlockScaled, NarrowE4m3):

@@ -40,7 +40,7 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
-    specs += decoded_specs(arch, TILES, glu_form) + mhc_specs(arch) + layer_specs(arch)
+    specs += decoded_specs(arch, TILES, glu_form, LARGE) + mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 
 

@@ -37,7 +37,8 @@ class Mainloop(Invariant):
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
-        self.stages = int(min(MAX_STAGES, SMEM_BYTES // (a.stage_bytes + b.stage_bytes))) // b.run * b.run
+        room = SMEM_BYTES - b.decoded_bytes
+        self.stages = int(min(MAX_STAGES, room // (a.stage_bytes + b.stage_bytes))) // b.run * b.run
         self.slabs, self.n, self.is_split = tile.slabs, tile.n, is_split(tile)
         self.warp_mma = WarpMma(dtype)
         a.smem, b.smem = smem, smem + self.stages * a.stage_bytes
@@ -61,6 +62,9 @@ class Mainloop(Invariant):
             cute.arch.cp_async_wait_group(self.stages // run - 2)
             cute.arch.sync_threads()
             self._fill(a, b, self._before(stage), tile + (self.stages - run), num_tiles, depth)
+            if cutlass.const_expr(self.b.decodes):
+                self.b.decode(stage)
+                cute.arch.sync_threads()
             for place in cutlass.range_constexpr(run):
                 self._multiply(acc, stage + place, tile + place)
             stage = select(stage == self.stages - run, Int32(0), stage + run)

@@ -265,6 +265,9 @@ class NarrowE2m1(Narrow):
         return [select(k % 2 == 0, pairs[half], pairs[2 + half]) for half in range(2)]
 
 
+ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
+
+
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
     """Weight rows of a format, in the order of elements that suits the tile."""
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ..device.gmem import CHUNK_BYTES, offset_by, vector_at
+from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk, offset_by, vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warp_mma import read_matrices
@@ -31,18 +31,6 @@ STEP = THREADS // CHUNKS
 """Lines between two of a thread's copies, where lines are of 128 bytes."""
 BLOCK = 64
 BLOCK_BYTES = DEPTH * LINE_BYTES
-
-
-def copy_chunk(target: Int32, source: Int64, num_bytes: Int32) -> None:
-    """Start to copy `num_bytes` of 16 bytes into shared memory, and zeros for the rest."""
-    cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK_BYTES}, {{$r2}};",
-        read_only_args=[target, source, num_bytes],
-    )
-
-
-def bytes_if(wanted: Boolean) -> Int32:
-    return select(wanted, Int32(CHUNK_BYTES), Int32(0))
 
 
 def chunk_at(line: Int32, chunk: Int32) -> Int32:
@@ -60,9 +48,14 @@ class Lines(NamedTuple):
 
 class Operand(Invariant):
     """What a mainloop asks of either besides `copy`. run: k-tiles between barriers. notes_nans: whether `nans` tells of
-    NaNs that `columns` does not."""
+    NaNs that `columns` does not. decodes: whether `decode` makes what `columns` reads of each stage, between barriers;
+    decoded_bytes: shared memory for that, before the stages."""
 
     run, notes_nans = 1, False
+    decodes, decoded_bytes = False, 0
+
+    def decode(self, stage: Int32) -> None:
+        """Decode a stage that has arrived."""
 
     def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
         """At each run of k-tiles from `tile` on, be it none. `before`: the first stage that was filled before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..arch import Gemm, Problem, Reasons, rows_in_words
+from ..formats import OPERANDS
 from ..gemms import GemmPolicy
 from ..specs import GemmSpec, Spec
 from ..tiles import SpecError, TileConfig
@@ -23,7 +24,8 @@ def gemm_policy(spec: GemmSpec) -> GemmPolicy:
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
-    return (LARGE,) if problem.op in _OF_TRAINING else TILES
+    is_of_training = problem.op in _OF_TRAINING or (problem.transpose_w and OPERANDS[problem.operands].decodes)
+    return (LARGE,) if is_of_training else TILES
 
 
 def rows_decide(problem: Problem) -> bool:

@@ -9,13 +9,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ..device.anew import anew
-from ..device.gmem import CHUNK_BYTES
+from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk
 from ..device.select import select
 from ..epilogue import slots
 from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
 from ..epilogue.slots import narrowed, smem_layout
 from ..schedule.work import WorkTile
-from .operands import CHUNKS, STEP, bytes_if, chunk_at, copy_chunk
+from .operands import CHUNKS, STEP, chunk_at
 
 
 class Place(NamedTuple):

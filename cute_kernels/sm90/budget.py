@@ -30,6 +30,10 @@ REGISTERS_UNIT = 8
 # rows, or 10 beside TMA loads.
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
 
+# Of the warpgroup that decodes weights beside two MMA warpgroups, and of these: with LOAD_REGISTERS all that 512
+# threads have.
+DECODING_REGISTERS, MMA_REGISTERS_BESIDE_DECODING = 104, 192
+
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:
     """Of a thread of the load warpgroup and of an MMA warpgroup. Who asks for more than a launch had waits for ever."""

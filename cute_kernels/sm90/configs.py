@@ -67,6 +67,9 @@ MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8)
+# Data gradients through weights that are decoded to shared memory, for MMAs that have weights second as those of 16
+# bits do. Every CTA decodes what it multiplies, so that a cluster would share nothing.
+DGRAD_W = TileConfig(m=128, n=128, k=64, schedule="pingpong")
 
 
 _ALL, _GATED, _EITHER = ("gated", "ungated", "layouts"), ("gated",), ("gated", "ungated")
@@ -152,7 +155,7 @@ def _all_specs() -> list[Spec]:
     specs = forward_specs(ARCH, TILES, glu_form) + backward_specs(ARCH, LARGE, WGRAD_TILES) + quantizing_specs(ARCH)
     specs += folding_specs(ARCH)
     specs += [*fp8_specs("mxfp8", (False, True)), *mxfp8_training_specs(), *fp8_specs("fp8_block", (False,))]
-    return specs + decoded_specs(ARCH, TILES_W8, glu_form) + mhc_specs(ARCH) + layer_specs(ARCH)
+    return specs + decoded_specs(ARCH, TILES_W8, glu_form, DGRAD_W) + mhc_specs(ARCH) + layer_specs(ARCH)
 
 
 def fp8_specs(operands: str, quantized: Sequence[bool]) -> list[Spec]:

@@ -11,6 +11,8 @@ multicast.
                                      ring (tile), stages (empty)        stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
+    the last 4           decode weights, where the mainloop has such a warpgroup
+                                     ring (tile), stages (empty)        stages (full, 1 a thread), ring (empty)
 
     cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
     other tile each; one's epilogue runs while the other's MMAs do.
@@ -33,7 +35,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
@@ -60,11 +62,12 @@ class PersistentGemm(Invariant):
     """The tile and the policy of a spec, and an epilogue. A subclass says which mainloop feeds it and how its tiles are
     scheduled.
 
-    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. slots_type: what MMA
-    warpgroups store through.
+    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. decoding_warpgroups:
+    1 where a warpgroup decodes weights into stages, else 0. slots_type: what MMA warpgroups store through.
     """
 
     load_registers = budget.LOAD_REGISTERS
+    decoding_warpgroups = 0
     slots_type: Any = Slots
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: KernelEpilogue):
@@ -75,7 +78,7 @@ class PersistentGemm(Invariant):
         self.epilogue = epilogue
         self.shape = epilogue.shape
         self.num_warpgroups = tile.warpgroups
-        self.threads = (1 + self.num_warpgroups) * THREADS
+        self.threads = (1 + self.num_warpgroups + self.decoding_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
 
     def make_mainloop(self) -> Mainloop:
@@ -92,6 +95,8 @@ class PersistentGemm(Invariant):
     @property
     def _registers(self) -> tuple[int, int]:
         """Of a thread of the load warpgroup and of an MMA warpgroup."""
+        if self.decoding_warpgroups:
+            return self.load_registers, budget.MMA_REGISTERS_BESIDE_DECODING
         return budget.registers(self.tile, self.load_registers)
 
     @property
@@ -154,6 +159,8 @@ class PersistentGemm(Invariant):
             fields[field.name] = aligned[array[field.dtype, field.num_elements * self.num_warpgroups], 16]
         fields["a"] = aligned[array[mainloop.a_dtype, cute.cosize(mainloop.a_layout)], 1024]
         fields["b"] = aligned[array[mainloop.b_dtype, cute.cosize(mainloop.b_layout)], 1024]
+        if self.decoding_warpgroups:
+            fields["narrow"] = aligned[array[Uint8, mainloop.slots_bytes], 1024]
         fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
@@ -173,7 +180,7 @@ class PersistentGemm(Invariant):
         gathers = operands.rows.address != 0
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
         has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
-        consumer_warps = 1 + has_load_warp + WARPS_PER_GROUP * self.num_warpgroups
+        consumer_warps = 1 + has_load_warp + WARPS_PER_GROUP * (self.num_warpgroups + self.decoding_warpgroups)
         consumer_warps += select(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
         ring_stages = TICKET_STAGES if self.policy.tickets else STAGES
         ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
@@ -213,13 +220,32 @@ class PersistentGemm(Invariant):
                     rank = warp - EPILOGUE_LOAD_WARP  # of two; the TMA warp is the first where the epilogue has warp 2
                     self._gather_role(mainloop, operands, sA, sB, stages, ring, rank)
         else:
-            if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(self._registers[1])
-            index = warpgroup - 1
-            own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
-            slots = self.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
-            state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
-            self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
+            if const_expr(self.decoding_warpgroups > 0):
+                if warpgroup > self.num_warpgroups:
+                    cute.arch.setmaxregister_decrease(budget.DECODING_REGISTERS)
+                    self._decode_role(mainloop, operands, sB, storage.narrow, stages, ring)
+                else:
+                    self._mma_warpgroup(
+                        mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring
+                    )
+            else:
+                self._mma_warpgroup(
+                    mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring
+                )
+
+    def _mma_warpgroup(
+        self, mainloop: Mainloop, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, storage: Any,
+        staging: cute.Tensor, loads: Any, sA: cute.Tensor, sB: cute.Tensor, stages: Any, ring: WorkRing,
+    ) -> None:  # fmt: skip
+        """Registers, slots and the epilogue's state of an MMA warpgroup, then its role."""
+        if self.num_warpgroups > 1:
+            cute.arch.setmaxregister_increase(self._registers[1])
+        thread, _, _ = cute.arch.thread_idx()
+        index = cute.arch.make_warp_uniform(thread // THREADS) - 1
+        own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
+        slots = self.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
+        state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
+        self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     def _own_smem(self, storage, index: Int32) -> Smem:
         """A warpgroup's shared memory beside its slots."""
@@ -268,6 +294,20 @@ class PersistentGemm(Invariant):
         work = ring.get(ring_state)
         while work.expert >= 0:
             self.epilogue.load(loads, inputs, work, ring_state.count)
+            ring_state.advance()
+            work = ring.get(ring_state)
+
+    @cute.jit
+    def _decode_role(
+        self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing
+    ):  # fmt: skip
+        """Weights do not depend on the kernel before, so nothing is waited for."""
+        lines, slots = mainloop.lines(), narrow.data_ptr().toint()
+        ring_state = ring.consumer_state()
+        state = mainloop.producer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            state = mainloop.decode(lines, operands, sB, slots, stages, state, work)
             ring_state.advance()
             work = ring.get(ring_state)
 

@@ -15,6 +15,7 @@ from . import cost
 from .budget import check as check
 from .configs import (
     DGLU8,
+    DGRAD_W,
     LARGE,
     LARGE8,
     LARGE_W8,
@@ -64,6 +65,8 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
         return (LARGE,)
     if problem.operands == "16bit":
         return TILES
+    if problem.transpose_w:
+        return (DGRAD_W,)
     by_rows = tuple(MOST_ROWS[problem.operands])
     return by_rows[-1:] if problem.save_preact else by_rows
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cute_kernels.formats import OPERANDS
+
 from .calls.checks import PLAIN_RECIPE
 from .formats.form import Form
 from .formats.fp8_block.form import FP8_BLOCK, FP8_BLOCK_IN_BF16, FP8_ROWS, Fp8Rows
@@ -26,7 +28,7 @@ class Recipe:
         x, activation, weights: what each is multiplied as; None: 16-bit, as it is. x is quantised at each call, unless
             it is given so, the activation by the kernel that makes it, from float32, and weights once for each version.
         dtypes: of x, biases and the result, on a GPU; the CPU reference takes float32 and float64 as well.
-        trains: whether it has a gradient.
+        trains: whether weights in 16 bits have gradients.
     """
 
     name: str
@@ -37,6 +39,11 @@ class Recipe:
     weights: Form | None = None
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     trains: bool = False
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether gradients pass through weights that are decoded on the way and never trained."""
+        return OPERANDS[self.operands].has_data_gradients
 
     def __str__(self) -> str:
         return self.name

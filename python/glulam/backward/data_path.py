@@ -10,18 +10,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..calls.checks import any_requires_grad, check_flag, check_recipe
-from ..host.experts import GateUp
 from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mm import grouped_mm
 from ..ops.mlp_training import DataGradients
-from ..ops.quantized_mlp import QuantizedMlpCall
-from .parts import Operators, Targets, contracted, form_of, groups_of
+from .parts import Operators, Targets, contracted, groups_of
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients need that of the activation."""
@@ -196,23 +192,3 @@ class QuantisedPath(DataPath):
             input_grad="x" in wanted, row_scale_grad="row_scale" in wanted, rows=saved.get("rows"), out=out,
             **groups_of(saved), **self.form,
         )  # fmt: skip
-
-
-def path_of(call: Any) -> DataPath:
-    """Return the data path of a GroupedMlpCall or QuantizedMlpCall."""
-    check_flag(call.op, "recompute", call.recompute)
-    form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
-    if not isinstance(call, QuantizedMlpCall):
-        check_recipe(call.op, call.recipe)
-        in_halves = isinstance(call.w1, GateUp)
-        return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)
-    weights = {"w1": call.w1, "w2": call.w2}
-    is_16_bit = call.x.dtype.itemsize == 2
-    wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
-    of_recipe = {"recipe": call.recipe, "trained": any_requires_grad(*weights.values())}
-    return QuantisedPath(form={**form, **of_recipe}, wide=wide, **common)
-
-
-def _dtype(w: Any) -> torch.dtype:
-    dtype: torch.dtype = (w if isinstance(w, Tensor) else w[0]).dtype
-    return dtype

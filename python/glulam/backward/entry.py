@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..calls.call import Call
+from ..calls.quantized import Quantized
 from ..calls.checks import any_requires_grad, refuse_out
 from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
@@ -13,7 +14,9 @@ from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.quantized_mlp import QuantizedMlpCall
-from . import glu, planned
+from ..ops.quantized_mm import QuantizedMmCall
+from ..ops.quantized_weights import with_parts_as_read
+from . import frozen, glu, planned
 from .function import Formula, apply
 from .mm import MmPlan
 from .parts import ORDINARY, Targets, check_targets
@@ -24,6 +27,7 @@ HOW: dict[type[Call], type[planned.TrainingPlan] | Formula] = {
     GroupedGluCall: glu.FORMULA,
     GroupedMlpCall: MlpPlan,
     QuantizedMlpCall: MlpPlan,
+    QuantizedMmCall: frozen.MM,
 }
 """How calls are differentiated: common ones by a plan for forward and backward together, others by a formula."""
 
@@ -60,7 +64,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
     how = next((HOW[kind] for kind in type(call).__mro__ if kind in HOW), None)
-    if how is None or isinstance(call, QuantizedMlpCall):  # of which some recipes have none
+    if how is None or isinstance(call, Quantized):  # whose weights may be frozen
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     assert how is not None  # of the others, none was left
@@ -68,6 +72,8 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
+        if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
+            call = with_parts_as_read(call)
         if isinstance(how, Formula):
             return apply(call, how, targets)
         if not has_data_gradients_apart(call):

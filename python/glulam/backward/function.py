@@ -161,7 +161,7 @@ def apply(call: Any, formula: Formula, targets: Targets) -> Any:
     """The result of a call, differentiable, the general way."""
     operators = formula.operators(call)
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
-    arguments = {name: getattr(call, name) for name in (*formula.inputs, *call.of_tokens)}
+    arguments = {name: getattr(call, name) for name in (*formula.inputs, *call.beside_weights, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
     step = General(caller(call.op), formula, operators, layout)
     return Differentiable.apply(step, targets, *flat)  # type: ignore[no-untyped-call]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..activations import ActivationParams, activate_backward
 from ..host.experts import GateUp
+from ..layer.gate import gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from .function import Formula
@@ -47,9 +46,10 @@ def _gradients(
 ) -> dict[str, Any]:
     groups = groups_of(saved)
     result: dict[str, Any] = {}
-    dpreact, d_scale = _through_activation(d_act, saved["preact"], saved["row_scale"], operators.form)
-    if "row_scale" in wanted:
-        result["row_scale"] = d_scale.masked_fill(_is_behind(groups, d_scale), 0)
+    of_scale = "row_scale" in wanted
+    dpreact, d_scale = gate_gradients(d_act, saved["preact"], saved["row_scale"], of_scale, groups, **operators.form)
+    if of_scale:
+        result["row_scale"] = d_scale
     for of_preact in d_preact:
         dpreact = dpreact + of_preact
     if "bias" in wanted:
@@ -59,24 +59,6 @@ def _gradients(
     if "x" in wanted:
         result["x"] = operators.data_gradient(targets, dpreact, saved["w1"], groups)
     return result
-
-
-def _through_activation(
-    d_act: Tensor, preact: Tensor, scale: Tensor | None, form: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """The gradients of h, in its dtype, and of the row scale."""
-    wide = torch.promote_types(preact.dtype, torch.float32)
-    name, layout, *numbers = form.values()
-    dm, h = d_act.to(wide), preact.to(wide)
-    scaled = dm if scale is None else dm * scale.to(wide)[:, None]
-    dh, act = activate_backward(scaled, h, name, layout, ActivationParams(*numbers))
-    return dh.to(preact.dtype), (dm * act).sum(dim=1)
-
-
-def _is_behind(groups: dict[str, Any], rows: Tensor) -> Tensor:
-    """Which rows lie behind the last group, where nothing is known."""
-    ends = groups["offs"][-1] if "offs" in groups else groups["splits"].sum()
-    return torch.arange(rows.shape[0], device=rows.device) >= ends
 
 
 FORMULA = Formula(("x", "w1", "bias", "row_scale"), _operators, _gradients)

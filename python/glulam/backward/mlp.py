@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from .data_path import path_of
 from .function import Formula
 from .parts import Targets, groups_of, scale_of_bias_grad
+from .paths import path_of
 
 
 def _gradients(

@@ -16,8 +16,9 @@ from ..choose.problem import Problem, training_parts
 from ..ops.mlp_training import SMALL_BYTES, DataGradients, FoldsColumns, GradientsCall, forward_kind
 from ..ops.quantized_mlp import QuantizedMlpCall
 from . import mlp
-from .data_path import QuantisedPath, path_of
+from .data_path import QuantisedPath
 from .parts import Targets, contracted
+from .paths import path_of
 from .planned import Part, TrainingPlan, is_common, requires, weight_part
 
 OF_GRADIENTS = ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")
@@ -45,6 +46,8 @@ class MlpPlan(TrainingPlan):
     def check(cls, call: Call) -> Problem | None:
         """Weights that are not of x's dtype take the general path."""
         problem = call.check()
+        if isinstance(call, QuantizedMlpCall) and call.is_frozen:
+            return None
         needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
         if not needs_preact or call.recompute or not is_common(call):
             return None

@@ -39,11 +39,13 @@ class Call(Launching):
     Attributes:
         tabled: weights that kernels take as lists; None: all.
         differentiable: whether the operator has a gradient.
+        beside_weights: arguments that hold other parts of weights, as their scales.
         tokens: of a layer, what its gradient does with them (`backward.data_path.Tokens`).
     """
 
     tabled: tuple[str, ...] | None = None
     differentiable: ClassVar[bool] = False
+    beside_weights: ClassVar[tuple[str, ...]] = ()
     tokens: ClassVar[Any] = None
     operator: ClassVar[Callable[..., Any]]
     quantized: ClassVar[Any] = None  # the kind of its calls whose arguments are quantised: a `quantized.Quantized`

@@ -11,8 +11,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from ..errors import GradientNotSupported
 from .arguments import SUFFIXES
 from .call import Call
+from .checks import any_requires_grad
 
 
 class Quantized(Call):
@@ -39,6 +41,21 @@ class Quantized(Call):
         """The recipe that a name stands for. Raises ValueError."""
         raise NotImplementedError
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether arguments other than weights are trained through weights that never are."""
+        frozen: bool = self.recipe_of(self.op, self.recipe).freezes_weights
+        return frozen
+
+    def refuse_trained_weights(self) -> None:
+        """Raises GradientNotSupported where a weight, which is frozen, requires a gradient."""
+        for name in self.weights:
+            if any_requires_grad(*[getattr(self, part, None) for part in self.parts_of(name)]):
+                raise GradientNotSupported(
+                    f"{self.op}: {name} requires a gradient, and weights of recipe {self.recipe!r} are frozen: x, "
+                    f"scales and biases are trained through them; give {name}.detach(), or choose recipe 'bf16'"
+                )
+
     @classmethod
     def declare_public(cls, parameters: Iterable[str]) -> None:
         """Let the operator have these parameters in their parts."""
@@ -46,6 +63,7 @@ class Quantized(Call):
         for name in parameters:
             names += [f"{name}{part}" for part in SUFFIXES[: cls.in_parts.get(name, 1)]]
         others = [name for name in (*cls.unwraps, "recipe") if name not in names]
+        cls.beside_weights = tuple(f"{n}{part}" for n, count in cls.in_parts.items() for part in SUFFIXES[1:count])
         cls.unwrap_takes = tuple(inspect.signature(cls.unwrap).parameters)[1:]
         cls.declare([name for name in (*names, *others) if name not in cls.settles])
 

@@ -139,7 +139,10 @@ class QuantizedMlpCall(Quantized):
         return x, x_scale, dtype, rows, *weight_parts(cls.op, "w1", w1, recipe), *weight_parts(cls.op, "w2", w2, recipe)
 
     def refuse_gradients(self) -> None:
-        """Where an argument requires one, and the recipe or an argument in MXFP8 has none."""
+        """Where an argument requires one, and it, the recipe or an argument in MXFP8 has none."""
+        if self.is_frozen:
+            self.refuse_trained_weights()
+            return
         names = ("x", "w1", "w2", "row_scale", "b1", "b2")
         trained = next((name for name in names if any_requires_grad(getattr(self, name))), None)
         if trained is None:
@@ -156,7 +159,7 @@ class QuantizedMlpCall(Quantized):
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
         self.check_options()
-        if self.recompute and not recipe.trains:
+        if self.recompute and not (recipe.trains or recipe.freezes_weights):
             raise ValueError(
                 f"{self.op}: recompute is True, but recipe {self.recipe!r} has no gradient; leave it out, or choose "
                 "recipe 'mxfp8' or 'bf16'"

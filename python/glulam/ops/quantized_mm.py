@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import recipes, reference
-from ..calls.checks import any_requires_grad, check_indices, check_out, mismatch, runs_kernels
+from ..calls.checks import check_indices, check_out, mismatch, runs_kernels
 from ..calls.launch import Made
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem, dtype_name
-from ..errors import GradientNotSupported
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import MXFP8Tensor
@@ -35,10 +34,11 @@ class QuantizedMmCall(Quantized):
 
     in_parts: ClassVar = {"w": 3}
     unwraps = "x", "w", "w_scale", "w_global_scale"
-    settles = "rows", "transpose_w"
+    settles = ("rows",)
     classes = frozenset((MXFP8Tensor, FP8BlockTensor, MXFP4Tensor, NVFP4Tensor))
 
     op = "grouped_mm"
+    differentiable = True
     torch_op = "grouped_mm_mxfp4"
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)
@@ -46,36 +46,30 @@ class QuantizedMmCall(Quantized):
     recipe_of = staticmethod(recipes.find)
 
     @classmethod
-    def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any, transpose_w: Any) -> tuple[Any, ...]:
+    def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
         """The parts, with rows that come by index in order."""
-        if transpose_w:
-            raise ValueError(
-                f"{cls.op}: transpose_w is True, and w is an {type(w).__name__}, whose scales are of its rows; leave "
-                "transpose_w out, or give w.dequantize() in 16 bits"
-            )
         if rows is not None:
             check_indices(cls.op, rows, x)
             x = take_rows(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)
 
     def refuse_gradients(self) -> None:
-        for name in ("x", "bias", "bias_scale"):
-            if any_requires_grad(getattr(self, name)):
-                raise GradientNotSupported(
-                    f"{self.op}: w is quantised, and {name} requires a gradient; call it under torch.no_grad(), or "
-                    "give w.dequantize() in 16 bits"
-                )
+        self.refuse_trained_weights()
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
         recipe = recipes.find(self.op, self.recipe)
+        self.check_options()
         experts, n, k = check_weight(self, "w", "E N K", recipe)
-        if k != columns:
-            mismatch(self.op, "w", (experts, n, k), (experts, n, columns), f"x has {columns} columns")
+        contracted, width = (n, k) if self.transpose_w else (k, n)
+        if contracted != columns:
+            wanted = (experts, columns, k) if self.transpose_w else (experts, n, columns)
+            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
+            mismatch(self.op, "w", (experts, n, k), wanted, f"x has {columns} columns{other}")
         recipes.check_fits(self.op, recipe, dtype_name(self.x.dtype), runs_kernels(self.x))
-        self.check_addends(experts, "w", like, bias=n)
-        check_out(self.op, "out", self.out, like, n)
-        return self.problem(experts, columns, out_features=n, operands=recipe.operands)
+        self.check_addends(experts, "w", like, bias=width)
+        check_out(self.op, "out", self.out, like, width)
+        return self.problem(experts, columns, out_features=width, operands=recipe.operands)
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), **global_counts(self)}
@@ -92,5 +86,5 @@ class QuantizedMmCall(Quantized):
     def reference(self, problem: Problem) -> Tensor:
         out: Tensor = self.results(problem)
         w: Any = weight_as_read(self, "w")
-        reference.grouped_mm(self.x, w, self.host_ends(), self.bias, self.bias_scale, False, out)
+        reference.grouped_mm(self.x, w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
         return out

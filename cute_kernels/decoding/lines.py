@@ -1,0 +1,207 @@
+"""Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
+
+An MMA's registers hold neighbours along the contraction, which here are of different weight rows, while a word of
+narrow elements has neighbours of one row. So a tile of 64 weight rows by 128 columns is decoded to 16-bit numbers in
+shared memory, from where MMAs read it transposed, as they do weights of 16 bits.
+
+A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. 128 threads have two or four chunks each of every
+k-tile. A thread copies its chunks to shared memory some k-tiles ahead, with a word of scales for each, and nobody else
+reads them: it waits for its own copies alone. Threads of a quarter warp write to banks of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint8, Uint16
+
+from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk, offset_by, vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..epilogue.sizes import THREADS
+from ..formats import BITS, Format
+from ..memory.block_scales import BLOCK as SCALE_ROWS
+from .decoder import Decoder
+
+DEPTH = 64
+"""Weight rows of a k-tile."""
+BLOCK = 64
+"""16-bit columns whose k-tile lies together in shared memory: lines of 128 bytes."""
+LINE_BYTES = 128
+BLOCK_BYTES = DEPTH * LINE_BYTES
+WORD_BYTES = 4
+WORDS = CHUNK_BYTES // WORD_BYTES
+VECTOR = 8
+"""16-bit numbers of one store."""
+SCALE_DTYPES = {1: Uint8, 2: Uint16, 4: Int32}
+
+
+class Experts(NamedTuple):
+    """Quantised weights [E, rows, columns] at `address`: an expert's `units` times 16 bytes after the one before, a row
+    `pitch` times 16 bytes. scales: an address; `scale_pitch` bytes for each row of scales, `scale_rows` an expert.
+    """
+
+    address: Int64
+    units: Int64
+    pitch: Int32
+    rows: Int32
+    columns: Int32
+    scales: Int64
+    scale_pitch: Int32
+    scale_rows: Int32
+
+
+class LineSources(NamedTuple):
+    """What a thread copies of one tile.
+
+    Attributes:
+        chunks: for each block of 64 columns, the address of its chunk of weight row 0, and whether w has the columns.
+        scales: for each block of 64 columns, the address of this chunk's scales.
+        pitch, rows, scale_pitch: as of `Experts`.
+    """
+
+    chunks: tuple[tuple[Int64, Boolean], ...]
+    scales: tuple[Int64, ...]
+    pitch: Int32
+    rows: Int32
+    scale_pitch: Int32
+
+
+def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
+    """Host side. w: [E, rows, words or bytes of a row]; scales: the address of contiguous ones."""
+    element_bytes = w.element_type.width // 8
+    units = Int64(w.stride[0]) * element_bytes // CHUNK_BYTES
+    pitch = Int32(w.shape[2]) * element_bytes // CHUNK_BYTES
+    rows = Int32(w.shape[1])
+    scale_pitch = weights.num_scales(columns) * (BITS[weights.scale] // 8)
+    scale_rows = rows if weights.rows == 1 else cute.ceil_div(rows, SCALE_ROWS)
+    return Experts(w.iterator.toint(), units, pitch, rows, columns, scales, scale_pitch, scale_rows)
+
+
+class DecodedLines(Invariant):
+    """Decodes k-tiles of `width` columns, by 128 threads. An architecture completes it by `pair`.
+
+    A slot, `slot_bytes` of shared memory at an address, has a k-tile's chunks and scales.
+    """
+
+    def __init__(self, weights: Format, decoder: Decoder, width: int):
+        self.format = weights
+        self.decoder = decoder
+        chunk_elements = CHUNK_BYTES * 8 // weights.bits
+        self.vectors = chunk_elements // VECTOR
+        self.lanes_a_line = BLOCK // chunk_elements
+        self.lines_at_once = THREADS // self.lanes_a_line
+        self.times = DEPTH // self.lines_at_once
+        self.blocks = width // BLOCK
+        self.count = self.times * self.blocks
+        self.scale_block = min(weights.block, chunk_elements)
+        scale_bytes = chunk_elements // self.scale_block * BITS[weights.scale] // 8
+        self.scale_dtype = SCALE_DTYPES[scale_bytes]
+        self.chunk_bytes = self.count * THREADS * CHUNK_BYTES
+        self.slot_bytes = self.chunk_bytes + self.count * THREADS * WORD_BYTES
+        self.pending = cute.make_rmem_tensor(self.count, Int32)
+        self.pending.fill(0)
+        thread, _, _ = cute.arch.thread_idx()
+        self.thread = thread % THREADS
+        self.line = self.thread // self.lanes_a_line
+        self.lane = self.thread % self.lanes_a_line
+
+    def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
+        """Decode a pair of a word's elements, times a scale's value (`Scales.value`), to two 16-bit numbers."""
+        raise NotImplementedError
+
+    def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
+        """Find a thread's chunks of a tile."""
+        first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
+        scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch
+        chunks, at = [], []
+        for block in range(self.blocks):
+            column = (n_tile * self.blocks + block) * BLOCK + self.lane * (BLOCK // self.lanes_a_line)
+            chunks.append((first + self.format.num_bytes(column), column < experts.columns))
+            at.append(scales + column // self.format.block * (BITS[self.format.scale] // 8))
+        return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
+
+    def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
+        """Start to copy the thread's chunks of 64 weight rows to a slot; zeros where w has none."""
+        target = slot + self.thread * CHUNK_BYTES
+        for time in range(self.times):
+            line = first_row + self.line + time * self.lines_at_once
+            is_row = line < sources.rows
+            distance = select(is_row, line, Int32(0)) * sources.pitch
+            for block, (first, has_columns) in enumerate(sources.chunks):
+                is_there = is_row & has_columns
+                source = offset_by(select(has_columns, first, sources.chunks[0][0]), distance)
+                place = (time * self.blocks + block) * THREADS * CHUNK_BYTES
+                copy_chunk(target + place, source, bytes_if(is_there))
+
+    @cute.jit
+    def ask(self, sources: LineSources, first_row: Int32, slot_before: Int32):
+        """Ask for the scales of 64 weight rows. Those that were asked for before go to the slot of their own rows."""
+        words = self._scale_words(slot_before)
+        for i in cutlass.range_constexpr(self.count):
+            words[i * THREADS] = self.pending[i]
+        for time in cutlass.range_constexpr(self.times):
+            line = first_row + self.line + time * self.lines_at_once
+            row = line // self.format.rows
+            for block in cutlass.range_constexpr(self.blocks):
+                # Scale 0 where there are no weights, since a stale NaN would turn zeros into NaN.
+                word = Int32(0)
+                if (line < sources.rows) & sources.chunks[block][1]:
+                    at = sources.scales[block] + row * sources.scale_pitch
+                    word = Int32(vector_at(self.scale_dtype, at)[0])
+                    if cutlass.const_expr(self.scale_dtype.width < 32):
+                        word = word & (2**self.scale_dtype.width - 1)
+                self.pending[time * self.blocks + block] = word
+
+    def decode(self, slot: Int32, target: Int32) -> None:
+        """Write the thread's numbers of a slot's k-tile to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
+        scales = self._scale_words(slot)
+        swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
+        first = target + self.line * LINE_BYTES + swizzled
+        for time in range(self.times):
+            for block in range(self.blocks):
+                number = time * self.blocks + block
+                words = _words_at(slot + (number * THREADS + self.thread) * CHUNK_BYTES)
+                values = self._values(scales[number * THREADS])
+                line = first + block * BLOCK_BYTES + time * self.lines_at_once * LINE_BYTES
+                for vector in range(self.vectors):
+                    value = values[vector * VECTOR // self.scale_block]
+                    store = cute.make_rmem_tensor(WORDS, Int32)
+                    for i, pair in enumerate(self._vector(words, block, vector, value)):
+                        store[i] = pair
+                    cute.autovec_copy(store, _vector_at(line ^ Int32(vector * CHUNK_BYTES)))
+
+    def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
+        """Eight numbers of a chunk in order."""
+        element = self.decoder.element
+        if element.pairs == 1:  # pairs follow each other
+            return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(WORDS)]
+        # Word t has elements 2 t and 2 t + 1 of every eight, in an order that depends on the block of 32.
+        pair = next(p for p in range(element.pairs) if element.place(p, 2 * block) == vector)
+        return [self.pair(words[i], pair, value) for i in range(WORDS)]
+
+    def _values(self, word: Int32) -> list[Int32]:
+        """The values of a chunk's scales."""
+        count = max(self.scale_dtype.width // BITS[self.format.scale], 1)
+        if count == 1:
+            return [self.decoder.scales.value(word)]
+        return [self.decoder.scales.value(word >> 8 * i & 0xFF) for i in range(count)]
+
+    def _scale_words(self, slot: Int32) -> cute.Tensor:
+        at = slot + self.chunk_bytes + self.thread * WORD_BYTES
+        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
+        return cute.make_tensor(pointer, cute.make_layout(self.count * THREADS))
+
+
+def _vector_at(address: Int32) -> Any:
+    """16 bytes of shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(WORDS))
+
+
+def _words_at(address: Int32) -> cute.Tensor:
+    words = cute.make_rmem_tensor(WORDS, Int32)
+    cute.autovec_copy(_vector_at(address), words)
+    return words

@@ -1,0 +1,96 @@
+"""The grouped GEMM over quantised weights' rows on any GPU from Ampere on: y[row] = epilogue(x[row] @ w[e]).
+
+A stage has weights as they lie in memory. When a k-tile has arrived all threads decode it to 16-bit numbers in shared
+memory (decoding/lines.py), and a second barrier later ldmatrix reads these as it does transposed weights of 16 bits.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Int64
+
+from ..decoding.decoder import Decoder
+from ..decoding.lines import DEPTH, DecodedLines, LineSources, experts_of
+from ..decoding.scales import MOVED_E4M3_EXPONENT, SCALES, power
+from ..epilogue.base import Epilogue, Inputs
+from ..formats import E4M3, FLOAT32, Format
+from ..schedule.groups import Groups
+from ..schedule.work import TileGrid, WorkTile
+from ..specs import GemmSpec
+from .block_narrow import product_in_float32
+from .grouped_gemm import GroupedGemm, Operands
+from .mainloop import Mainloop
+from .narrow import ELEMENTS, e4m3_pair, product
+from .operands import Across, Along, Operand
+from .sources import row_sources, rows_of
+from .store import make_store
+
+
+class PortableLines(DecodedLines):
+    def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
+        element = self.decoder.element
+        if self.format.element == E4M3:
+            number = product(e4m3_pair(word), Int32(power(MOVED_E4M3_EXPONENT)))
+        else:
+            number = product(element.spread(word, pair), Int32(power(-element.read_exponent)))
+        return (product_in_float32 if self.format.scale == FLOAT32 else product)(number, value)
+
+
+class DecodedAcross(Operand):
+    """64 weight rows of a format by `width` columns, and the numbers that they are decoded to, of one k-tile."""
+
+    decodes = True
+
+    def __init__(self, weights: Format, width: int):
+        element = ELEMENTS[weights.element]()
+        self.numbers = Across(BFloat16, width)
+        self.decoded_bytes = self.numbers.stage_bytes
+        self.of_thread = PortableLines(weights, Decoder(element, SCALES[weights.scale](element, product)), width)
+        self.stage_bytes = self.of_thread.slot_bytes
+        self.smem = Int32(0)
+
+    def _slot(self, stage: Int32) -> Int32:
+        return self.smem + self.decoded_bytes + stage * self.stage_bytes
+
+    def copy(self, sources: LineSources, stage: Int32, k: Int32, depth: Int32) -> None:
+        self.of_thread.copy(sources, self._slot(stage), k)
+
+    def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
+        self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
+
+    def decode(self, stage: Int32) -> None:
+        self.of_thread.decode(self._slot(stage), self.smem)
+
+    def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
+        """16 columns and 16 weight rows of the k-tile that was decoded last."""
+        self.numbers.smem = self.smem
+        return self.numbers.columns(Int32(0), pair, k)
+
+
+class DecodedLinesGemm(GroupedGemm):
+    """`weights`: their format."""
+
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
+        super().__init__(spec, dtype, epilogue)
+        self.weights = weights
+
+    def make_operands(self) -> tuple[Along, DecodedAcross]:
+        return Along(self.dtype, self.tile.m), DecodedAcross(self.weights, self.tile.n)
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch on `stream`."""
+        columns = Int32(y.shape[1])
+        experts = experts_of(w, inputs.w_scale, self.weights, columns)
+        operands = Operands(rows_of(x, Int64(0)), experts, Int32(x.shape[1]), Int64(0))
+        grid = TileGrid(Int32(0), cute.ceil_div(columns, self.tile.n))
+        self.start(operands, (make_store(y),), inputs, Groups(*groups, y.shape[0]), grid, num_sms, stream)
+
+    @cute.jit
+    def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
+        a = row_sources(operands.rows, work, mainloop.a)
+        b = mainloop.b.of_thread.sources(operands.weights, work.expert, work.n_tile)
+        mainloop.run(acc, a, b, operands.depth)

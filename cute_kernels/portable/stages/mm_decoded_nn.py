@@ -1,0 +1,11 @@
+"""y = grouped_mm(x, w, transpose_w=True) of 16-bit rows and weights to be decoded."""
+
+from ...epilogue.activation import LinearEpilogue
+from ...launches import mm_decoded
+from ...specs import GroupedMmSpec
+from ...tracing import Traced
+from ..decoded_lines import DecodedLinesGemm
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return mm_decoded.trace(spec, DecodedLinesGemm, LinearEpilogue)

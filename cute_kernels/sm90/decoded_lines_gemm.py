@@ -1,0 +1,51 @@
+"""The grouped GEMM over quantised weights' rows, decoded on the way: y[row] = epilogue(x[row] @ w[e]), ragged in rows."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..epilogue.base import Epilogue, Inputs
+from ..formats import Format
+from ..schedule.groups import Groups
+from ..schedule.tickets import Tickets
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import TileGrid
+from ..specs import GemmSpec
+from . import budget
+from .epilogue.store import make_store
+from .mainloop.decoded_lines import DecodedLinesMainloop, slots_bytes
+from .persistent import PersistentGemm
+
+
+class DecodedLinesGemm(PersistentGemm):
+    """`weights`: their format."""
+
+    decoding_warpgroups = 1
+
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
+        super().__init__(spec, dtype, epilogue)
+        self.weights = weights
+
+    def make_mainloop(self) -> DecodedLinesMainloop:
+        return DecodedLinesMainloop(self.dtype, self.weights, self.tile, self.stages)
+
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
+        return GroupTileScheduler(self.tile, groups, grid)
+
+    @property
+    def stages(self) -> int:
+        staging = self._slot_owners * self.shape.slots.num_bytes
+        return budget.stages(self.tile, staging + slots_bytes(self.weights, self.tile.n), self.dtype.width // 8)
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch on `stream`. See PersistentGemm.start for `position`."""
+        columns = Int32(y.shape[1])
+        operands = self.make_mainloop().operands(x, w, inputs.w_scale, columns)
+        stores = (make_store(y, cols=self.shape.slots.columns()),)
+        grid = TileGrid(Int32(0), cute.ceil_div(columns, self.tile.n))
+        self.start(operands, stores, inputs, Groups(*groups, x.shape[0]), grid, num_sms, stream, position)

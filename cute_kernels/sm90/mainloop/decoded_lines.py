@@ -1,0 +1,143 @@
+"""The mainloop of rows times quantised weights over these weights' rows, dx = dy w: dy comes by TMA, w is decoded.
+
+A warpgroup decodes a k-tile of weights into its stage, where wgmma finds what TMA would have brought of 16-bit weights
+(decoding/lines.py): 64 weight rows by tile.n columns. A stage is full when TMA's bytes are there and each thread of
+that warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
+
+Decoding 64 x 128 weights takes a warp of each scheduler 150 to 300 instructions, while their MMAs with 128 rows take
+512 cycles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from ...decoding.lines import DEPTH, WORD_BYTES, DecodedLines, experts_of
+from ...decoding.scales import power
+from ...device.gmem import CHUNK_BYTES
+from ...device.select import select
+from ...epilogue.sizes import THREADS
+from ...formats import Format
+from ...memory.row_boxes import acquire, num_boxes
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from .base import WARPS_PER_GROUP, Mainloop, Operands, Source
+from .decoders import decoder_of, product
+from .gathered_rows import NO_ROWS
+
+SLOTS = 4
+"""k-tiles of weights on their way or in work."""
+
+
+class HopperLines(DecodedLines):
+    def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
+        element = self.decoder.element
+        if element.read_exponent == 0:
+            return element.decoded(word, pair, value)
+        return product(element.decoded(word, pair, Int32(power(-element.read_exponent))), value)
+
+
+def slots_bytes(weights: Format, width: int) -> int:
+    """Bytes of shared memory for weights on their way: chunks of 16 bytes, and a word of scales for each."""
+    chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
+    return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)
+
+
+class DecodedLinesMainloop(Mainloop):
+    """A: `tile.m` rows of x at any row, in boxes. B: an expert's weights in a format, contracted over their rows."""
+
+    gathers = False
+
+    def __init__(self, dtype: type[cutlass.Numeric], weights: Format, tile: TileConfig, stages: int):
+        super().__init__(dtype, tile, OperandMajorMode.K, OperandMajorMode.MN, stages)
+        self.format = weights
+        self.slots_bytes = slots_bytes(weights, tile.n)
+
+    def operands(self, x: cute.Tensor, w: cute.Tensor, scales: Int64, columns: Int32) -> Operands:
+        """Host side: the TMA descriptor of x (rows, k), and where the weights lie."""
+        atom, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
+        return Operands(atom, a, atom, a, (experts_of(w, scales, self.format, columns),), NO_ROWS)
+
+    def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + THREADS),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, self.tile.warpgroups_per_tile * WARPS_PER_GROUP
+            ),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ):  # fmt: skip
+        """Fill the stages' rows of x for one output tile."""
+        box = self.tile.box_rows, self.tile.k
+        source = Source(operands.atom_a, operands.a, 1)
+        rows = cute.local_tile(cute.domain_offset((work.row, 0), operands.a), box, (None, None))
+        tAsA, tAgA = source.partition(cute.flat_divide(sA, box), rows)
+        boxes = num_boxes(self.tile, work)
+        num_bytes = boxes * (self.tile.box_rows * self.tile.k * self.dtype.width // 8)
+        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+            acquire(stages, state, num_bytes)
+            barrier = stages.producer_get_barrier(state)
+            for i in cutlass.range(boxes, unroll=1):
+                source.copy(tAgA[None, i, k_tile], tAsA[None, i, 0, state.index], barrier)
+            state.advance()
+        return state
+
+    def lines(self) -> HopperLines:
+        """Make what a thread of the decoding warpgroup holds while the kernel runs."""
+        return HopperLines(self.format, decoder_of(self.format), self.tile.n)
+
+    @cute.jit
+    def decode(
+        self, lines: HopperLines, operands: Operands, sB: cute.Tensor, slots: Int32,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        """Fill the stages' weights for one output tile; called by a whole warpgroup. `slots`: an address."""
+        sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
+        num_k_tiles = self.num_k_tiles(operands, work)
+        stage_bytes = self.tile.n * self.tile.k * self.dtype.width // 8
+        last = slots + (SLOTS - 1) * lines.slot_bytes
+        slot_before = last
+        for slot in cutlass.range_constexpr(SLOTS - 1):
+            self._begin(lines, sources, slots + slot * lines.slot_bytes, Int32(slot), num_k_tiles, slot_before)
+            slot_before = slots + slot * lines.slot_bytes
+        slot, free = slots, last
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            self._begin(lines, sources, free, k_tile + (SLOTS - 1), num_k_tiles, slot_before)
+            slot_before = free
+            cute.arch.cp_async_wait_group(SLOTS - 1)
+            stages.sync_object_empty.wait(state.index, state.phase)
+            lines.decode(slot, Int32(sB.iterator.toint()) + state.index * stage_bytes)
+            cute.arch.fence_view_async_shared()
+            cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
+            state.advance()
+            free = slot
+            slot = select(slot == last, slots, slot + lines.slot_bytes)
+        return state
+
+    @cute.jit
+    def _begin(
+        self, lines: HopperLines, sources: Any, slot: Int32, k_tile: Int32, num_k_tiles: Int32, slot_before: Int32
+    ):  # fmt: skip
+        """Ask for a k-tile, if there is that. Always a group of copies, so that counts of groups stay fixed."""
+        if k_tile < num_k_tiles:
+            lines.copy(sources, slot, k_tile * DEPTH)
+        lines.ask(sources, k_tile * DEPTH, slot_before)
+        cute.arch.cp_async_commit_group()

@@ -1,0 +1,196 @@
+"""Gradients through quantised weights, which are frozen: of rows, row scales and biases.
+
+Both directions decode the same bytes, and no weight in 16 bits ever lies in memory: dx = dy W is `grouped_mm` with
+transpose_w. A grouped_mlp that is trained this way computes h = x w1^T + b1, the activation and y in three calls and
+keeps h; with `recompute` forward is one call, x is kept, and backward makes h again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls.arguments import SUFFIXES
+from ..errors import GradientNotSupported
+from ..formats.scaled import Parts
+from ..layer.gate import gate, gate_gradients
+from ..ops.grouped_bias_grad import grouped_bias_grad
+from ..ops.mlp_training import DataGradients
+from ..ops.quantized_mlp import QuantizedMlpCall
+from ..ops.quantized_mm import QuantizedMmCall
+from ..ops.quantized_weights import FORMS
+from .data_path import BEHIND_THE_ACTIVATION, DataPath
+from .function import Formula
+from .parts import Operators, Targets, groups_of, scale_of_bias_grad
+
+
+def part_names(*weights: str) -> tuple[str, ...]:
+    """Names of the arguments that hold the parts of weights."""
+    return tuple(f"{name}{suffix}" for name in weights for suffix in SUFFIXES)
+
+
+def parts_of(given: dict[str, Any], name: str) -> Parts:
+    return Parts(*[given.get(part) for part in part_names(name)])
+
+
+def product(
+    recipe: str, x: Tensor, w: Parts, groups: dict[str, Any], transpose_w: bool = False, bias: Any = None,
+    bias_scale: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`grouped_mm` with a weight in its parts."""
+    data, scale, global_scale = w
+    absent = dict.fromkeys(QuantizedMmCall.names)
+    result: Tensor = QuantizedMmCall.operator(
+        **{
+            **absent, **groups, "x": x, "w": data, "w_scale": scale, "w_global_scale": global_scale, "recipe": recipe,
+            "transpose_w": transpose_w, "bias": bias, "bias_scale": bias_scale, "out": out,
+        }
+    )  # fmt: skip
+    return result
+
+
+def columns_of(recipe: str, w: Parts, transpose_w: bool) -> int:
+    """Columns of the x that a weight is multiplied with."""
+    return int(w.data.shape[1]) if transpose_w else FORMS[recipe].columns(w.data)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mm(Operators):
+    recipe: str
+
+    def forward(
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        addends = {name: given[name] for name in ("bias", "bias_scale")}
+        w = parts_of(given, "w")
+        return product(self.recipe, given["x"], w, groups_of(given), self.transpose_w, **addends, out=out), {}
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        of_w = dict.fromkeys(part_names("w"), "x" in wanted)
+        return {**of_w, "x": False, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
+
+
+def _mm_gradients(
+    saved: dict[str, Any], operators: _Mm, targets: Targets, wanted: frozenset[str], dy: Tensor
+) -> dict[str, Any]:
+    groups, result = groups_of(saved), {}
+    if "x" in wanted:
+        w, recipe = parts_of(saved, "w"), operators.recipe
+        dx = targets.new_grad_input(dy, columns_of(recipe, w, operators.transpose_w))
+        result["x"] = product(recipe, dy, w, groups, not operators.transpose_w, out=dx)
+    if "bias" in wanted:
+        result["bias"] = grouped_bias_grad(dy, row_scale=saved.get("bias_scale"), **groups)
+    if "bias_scale" in wanted and saved["bias"] is not None:
+        result["bias_scale"] = scale_of_bias_grad(dy, saved["bias"], groups)
+    return result
+
+
+MM = Formula(
+    ("x", "w", "bias", "bias_scale"),
+    lambda call: _Mm(recipe=call.recipe, transpose_w=call.transpose_w),
+    _mm_gradients,
+)
+"""The gradient of grouped_mm with a quantised weight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenPath(DataPath):
+    """Of rows in 16 bits by a recipe that decodes weights. GEMMs read copies of a layer's rows.
+
+    Attributes:
+        recipe: its name.
+    """
+
+    need_preact = BEHIND_THE_ACTIVATION - {"w1"}
+    recipe: str
+
+    def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
+        return self.tokens is not None
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        behind = bool(wanted & self.need_preact)
+        again = self.recompute and behind
+        return {
+            **dict.fromkeys(part_names("w1"), again or "x" in wanted),
+            **dict.fromkeys(part_names("w2"), behind),
+            "x": again,
+            "b1": again,
+            "b2": "row_scale" in wanted,
+            "residual": False,
+        }
+
+    def _forward(
+        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        groups = groups_of(given)
+        if not keep_preact:
+            of_rows = {name: given.get(name) for name in QuantizedMlpCall.names}
+            fixed = {"recipe": self.recipe, "recompute": False, "rows": None, "out": out}
+            y: Tensor = QuantizedMlpCall.operator(**{**of_rows, **self.form, **fixed, **groups})
+            return y, {}
+        preact = self._new_preact(given)
+        act = gate(preact, given["row_scale"], **self.form)
+        bias = given["b2"]
+        scale = None if bias is None else given["row_scale"]
+        y = product(self.recipe, act, parts_of(given, "w2"), groups, bias=bias, bias_scale=scale, out=out)
+        return y, {"preact": preact}
+
+    def _new_preact(self, saved: dict[str, Any]) -> Tensor:
+        groups, bias = groups_of(saved), saved["b1"]
+        w1, factors = _without_factors(parts_of(saved, "w1"))
+        if factors is None:
+            return product(self.recipe, saved["x"], w1, groups, bias=bias)
+        return _times(product(self.recipe, saved["x"], w1, groups), factors, groups, bias)
+
+    def _gradients(
+        self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        groups, w1, w2 = groups_of(saved), parts_of(saved, "w1"), parts_of(saved, "w2")
+        d_act = product(self.recipe, dy, w2, groups, transpose_w=True)
+        preact, row_scale = self.take_preact(saved), saved.get("row_scale")
+        dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, groups, **self.form)
+        dx = None
+        if "x" in wanted:
+            columns = columns_of(self.recipe, w1, False)
+            dx = dy.new_zeros(len(dy), columns) if targets is None else targets.new_grad_input(dy, columns)
+            dx = self._through_w1(dpreact, w1, groups, dx)
+        return DataGradients(dpreact, d_act, dx, d_scale)
+
+    def _through_w1(self, dpreact: Tensor, w1: Parts, groups: dict[str, Any], out: Tensor) -> Tensor:
+        """dpreact w1_e."""
+        w1, factors = _without_factors(w1)
+        if factors is not None:  # of weight rows, which are added up
+            dpreact = _times(dpreact, factors, groups)
+        return product(self.recipe, dpreact, w1, groups, transpose_w=True, out=out)
+
+
+def _without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
+    """w1 with one global scale, 1, where each half of its rows has one: these, float32 [E, 2]; else None.
+
+    Raises:
+        GradientNotSupported: each half has a grid of scales of its own, which no GEMM reads alone.
+    """
+    data, scale, global_scale = w1
+    if scale is not None and scale.dim() > data.dim():
+        raise GradientNotSupported(
+            f"grouped_mlp: w1 has halves of {data.shape[1] // 2} rows, which end inside a block of scales, and an "
+            "argument requires a gradient; give w1.dequantize(torch.bfloat16) and recipe 'bf16'"
+        )
+    if global_scale is None or global_scale.dim() < 2:
+        return w1, None
+    return w1._replace(global_scale=global_scale.new_ones(())), global_scale
+
+
+def _times(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
+    """Rows [T, 2I], either half of a row's columns times a factor of its expert, [E, 2], plus the expert's bias."""
+    ends = groups["offs"] if "offs" in groups else groups["splits"].cumsum(0)
+    row = torch.arange(len(rows), device=rows.device)
+    expert = torch.searchsorted(ends.long(), row, right=True).clamp_(max=len(factors) - 1)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(1, (2, -1))
+    scaled = (wide * factors[expert][:, :, None]).flatten(1)
+    if bias is not None:
+        scaled += (bias if isinstance(bias, Tensor) else torch.stack(bias))[expert]
+    return scaled.to(rows.dtype)

@@ -1,0 +1,37 @@
+"""Which data path a grouped_mlp's backward takes, by its recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls.checks import any_requires_grad, check_flag, check_recipe
+from ..host.experts import GateUp
+from ..ops.quantized_mlp import QuantizedMlpCall
+from .data_path import DataPath, QuantisedPath
+from .frozen import FrozenPath
+from .parts import form_of
+
+
+def path_of(call: Any) -> DataPath:
+    """Return the data path of a GroupedMlpCall or QuantizedMlpCall."""
+    check_flag(call.op, "recompute", call.recompute)
+    form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
+    if not isinstance(call, QuantizedMlpCall):
+        check_recipe(call.op, call.recipe)
+        in_halves = isinstance(call.w1, GateUp)
+        return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)
+    if call.is_frozen:
+        return FrozenPath(form=form, recipe=call.recipe, **common)
+    weights = {"w1": call.w1, "w2": call.w2}
+    is_16_bit = call.x.dtype.itemsize == 2
+    wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
+    of_recipe = {"recipe": call.recipe, "trained": any_requires_grad(*weights.values())}
+    return QuantisedPath(form={**form, **of_recipe}, wide=wide, **common)
+
+
+def _dtype(w: Any) -> torch.dtype:
+    dtype: torch.dtype = (w if isinstance(w, Tensor) else w[0]).dtype
+    return dtype
