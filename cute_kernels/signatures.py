@@ -309,6 +309,10 @@ LAYER: dict[str, Signature] = {
     "permute": _numbers("x row_of out", "tokens k width position"),
     "combine": _numbers("y row_of residual out", "tokens k width bound position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k bound"),
+    "gate": _numbers("preact row_scale out", "tokens width kind glu_layout", "limit alpha offset"),
+    "gate_backward": _numbers(
+        "d_act preact row_scale d_preact d_row_scale", "tokens width kind glu_layout", "limit alpha offset"
+    ),
     "send_tokens": _numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms"),
     "send_sums": _numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms"),
 }

@@ -475,7 +475,7 @@ ROUTING = ("choose", "count", "place", "route", "sort", "router")
 ROUTING_EXPERTS = (128, 256, 1024)
 """Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
 warp."""
-ROW_KERNELS = ("permute", "combine")
+ROW_KERNELS = ("permute", "combine", "gate", "gate_backward")
 RANK_KERNELS = ("send_tokens", "send_sums")
 """To other ranks of the host and back; the first moves bytes of any dtype."""
 LAYER_KERNELS = (*ROUTING, "logits", *ROW_KERNELS, *RANK_KERNELS, "route_backward", "row_weights_backward")

@@ -41,6 +41,8 @@ _LAYER = {
     "permute": "layer.rows",
     "combine": "layer.rows",
     "row_weights_backward": "layer.rows",
+    "gate": "layer.gate",
+    "gate_backward": "layer.gate",
     "send_tokens": "ranks.send",
     "send_sums": "ranks.send",
 }

@@ -24,6 +24,7 @@ from .host.experts import GateUp
 from .host.groups import OF_A_TRACE, part_of
 from .layer.choices import MoeOfChoicesCall
 from .layer.moe import MoeCall
+from .ops.gate import GateBackwardCall, GateCall
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
@@ -44,7 +45,8 @@ TYPES = {
 """Of arguments by their names; those that are not here are flags."""
 OPERATORS: tuple[type[Call], ...] = (
     GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, MoeOfChoicesCall, Mxfp8ForwardCall, Mxfp8GradientsCall,
-    GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, *mhc.CALLS, *layer.CALLS,
+    GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, GateCall, GateBackwardCall,
+    *mhc.CALLS, *layer.CALLS,
 )  # fmt: skip
 CALLS = tuple(kind for one in OPERATORS for kind in (one, one.quantized) if kind is not None)
 

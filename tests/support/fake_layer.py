@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import LayerSpec
+from cute_kernels.specs import ACTIVATIONS, GATED, LayerSpec
 from glulam.layer import reference
+from glulam.ops.gate import GateBackwardCall, GateCall
 
 from . import fake_ranks
 from .memory import dtype_in, memory, optional
@@ -129,6 +130,25 @@ def _combine(spec: LayerSpec, at: Any) -> None:
     _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
 
 
+def _gate(spec: LayerSpec, at: Any) -> None:
+    dtype = getattr(torch, spec.dtype)
+    columns = at.width * (2 if ACTIVATIONS[at.kind] in GATED else 1)
+    preact, scale = _tensor(at.preact, at.tokens, columns, dtype=dtype), optional(at.row_scale, at.tokens, dtype=F32)
+    told = at.kind, at.glu_layout, at.limit, at.alpha, at.offset
+    _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(GateCall.on_cpu(preact, scale, *told))
+
+
+def _gate_backward(spec: LayerSpec, at: Any) -> None:
+    dtype = getattr(torch, spec.dtype)
+    columns = at.width * (2 if ACTIVATIONS[at.kind] in GATED else 1)
+    d_act, preact = (_tensor(one, at.tokens, n, dtype=dtype) for one, n in ((at.d_act, at.width), (at.preact, columns)))
+    told = at.kind, at.glu_layout, at.limit, at.alpha, at.offset
+    made = GateBackwardCall.on_cpu(d_act, preact, optional(at.row_scale, at.tokens, dtype=F32), *told)
+    _tensor(at.d_preact, at.tokens, columns, dtype=dtype).copy_(made[0])
+    if at.d_row_scale:
+        _tensor(at.d_row_scale, at.tokens, dtype=F32).copy_(made[1])
+
+
 KERNELS: dict[str, Callable[[LayerSpec, Any], None]] = {
     "logits": _logits,
     "choose": _choose,
@@ -138,6 +158,8 @@ KERNELS: dict[str, Callable[[LayerSpec, Any], None]] = {
     "row_weights_backward": _row_weights_backward,
     "permute": _permute,
     "combine": _combine,
+    "gate": _gate,
+    "gate_backward": _gate_backward,
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..calls.arguments import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
-from ..layer.gate import gate, gate_gradients
+from ..ops.gate import gate, gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.mlp_training import DataGradients
 from ..ops.quantized_mlp import QuantizedMlpCall

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..host.experts import GateUp
-from ..layer.gate import gate_gradients
+from ..ops.gate import gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from .function import Formula

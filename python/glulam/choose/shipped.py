@@ -17,6 +17,7 @@ from cute_kernels.specs import (
     BLOCK_ROWS,
     GLU_LAYOUTS,
     LAYOUT_FORMS,
+    OPERANDS,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -93,6 +94,8 @@ def family_of(spec: Spec) -> Spec:
         return replace(spec, fc1=family_of(spec.fc1), fc2=family_of(spec.fc2))  # type: ignore[arg-type]
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
         return spec
+    if isinstance(spec, GroupedMmSpec) and spec.transpose_w and OPERANDS[spec.operands].decodes:
+        return spec  # which has one tile
     # Depth and schedule are those of the operands and of the architecture.
     if spec.tile.by_warps:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)

@@ -38,6 +38,8 @@ _OF_A_LAYER: dict[str, Callable[[Any, Size], Iterator[Trial]]] = {
     "sort": layers.sorted_choices,
     "permute": layers.rows,
     "combine": layers.rows,
+    "gate": layers.gates,
+    "gate_backward": layers.gates,
     "route_backward": layers.route_gradient,
     "row_weights_backward": layers.row_weights_gradient,
 }

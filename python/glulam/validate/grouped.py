@@ -76,14 +76,16 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
     for sized in _sizes(size, size.in_blocks if is_decoded else size.hidden):
         routing, k, n = sized
         total, experts = total_rows(routing), len(routing.sizes)
+        if is_decoded and spec.transpose_w:
+            k, n = n, k
         w = weights_of(experts, n, k, dtype, seed=2)
+        if spec.transpose_w:
+            w = w.mT.contiguous()
         given: dict[str, Any] = {
             "x": rows_of(total, k, dtype, routing.rows), "offs": routing.offs, "w": w,
         }  # fmt: skip
         if is_decoded:
             given["w"] = FORMS[spec.operands].quantized_tensor(w)
-        elif spec.transpose_w:
-            given["w"] = w.mT.contiguous()
         addends = {
             "bias": weights_of(experts, 1, n, dtype, seed=4)[:, 0].contiguous(),
             "bias_scale": scales_of(total, routing.rows),

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import LayerSpec
+from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED, LayerSpec
 
+from ..activations import ActivationParams, KernelParams, kernel_params
 from ..layer import Routing, combine, permute, route
 from ..layer.few_tokens import MOST_ROUTED, route_few
 from ..layer.routing import MOST_SORTED
+from ..ops.gate import gate_rows, gate_rows_backward
 from .inputs import FULL, Size, randn
 from .trial import Given, Trial, gradients
 
@@ -136,6 +138,39 @@ def rows(spec: LayerSpec, size: Size) -> Iterator[Trial]:
         yield Trial(
             f"{tokens} tokens and a residual", {**choices, "y": y, "residual": residual}, _with_routing(combined)
         )
+
+
+def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
+    """Every activation and layout, and its gradient."""
+    dtype = getattr(torch, spec.dtype)
+    forms = [*product(GATED, GLU_LAYOUTS), *((name, "concat") for name in UNGATED)]
+    for number, (activation, layout) in enumerate(forms):
+        tokens, width = size.tokens[number % len(size.tokens)], 32 * (1 + number % 3)
+        told = kernel_params(activation, layout, ActivationParams(limit=1.5))
+        columns = width * (2 if activation in GATED else 1)
+        given = {
+            "preact": randn(tokens, columns, seed=number, dtype=dtype), "scale": randn(tokens, seed=2).exp(),
+            "d_act": randn(tokens, width, seed=3, dtype=dtype),
+        }  # fmt: skip
+        for scaled in (True, False):
+            call = partial(_GATES[spec.kernel], told, scaled)
+            yield Trial(f"{activation}, {layout}, {'with' if scaled else 'without'} scales", given, call)
+
+
+def _gate(told: KernelParams, scaled: bool, given: Given) -> list[Tensor]:
+    return [gate_rows(given["preact"], given["scale"] if scaled else None, *told)]
+
+
+def _gate_backward(told: KernelParams, scaled: bool, given: Given) -> list[Tensor]:
+    scale = given["scale"] if scaled else None
+    made = gate_rows_backward(given["d_act"], given["preact"], scale, *told, of_row_scale=scaled)
+    return list(made) if scaled else [made[0]]
+
+
+_GATES: dict[str, Callable[[KernelParams, bool, Given], list[Tensor]]] = {
+    "gate": _gate,
+    "gate_backward": _gate_backward,
+}
 
 
 def route_gradient(spec: LayerSpec, size: Size) -> Iterator[Trial]:

@@ -1,0 +1,122 @@
+"""An activation and its gradient of rows, where no GEMM has them in its epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formulas import GATED
+from cute_kernels.specs import ACTIVATIONS, GLU_LAYOUTS, LayerSpec, Spec
+
+from ..activations import ActivationParams, activate, activate_backward, kernel_params
+from ..calls.addressed import AddressedCall, Like, check_dtype, check_vectors
+from ..calls.front import operator
+from ..choose.problem import dtype_name
+
+
+def width_of(columns: int, number: int) -> int:
+    """Columns of an activation, of those of the preactivation. number: the activation's, of ACTIVATIONS."""
+    return columns // 2 if ACTIVATIONS[number] in GATED else columns
+
+
+class _OfRows(AddressedCall):
+    """A CTA for each row."""
+
+    family = "layer"
+    leads = "preact"
+    trailing = 1
+    unaligned = frozenset(("row_scale",))
+
+    def check_inputs(self) -> None:
+        check_dtype(self.op, "preact", self.preact)
+        check_vectors(self.op, "preact", "2I", self.preact)
+
+    def constants(self, problem: Any) -> dict[str, Any]:
+        width = width_of(self.preact.shape[1], self.number)
+        return {**super().constants(problem), "width": width, "kind": self.number}
+
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, dtype_name(self.preact.dtype), arch=arch)
+
+
+def _on_cpu(preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, *numbers: float) -> Tensor:
+    h = preact.to(torch.promote_types(preact.dtype, torch.float32))
+    act = activate(h, ACTIVATIONS[number], GLU_LAYOUTS[glu_layout], ActivationParams(*numbers))
+    return (act if row_scale is None else act * row_scale.to(h.dtype)[:, None]).to(preact.dtype)
+
+
+class GateCall(_OfRows):
+    op = kernel = "gate"
+    on_cpu = staticmethod(_on_cpu)
+
+    def likes(self) -> Sequence[Like | None]:
+        rows, columns = self.preact.shape
+        return [((rows, width_of(columns, self.number)), self.preact.dtype)]
+
+
+def _backward_on_cpu(
+    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, *numbers: float
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(preact.dtype, torch.float32)
+    dm, h = d_act.to(wide), preact.to(wide)
+    scaled = dm if row_scale is None else dm * row_scale.to(wide)[:, None]
+    form = ACTIVATIONS[number], GLU_LAYOUTS[glu_layout], ActivationParams(*numbers)
+    dh, act = activate_backward(scaled, h, *form)
+    return dh.to(preact.dtype), (dm * act).sum(dim=1)
+
+
+class GateBackwardCall(_OfRows):
+    op = "gate"
+    kernel = "gate_backward"
+    returns = "d_preact", "d_row_scale"
+    on_cpu = staticmethod(_backward_on_cpu)
+
+    def likes(self) -> Sequence[Like | None]:
+        sums = torch.promote_types(self.preact.dtype, torch.float32)
+        return [(self.preact.shape, self.preact.dtype), (self.preact.shape[:1], sums)]
+
+
+@operator(GateCall)
+def gate_rows(
+    preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, limit: float, alpha: float, offset: float
+) -> Any:  # fmt: skip
+    """The activation of h [T, 2I or I] times a scale for each row: [T, I], by numbers of `kernel_params`."""
+
+
+@operator(GateBackwardCall)
+def gate_rows_backward(
+    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, limit: float, alpha: float,
+    offset: float, of_row_scale: bool,
+) -> Any:  # fmt: skip
+    """The gradients of h and of the row scale, by that of the activation [T, I]."""
+
+
+def gate(preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, **numbers: float) -> Tensor:
+    """The activation of h [T, 2I or I] times a scale for each row: [T, I] in h's dtype, computed in float32."""
+    made: Tensor = gate_rows(preact, row_scale, **_told(activation, glu_layout, numbers))
+    return made
+
+
+def gate_gradients(
+    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, of_row_scale: bool, groups: dict[str, Any],
+    activation: str, glu_layout: str, **numbers: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of h, in its dtype, and of the row scale, zero behind the last group; None where not wanted."""
+    of_row_scale = of_row_scale and row_scale is not None
+    told = _told(activation, glu_layout, numbers)
+    d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, **told, of_row_scale=of_row_scale)
+    return d_preact, d_scale.masked_fill(is_behind(groups, d_scale), 0) if of_row_scale else None
+
+
+def _told(activation: str, glu_layout: str, numbers: dict[str, float]) -> dict[str, Any]:
+    number, *others = kernel_params(activation, glu_layout, ActivationParams(**numbers))
+    return {"number": number, **dict(zip(("glu_layout", "limit", "alpha", "offset"), others, strict=True))}
+
+
+def is_behind(groups: dict[str, Any], rows: Tensor) -> Tensor:
+    """Which rows lie behind the last group, where nothing is known: bool [T]."""
+    ends = groups["offs"][-1] if "offs" in groups else groups["splits"].sum()
+    return torch.arange(rows.shape[0], device=rows.device) >= ends
