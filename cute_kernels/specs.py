@@ -91,9 +91,8 @@ def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
 
 
 def _check_transposed(transpose_w: bool, operands: str) -> None:
-    formats = OPERANDS[operands]
-    if transpose_w and formats.w.element and not formats.decodes:
-        raise SpecError("transpose_w reads 16-bit weights: FP8 wgmma wants them along the contraction")
+    if transpose_w and OPERANDS[operands].w.element:
+        raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
 
 
 def is_gated(activation: str) -> bool:
@@ -131,7 +130,8 @@ class GroupedMmSpec:
         require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile, self.transpose_w)
         _check_decoded(self.operands, self.dtype)
-        _check_transposed(self.transpose_w, self.operands)
+        if not OPERANDS[self.operands].decodes:
+            _check_transposed(self.transpose_w, self.operands)
         if self.in_halves and OPERANDS[self.operands].w.element:
             raise SpecError(f"in_halves is of weights of 16 bits, and operands={self.operands!r}; leave it out")
         if self.in_halves and not self.transpose_w:
@@ -177,8 +177,7 @@ class GroupedGluSpec:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in FP8 is of {block} weight rows")
         if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
-        if self.transpose_w and OPERANDS[self.operands].w.element:
-            raise SpecError("transpose_w of a grouped_glu reads 16-bit weights alone; choose operands='16bit'")
+        _check_transposed(self.transpose_w, self.operands)
         if self.transpose_w and self.gated:
             require("glu_layout of transposed weights", self.glu_layout, GLU_LAYOUTS)
             if self.glu_layout == "concat" and self.tile.n % (2 * SWIZZLED):

@@ -180,7 +180,7 @@ class TestOperators:
              "w2 is an MXFP4Tensor, but recipe 'nvfp4_weight_only' takes an NVFP4Tensor"),
             ({"recipe": "mxfp4_weight_only"}, "w1 is an NVFP4Tensor.*choose recipe 'nvfp4_weight_only'"),
             ({"recipe": "bf16"}, "w1 is in NVFP4, and recipe is 'bf16'"),
-            ({"x": torch.zeros(17, 96, requires_grad=True)}, "has no gradient"),
+            ({"w2": torch.zeros(4, 96, 64, requires_grad=True)}, "w2 requires a gradient.*are frozen"),
         ],
     )  # fmt: skip
     def test_refuses(self, change: dict[str, Any], message: str) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..calls.arguments import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
-from ..ops.gate import gate, gate_gradients
+from ..host import device as gpus
+from ..ops.gate import gate, gate_gradients, is_behind
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.mlp_training import DataGradients
 from ..ops.quantized_mlp import QuantizedMlpCall
@@ -52,9 +53,19 @@ def product(
     return result
 
 
-def columns_of(recipe: str, w: Parts, transpose_w: bool) -> int:
-    """Columns of the x that a weight is multiplied with."""
-    return int(w.data.shape[1]) if transpose_w else FORMS[recipe].columns(w.data)
+def data_gradient(
+    recipe: str, targets: Targets | None, dy: Tensor, w: Parts, groups: dict[str, Any], transpose_w: bool
+) -> Tensor:  # fmt: skip
+    """dy w_e^T, or with transpose_w dy w_e, where x's gradient goes, with zeros after the last group; without targets
+    nobody reads what is there.
+    """
+    if targets is None:
+        return product(recipe, dy, w, groups, transpose_w)
+    if gpus.is_traced(dy):  # inductor takes no operator that writes a buffer and reads E8M0 scales
+        dx = product(recipe, dy, w, groups, transpose_w)
+        return dx.masked_fill(is_behind(groups, dx)[:, None], 0)
+    columns = FORMS[recipe].columns(w.data) if transpose_w else int(w.data.shape[1])
+    return product(recipe, dy, w, groups, transpose_w, out=targets.new_grad_input(dy, columns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +89,8 @@ def _mm_gradients(
 ) -> dict[str, Any]:
     groups, result = groups_of(saved), {}
     if "x" in wanted:
-        w, recipe = parts_of(saved, "w"), operators.recipe
-        dx = targets.new_grad_input(dy, columns_of(recipe, w, operators.transpose_w))
-        result["x"] = product(recipe, dy, w, groups, not operators.transpose_w, out=dx)
+        over_rows = not operators.transpose_w
+        result["x"] = data_gradient(operators.recipe, targets, dy, parts_of(saved, "w"), groups, over_rows)
     if "bias" in wanted:
         result["bias"] = grouped_bias_grad(dy, row_scale=saved.get("bias_scale"), **groups)
     if "bias_scale" in wanted and saved["bias"] is not None:
@@ -154,17 +164,10 @@ class FrozenPath(DataPath):
         dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, groups, **self.form)
         dx = None
         if "x" in wanted:
-            columns = columns_of(self.recipe, w1, False)
-            dx = dy.new_zeros(len(dy), columns) if targets is None else targets.new_grad_input(dy, columns)
-            dx = self._through_w1(dpreact, w1, groups, dx)
+            w1, factors = _without_factors(w1)
+            dh = dpreact if factors is None else _times(dpreact, factors, groups)  # of weight rows, which are added up
+            dx = data_gradient(self.recipe, targets, dh, w1, groups, True)
         return DataGradients(dpreact, d_act, dx, d_scale)
-
-    def _through_w1(self, dpreact: Tensor, w1: Parts, groups: dict[str, Any], out: Tensor) -> Tensor:
-        """dpreact w1_e."""
-        w1, factors = _without_factors(w1)
-        if factors is not None:  # of weight rows, which are added up
-            dpreact = _times(dpreact, factors, groups)
-        return product(self.recipe, dpreact, w1, groups, transpose_w=True, out=out)
 
 
 def _without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
