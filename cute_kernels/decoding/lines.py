@@ -155,16 +155,21 @@ class DecodedLines(Invariant):
                         word = word & (2**self.scale_dtype.width - 1)
                 self.pending[time * self.blocks + block] = word
 
-    def decode(self, slot: Int32, target: Int32) -> None:
-        """Write the thread's numbers of a slot's k-tile to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
+    def read(self, slot: Int32) -> tuple[list[cute.Tensor], list[Int32]]:
+        """The thread's chunks of a slot's k-tile, words, and their scales. All loads are under way before the first
+        store, which the compiler would let none of them pass."""
         scales = self._scale_words(slot)
+        chunks = [_words_at(slot + (i * THREADS + self.thread) * CHUNK_BYTES) for i in range(self.count)]
+        return chunks, [scales[i * THREADS] for i in range(self.count)]
+
+    def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32) -> None:
+        """Decode chunks to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
         for time in range(self.times):
             for block in range(self.blocks):
                 number = time * self.blocks + block
-                words = _words_at(slot + (number * THREADS + self.thread) * CHUNK_BYTES)
-                values = self._values(scales[number * THREADS])
+                words, values = chunks[number], self._values(scales[number])
                 line = first + block * BLOCK_BYTES + time * self.lines_at_once * LINE_BYTES
                 for vector in range(self.vectors):
                     value = values[vector * VECTOR // self.scale_block]

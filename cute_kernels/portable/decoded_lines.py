@@ -59,7 +59,7 @@ class DecodedAcross(Operand):
         self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
-        self.of_thread.decode(self._slot(stage), self.smem)
+        self.of_thread.write(*self.of_thread.read(self._slot(stage)), self.smem)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
         """16 columns and 16 weight rows of the k-tile that was decoded last."""

@@ -30,9 +30,9 @@ REGISTERS_UNIT = 8
 # rows, or 10 beside TMA loads.
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
 
-# Of the warpgroup that decodes weights beside two MMA warpgroups, and of these: with LOAD_REGISTERS all that 512
+# Of the two warpgroups that decode weights beside two MMA warpgroups, and of these: with LOAD_REGISTERS all that 640
 # threads have.
-DECODING_REGISTERS, MMA_REGISTERS_BESIDE_DECODING = 104, 192
+DECODING_REGISTERS, MMA_REGISTERS_BESIDE_DECODING = 64, 160
 
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:

@@ -14,14 +14,14 @@ from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from . import budget
 from .epilogue.store import make_store
-from .mainloop.decoded_lines import DecodedLinesMainloop, slots_bytes
+from .mainloop.decoded_lines import DECODING_WARPGROUPS, DecodedLinesMainloop, slots_bytes
 from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
     """`weights`: their format."""
 
-    decoding_warpgroups = 1
+    decoding_warpgroups = DECODING_WARPGROUPS
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -36,7 +36,7 @@ class DecodedLinesGemm(PersistentGemm):
     @property
     def stages(self) -> int:
         staging = self._slot_owners * self.shape.slots.num_bytes
-        return budget.stages(self.tile, staging + slots_bytes(self.weights, self.tile.n), self.dtype.width // 8)
+        return budget.stages(self.tile, staging + DECODING_WARPGROUPS * slots_bytes(self.weights, self.tile.n), self.dtype.width // 8)
 
     @cute.jit
     def launch(

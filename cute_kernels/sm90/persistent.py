@@ -11,7 +11,7 @@ multicast.
                                      ring (tile), stages (empty)        stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
-    the last 4           decode weights, where the mainloop has such a warpgroup
+    the others           decode weights, where the mainloop has such warpgroups, which take turns at stages
                                      ring (tile), stages (empty)        stages (full, 1 a thread), ring (empty)
 
     cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
@@ -63,7 +63,7 @@ class PersistentGemm(Invariant):
     scheduled.
 
     dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. decoding_warpgroups:
-    1 where a warpgroup decodes weights into stages, else 0. slots_type: what MMA warpgroups store through.
+    how many decode weights into stages, mostly none. slots_type: what MMA warpgroups store through.
     """
 
     load_registers = budget.LOAD_REGISTERS
@@ -160,7 +160,7 @@ class PersistentGemm(Invariant):
         fields["a"] = aligned[array[mainloop.a_dtype, cute.cosize(mainloop.a_layout)], 1024]
         fields["b"] = aligned[array[mainloop.b_dtype, cute.cosize(mainloop.b_layout)], 1024]
         if self.decoding_warpgroups:
-            fields["narrow"] = aligned[array[Uint8, mainloop.slots_bytes], 1024]
+            fields["narrow"] = aligned[array[Uint8, mainloop.slots_bytes * self.decoding_warpgroups], 1024]
         fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
@@ -223,7 +223,8 @@ class PersistentGemm(Invariant):
             if const_expr(self.decoding_warpgroups > 0):
                 if warpgroup > self.num_warpgroups:
                     cute.arch.setmaxregister_decrease(budget.DECODING_REGISTERS)
-                    self._decode_role(mainloop, operands, sB, storage.narrow, stages, ring)
+                    rank = warpgroup - (1 + self.num_warpgroups)
+                    self._decode_role(mainloop, operands, sB, storage.narrow, stages, ring, rank)
                 else:
                     self._mma_warpgroup(
                         mainloop, operands, stores, inputs, groups, storage, staging, loads, sA, sB, stages, ring
@@ -299,15 +300,15 @@ class PersistentGemm(Invariant):
 
     @cute.jit
     def _decode_role(
-        self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing
+        self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing, rank: Int32
     ):  # fmt: skip
         """Weights do not depend on the kernel before, so nothing is waited for."""
-        lines, slots = mainloop.lines(), narrow.data_ptr().toint()
+        lines, slots = mainloop.lines(), narrow.data_ptr().toint() + rank * mainloop.slots_bytes
         ring_state = ring.consumer_state()
         state = mainloop.producer_state()
         work = ring.get(ring_state)
         while work.expert >= 0:
-            state = mainloop.decode(lines, operands, sB, slots, stages, state, work)
+            state = mainloop.decode(lines, operands, sB, slots, stages, state, work, rank)
             ring_state.advance()
             work = ring.get(ring_state)
 

@@ -31,8 +31,10 @@ from .base import WARPS_PER_GROUP, Mainloop, Operands, Source
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
-SLOTS = 4
-"""k-tiles of weights on their way or in work."""
+DECODING_WARPGROUPS = 2
+"""Take turns at k-tiles: what one decodes in 700 cycles, mostly latency, is multiplied in 512."""
+SLOTS = 3
+"""A warpgroup's k-tiles of weights on their way or in work."""
 
 
 class HopperLines(DecodedLines):
@@ -107,29 +109,36 @@ class DecodedLinesMainloop(Mainloop):
     @cute.jit
     def decode(
         self, lines: HopperLines, operands: Operands, sB: cute.Tensor, slots: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Fill the stages' weights for one output tile; called by a whole warpgroup. `slots`: an address."""
+        """Fill the weights of every stage of one output tile that is this warpgroup's, number `rank`. slots: the
+        address of its slots.
+        """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
         stage_bytes = self.tile.n * self.tile.k * self.dtype.width // 8
+        turns = DECODING_WARPGROUPS
         last = slots + (SLOTS - 1) * lines.slot_bytes
         slot_before = last
-        for slot in cutlass.range_constexpr(SLOTS - 1):
-            self._begin(lines, sources, slots + slot * lines.slot_bytes, Int32(slot), num_k_tiles, slot_before)
-            slot_before = slots + slot * lines.slot_bytes
+        for i in cutlass.range_constexpr(SLOTS - 1):
+            self._begin(lines, sources, slots + i * lines.slot_bytes, rank + i * turns, num_k_tiles, slot_before)
+            slot_before = slots + i * lines.slot_bytes
         slot, free = slots, last
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            self._begin(lines, sources, free, k_tile + (SLOTS - 1), num_k_tiles, slot_before)
-            slot_before = free
-            cute.arch.cp_async_wait_group(SLOTS - 1)
-            stages.sync_object_empty.wait(state.index, state.phase)
-            lines.decode(slot, Int32(sB.iterator.toint()) + state.index * stage_bytes)
-            cute.arch.fence_view_async_shared()
-            cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
+            if k_tile % turns == rank:
+                self._begin(lines, sources, free, k_tile + (SLOTS - 1) * turns, num_k_tiles, slot_before)
+                slot_before = free
+                cute.arch.cp_async_wait_group(SLOTS - 1)
+                chunks, scales = lines.read(slot)
+                stages.sync_object_empty.wait(state.index, state.phase)
+                lines.write(chunks, scales, Int32(sB.iterator.toint()) + state.index * stage_bytes)
+                cute.arch.fence_view_async_shared()
+                cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
+                free = slot
+                slot = select(slot == last, slots, slot + lines.slot_bytes)
+            else:  # a warpgroup that passed stages by could take a later phase of their barriers for an earlier one
+                stages.sync_object_empty.wait(state.index, state.phase)
             state.advance()
-            free = slot
-            slot = select(slot == last, slots, slot + lines.slot_bytes)
         return state
 
     @cute.jit
