@@ -1,4 +1,4 @@
-"""transformers' FP8Experts, which checkpoints in FP8 load into: what multiplies their weights, and how these are read.
+"""transformers' FP8Experts, the modules that checkpoints in FP8 load into: their recipes, and their weights in place.
 
 A module keeps its parameters, E4M3 elements and scales `*_scale_inv`, and kernels read the elements where they lie.
 Scales that kernels read in another dtype or shape are made at the first forward, as buffers that no state dict has.
@@ -33,16 +33,17 @@ FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS,
 
 
 def _widened(data: Tensor, scale: Tensor) -> Tensor:
+    """The same scales, in float32."""
     return scales_of(scale.view(torch.uint8))
 
 
 def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
-    """The scales of rows, as bytes: Python's pickle cannot restore 8-bit floats."""
+    """Scales for each row, as bytes: Python's pickle cannot restore 8-bit floats."""
     return mxfp8_of_square_blocks(data, scale).scale.view(torch.uint8)
 
 
 class Served(NamedTuple):
-    """What multiplies weights of a kind.
+    """The recipes that multiply weights of a kind.
 
     Attributes:
         recipe: on GPUs whose kernels have an FP8 MMA, and on the CPU. weight_only: on other GPUs.
@@ -64,7 +65,7 @@ SERVED = {
 
 
 class Fp8(NamedTuple):
-    """What a plan says of a module's weights: where and in which dtype they lay, and their key in SERVED."""
+    """The weights of a module as its plan found them: device and dtype; block and scale_dtype are the key in SERVED."""
 
     device: torch.device
     dtype: torch.dtype
@@ -76,17 +77,18 @@ class Fp8(NamedTuple):
         return SERVED[self.block, self.scale_dtype]
 
     def is_of(self, experts: Any) -> bool:
-        """Return True if the module's weights are still there and in this dtype."""
+        """Return True if the module's weights have this device and dtype."""
         weight = parameter(experts, "down_proj")
         return (weight.device, weight.dtype) == (self.device, self.dtype)
 
 
 def is_fp8(experts: Any) -> bool:
+    """Return True if a module is of FP8Experts."""
     return hasattr(experts, "down_proj" + SCALE_INV)
 
 
 def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
-    """Return what a plan says of a module's weights. is_in_halves: the first half of FC1's rows is the gate's.
+    """Check a module's weights. is_in_halves: the first half of FC1's rows is the gate's.
 
     Raises:
         NotImplementedError: the weights or their scales are none that kernels read; the message names them.
@@ -130,12 +132,12 @@ def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
 
 
 def has_scales(experts: Any) -> bool:
-    """Return True if `make_scales` was called since the module's state was loaded."""
+    """Return True if `keep_scales` was called since the module's state was loaded."""
     return weight_names(experts)[-1] + SCALE in experts._buffers
 
 
-def make_scales(experts: Any, fp8: Fp8) -> None:
-    """Keep the scales that kernels read, as buffers which go when a state dict is loaded."""
+def keep_scales(experts: Any, fp8: Fp8) -> None:
+    """Make the scales that kernels read, and keep them as buffers until a state dict is loaded."""
     make = fp8.served.make_scales
     assert make is not None
     if not hasattr(experts, "glulam_makes_scales"):
@@ -154,7 +156,7 @@ def _forget_scales(experts: Any, *_: Any) -> None:
 
 
 def weight(experts: Any, name: str) -> Any:
-    """A weight as `glulam.moe` takes it, in the module's memory."""
+    """Return a weight as `glulam.moe` takes it, in the module's memory."""
     scale = experts._buffers.get(name + SCALE)
     if scale is None:
         scale = parameter(experts, name + SCALE_INV).detach()

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
     post: the name of what is done to experts' rows before they are weighed, "" where nothing.
     numbers: of the module when its gate was looked at, by their names: limits and slopes are among them.
-    fp8: of a module of FP8Experts; None: of another.
+    fp8: the weights of an FP8Experts module; None: of another module.
     """
 
     in_16_bits: bool
@@ -195,10 +195,10 @@ def _have_scales(experts: Any, fp8: Fp8) -> None:
     if fp8_experts.has_scales(experts):
         return
     if is_dynamo_compiling():
-        raise RuntimeError("glulam: call the model once before it is compiled: its experts' scales are not widened")
+        raise RuntimeError("glulam: call the model once before it is compiled: its experts' scales are not made")
     with _lock_of(experts):
         if not fp8_experts.has_scales(experts):
-            fp8_experts.make_scales(experts, fp8)
+            fp8_experts.keep_scales(experts, fp8)
 
 
 def _lock_of(experts: Any) -> threading.RLock:
