@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -658,12 +659,12 @@ def test_experts_in_16_bits_one_by_one_are_quantised_as_they_load(kind: str, lay
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_block_weight_only"])
 @pytest.mark.parametrize("width", [96, 128])
 def test_state_of_a_module_in_fp8_blocks(recipe: str, width: int) -> None:
-    """E4M3 elements and float32 scales, which no cast of the module changes."""
+    """Bytes of E4M3 elements and float32 scales, which no cast of the module changes; they pickle."""
     options = {"recipe": recipe, "bias": True, "dtype": torch.bfloat16}
     one, other = (glulam.nn.GroupedMLP(EXPERTS, 160, width, **options).requires_grad_(False) for _ in range(2))
     state = one.state_dict()
     grid = (EXPERTS, 2, 1, 2) if width == 96 else (EXPERTS, 2, 2)
-    assert state["fc1.weight"].dtype == E4M3 and state["fc1.weight"].shape == (EXPERTS, 2 * width, 160)
+    assert state["fc1.weight"].dtype == torch.uint8 and state["fc1.weight"].shape == (EXPERTS, 2 * width, 160)
     assert state["fc1.weight_scale"].dtype == torch.float32 and state["fc1.weight_scale"].shape == grid
     for layer in (one.fc1, one.fc2):
         values = layer.experts("weight").dequantize()
@@ -671,11 +672,11 @@ def test_state_of_a_module_in_fp8_blocks(recipe: str, width: int) -> None:
     x = matrix(9, 160, torch.bfloat16, "cpu", 1)
     wanted = one(x, splits=[4, 0, 5])
     assert bool(wanted.isfinite().all()) and wanted.abs().max() > 1e-4
-    other.load_state_dict(state)
+    other.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert torch.equal(other(x, splits=[4, 0, 5]), wanted)
     other.half().to(torch.bfloat16)
     assert other.fc1.weight_scale.dtype == torch.float32 and other.fc1.weight.dtype == torch.uint8
-    other.load_state_dict(state)
+    other.load_state_dict(state | {name: state[name].view(E4M3) for name in ("fc1.weight", "fc2.weight")})
     assert torch.equal(other(x, splits=[4, 0, 5]), wanted)
     with torch.device("meta"):
         made = glulam.nn.GroupedMLP(EXPERTS, 160, width, **options)

@@ -198,12 +198,14 @@ class NVFP4Linear(FourBitsLinear):
 
 
 class FP8BlockLinear(QuantizedLinear):
-    """In FP8 blocks: `weight` [E, N, K] uint8, in state dicts float8_e4m3fn, and `weight_scale` float32
-    [E, ceil(N / 128), ceil(K / 128)]; [E, 2, ceil(N/2 / 128), ceil(K / 128)] of a gated w1 in layout "concat" whose
-    halves end inside a block.
+    """In FP8 blocks: `weight` [E, N, K] uint8 and `weight_scale` float32 [E, ceil(N / 128), ceil(K / 128)]; of a gated
+    w1 in layout "concat" whose halves end inside a block [E, 2, ceil(N/2 / 128), ceil(K / 128)].
+
+    State dicts have the same, since Python's pickle cannot restore 8-bit floats; those that are loaded may have
+    float8_e4m3fn.
     """
 
-    loads = (DATA_DTYPE, torch.uint8), (torch.float32,)
+    loads = (torch.uint8, DATA_DTYPE), (torch.float32,)
     has_scales_of_rows = False
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
@@ -215,9 +217,6 @@ class FP8BlockLinear(QuantizedLinear):
         self.weight.random_(256)
         self.weight.masked_fill_(self.weight.bitwise_and(E4M3_NAN) == E4M3_NAN, 0)
         self.weight_scale.fill_(bound / E4M3_MAX)
-
-    def as_stored(self, name: str, part: Tensor) -> Tensor:
-        return part.view(DATA_DTYPE) if name == "weight" else part
 
 
 LAYERS: dict[type, type[QuantizedLinear]] = {Mxfp4: MXFP4Linear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear}
