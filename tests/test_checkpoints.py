@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -432,11 +433,22 @@ def test_formats_that_kernels_of_fp8_read_have_their_dtypes() -> None:
 # State dicts ----------------------------------------------------------------------------------------------------------
 
 FOUR_BITS = [name for name, kind in KINDS.items() if kind.recipe in ("mxfp4_weight_only", "nvfp4_weight_only")]
+FP8_BLOCKS = [name for name, kind in KINDS.items() if kind.recipe == "fp8_block_weight_only"]
 
 
-def module_of(kind: str, **options: Any) -> glulam.nn.MoE:
-    made = glulam.nn.MoE(160, 96, EXPERTS, 2, recipe=KINDS[kind].recipe, dtype=torch.bfloat16, **options)
-    return made.requires_grad_(False)
+def module_of(kind: str, width: int = 96, **options: Any) -> glulam.nn.MoE:
+    options = {"recipe": KINDS[kind].recipe, "dtype": torch.bfloat16, **options}
+    return glulam.nn.MoE(160, width, EXPERTS, 2, **options).requires_grad_(False)
+
+
+def bits_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of a module's state, as bytes."""
+    return {name: value.clone().flatten().view(torch.uint8) for name, value in module.state_dict().items()}
+
+
+def assert_same_bits(module: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    after = bits_of(module)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
 
 
 def block_of(kind: str, c: Checkpoint) -> dict[str, Tensor]:
@@ -454,10 +466,12 @@ def equalise(c: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("kind", FOUR_BITS)
-def test_a_module_loads_a_block_by_its_names(kind: str, assign: bool) -> None:
-    c = checkpoint(KINDS[kind])
-    module, state = module_of(kind), block_of(kind, c)
+@pytest.mark.parametrize(
+    ("kind", "width"), [*((kind, 96) for kind in FOUR_BITS + FP8_BLOCKS), (FP8, 128), (FP8, 160), (FP8, 16)]
+)
+def test_a_module_loads_a_block_by_its_names(kind: str, width: int, assign: bool) -> None:
+    c = checkpoint(KINDS[kind], width=width)
+    module, state = module_of(kind, width), block_of(kind, c)
     before = dict(state)
     module.load_state_dict(state, assign=assign)
     assert list(state) == list(before)
@@ -467,10 +481,10 @@ def test_a_module_loads_a_block_by_its_names(kind: str, assign: bool) -> None:
     x = matrix(9, 160, torch.bfloat16, "cpu", 1)
     wanted = glulam.moe(x, module.route(x), *loaded(c), recipe=KINDS[kind].recipe)
     assert torch.equal(module(x), wanted) and wanted.abs().max() > 0.1
-    again = module_of(kind)
-    again.load_state_dict(module.state_dict())
+    again = module_of(kind, width)
+    again.load_state_dict(module.state_dict(), assign=assign)
     assert torch.equal(again(x), wanted)
-    nested = torch.nn.ModuleDict({"mlp": module_of(kind)})
+    nested = torch.nn.ModuleDict({"mlp": module_of(kind, width)})
     nested.load_state_dict({f"mlp.{name}": t for name, t in before.items()})
     assert torch.equal(nested["mlp"](x), wanted)
 
@@ -532,3 +546,167 @@ def test_a_module_in_nvfp4_quantises_experts_in_16_bits_by_another_librarys_name
     gate, up = (glulam.quantize_nvfp4(half.contiguous()).dequantize() for half in gate_up.chunk(2, dim=1))
     assert torch.equal(made[0], torch.cat((gate, up), dim=1))
     assert torch.equal(made[1], glulam.quantize_nvfp4(down).dequantize())
+
+
+# FP8 blocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_block_weight_only"])
+@pytest.mark.parametrize("width", [96, 128, 160])
+def test_a_module_in_fp8_blocks_computes_its_checkpoint(recipe: str, width: int) -> None:
+    c = checkpoint(KINDS[FP8], width=width)
+    module = module_of(FP8, width, recipe=recipe)
+    module.load_state_dict(block_of(FP8, c))
+    x = matrix(17, 160, torch.bfloat16, "cpu", 1)
+    y = module.experts(x, splits=[5, 0, 12])
+    if recipe == "fp8_block":
+        assert torch.equal(y, glulam.grouped_mlp(x, *loaded(c), splits=[5, 0, 12], recipe=recipe)) and y.abs().max() > 0
+        return
+    values = [w.float().bfloat16() for w in (c.w1, c.w2)]
+    exact, same = (oracle.grouped_mlp(x, *values, [5, 5, 17], dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_close(y, exact, same, 17)
+
+
+@pytest.mark.parametrize("shared", ["shared_expert", "shared_experts"])
+def test_a_shared_expert_in_fp8_blocks(shared: str) -> None:
+    """As DeepSeek-V3's and Qwen3-Next's are shipped; also where it alone is in 16 bits."""
+    c, other = checkpoint(KINDS[FP8]), checkpoint(KINDS[FP8], experts=1, width=144, seed=1)
+    options: dict[str, Any] = {"shared_intermediate_size": 144}
+    state = block_of(FP8, c) | {
+        f"{shared}.{name.removeprefix(f'{other.prefix}.0.')}": value
+        for name, value in other.state.items() if name.startswith(f"{other.prefix}.0.")
+    }  # fmt: skip
+    if shared == "shared_expert":
+        options["shared_gate"], state["shared_expert_gate.weight"] = True, torch.randn(1, 160)
+    else:
+        options |= {"score": "sigmoid", "choice_bias": True}
+        state["gate.e_score_correction_bias"] = torch.rand(EXPERTS)
+    module = module_of(FP8, **options)
+    module.load_state_dict(state)
+    assert module.shared is not None
+    assert_values(module.shared.fc1.experts("weight"), other.w1)
+    assert_values(module.shared.fc2.experts("weight"), other.w2)
+    assert_values(module.experts.fc1.experts("weight"), c.w1)
+    before = bits_of(module)
+    broken = state | {f"{shared}.up_proj.weight_scale_inv": torch.full((2, 2), torch.nan)}
+    with pytest.raises(ValueError, match=rf" {shared}\.up_proj\.weight_scale_inv has a scale that is NaN"):
+        module.load_state_dict(broken)
+    del broken[f"{shared}.up_proj.weight_scale_inv"]
+    with pytest.raises(ValueError, match=rf" {shared}\.up_proj\.weight_scale_inv is missing"):
+        module.load_state_dict(broken)
+    assert_same_bits(module, before)
+    wide = {name: value for name, value in state.items() if not name.startswith(f"{shared}.")}
+    gate, up = other.w1[0].bfloat16().chunk(2)
+    projections = {"gate_proj": gate, "up_proj": up, "down_proj": other.w2[0].bfloat16()}
+    module.load_state_dict(wide | {f"{shared}.{name}.weight": value for name, value in projections.items()})
+    made = glulam.quantize_fp8_block(other.w1.bfloat16(), in_halves=True)
+    assert torch.equal(module.shared.fc1.experts("weight").dequantize(), made.dequantize())
+
+
+NAMED_BY_TORCH = ("names of two dialects", "an unknown part")
+"""Damages that leave names of parts which no format has."""
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _, _) in REFUSED.items() if kind == FP8])
+def test_a_module_in_fp8_blocks_refuses_damaged_checkpoints(name: str) -> None:
+    """By the name of the tensor, before anything is loaded; the dictionary stays as it was."""
+    _, damage, message = REFUSED[name]
+    c = checkpoint(KINDS[FP8], width=160)
+    module = module_of(FP8, 160)
+    before, state = bits_of(module), block_of(FP8, c)
+    damage(state, "experts.")
+    given = dict(state)
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        module.load_state_dict(state)
+    assert list(state) == list(given) and all(state[key] is value for key, value in given.items())
+    if name in NAMED_BY_TORCH:
+        message = r"(?s)Missing key.*experts\.fc1\.weight.*Unexpected key.*experts\."
+    assert re.search(message.replace("model.*", ""), str(raised.value)), raised.value
+    after = bits_of(module)
+    assert all(torch.equal(after[key], before[key]) for key in after if key.startswith("experts."))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "interleaved32"])
+def test_blocks_of_a_gate_cannot_be_interleaved(layout: str) -> None:
+    module = module_of(FP8, glu_layout=layout)
+    message = f"experts are of blocks of the gate's .* glu_layout '{layout}' mixes; make the module with .*'concat'"
+    with pytest.raises(ValueError, match=message):
+        module.load_state_dict(block_of(FP8, checkpoint(KINDS[FP8])))
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+@pytest.mark.parametrize("kind", [FP8, MXFP4, NVFP4])
+def test_experts_in_16_bits_one_by_one_are_quantised_as_they_load(kind: str, layout: str) -> None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    shapes = ((EXPERTS, 96, 160), (EXPERTS, 96, 160), (EXPERTS, 160, 96))
+    gate, up, down = (torch.randn(shape).bfloat16() * factor for shape, factor in zip(shapes, (1, 50, 3), strict=True))
+    state = {
+        f"experts.{expert}.{name}.weight": w[expert]
+        for expert in range(EXPERTS) for name, w in zip(names, (gate, up, down), strict=True)
+    }  # fmt: skip
+    module, packed = (module_of(kind, glu_layout=layout) for _ in range(2))
+    router = {"gate.weight": torch.randn(EXPERTS, 160)}
+    module.load_state_dict(state | router)
+    packed.load_state_dict(router | {"experts.gate_up_proj": torch.cat((gate, up), dim=1), "experts.down_proj": down})
+    assert_same_bits(module, bits_of(packed))
+    made = module.experts.fc2.experts("weight").dequantize()
+    assert float((made - down.float()).norm()) < (0.05 if kind == FP8 else 0.2) * float(down.float().norm())
+    if (kind, layout) == (FP8, "concat"):
+        wanted = glulam.quantize_fp8_block(torch.cat((gate, up), dim=1), in_halves=True)
+        assert torch.equal(module.experts.fc1.experts("weight").dequantize(), wanted.dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_block_weight_only"])
+@pytest.mark.parametrize("width", [96, 128])
+def test_state_of_a_module_in_fp8_blocks(recipe: str, width: int) -> None:
+    """Bytes of E4M3 elements and float32 scales, which no cast of the module changes; they pickle."""
+    options = {"recipe": recipe, "bias": True, "dtype": torch.bfloat16}
+    one, other = (glulam.nn.GroupedMLP(EXPERTS, 160, width, **options).requires_grad_(False) for _ in range(2))
+    state = one.state_dict()
+    grid = (EXPERTS, 2, 1, 2) if width == 96 else (EXPERTS, 2, 2)
+    assert state["fc1.weight"].dtype == torch.uint8 and state["fc1.weight"].shape == (EXPERTS, 2 * width, 160)
+    assert state["fc1.weight_scale"].dtype == torch.float32 and state["fc1.weight_scale"].shape == grid
+    for layer in (one.fc1, one.fc2):
+        values = layer.experts("weight").dequantize()
+        assert bool(values.isfinite().all()) and 0.5 < float(values.abs().max()) * layer.in_features**0.5 <= 1 + 1e-6
+    x = matrix(9, 160, torch.bfloat16, "cpu", 1)
+    wanted = one(x, splits=[4, 0, 5])
+    assert bool(wanted.isfinite().all()) and wanted.abs().max() > 1e-4
+    other.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert torch.equal(other(x, splits=[4, 0, 5]), wanted)
+    other.half().to(torch.bfloat16)
+    assert other.fc1.weight_scale.dtype == torch.float32 and other.fc1.weight.dtype == torch.uint8
+    other.load_state_dict(state | {name: state[name].view(E4M3) for name in ("fc1.weight", "fc2.weight")})
+    assert torch.equal(other(x, splits=[4, 0, 5]), wanted)
+    with torch.device("meta"):
+        made = glulam.nn.GroupedMLP(EXPERTS, 160, width, **options)
+    made.load_state_dict(state, assign=True)
+    assert torch.equal(made.requires_grad_(False)(x, splits=[4, 0, 5]), wanted)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp4_weight_only", "nvfp4_weight_only"])
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("fc1.weight_scale", None, r"fc1\.weight_scale is missing, but fc1\.weight is there; give all parts"),
+        ("fc2.weight", None, r"fc2\.weight is missing, but fc2\.weight_scale is there"),
+        ("fc1.weight_scale", lambda t: t[:, :1], r"fc1\.weight_scale has shape \[3, 1, .*so it is truncated"),
+        ("fc2.weight", lambda t: t[:2], r"fc2\.weight has shape \[2, 160, .* a weight \[3, 160, 96\] has \[3, 160, "),
+        ("fc2.weight_scale", lambda t: t.double(), r"fc2\.weight_scale is torch.float64; it must be torch"),
+    ],
+)  # fmt: skip
+def test_a_part_that_does_not_fit_leaves_the_whole_weight(
+    part: str, change: Any, message: str, recipe: str, strict: bool
+) -> None:
+    module, other = (glulam.nn.GroupedMLP(EXPERTS, 160, 96, recipe=recipe) for _ in range(2))
+    before, state = bits_of(module), dict(other.state_dict())
+    value = state.pop(part)
+    if change is not None:
+        state[part] = change(value)
+    given = dict(state)
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(state, strict=strict)
+    assert list(state) == list(given) and all(state[key] is value for key, value in given.items())
+    after, layer = bits_of(module), part.split(".")[0]
+    assert all(torch.equal(after[key], before[key]) for key in after if key.startswith(layer))

@@ -475,8 +475,7 @@ class TestReference:
     def test_modules(self, recipe: str) -> None:
         c = case()
         mlp = glulam.nn.GroupedMLP(len(SIZES), HIDDEN, 160, recipe=recipe, dtype=BF16).requires_grad_(False)
-        mlp.fc1.weight.copy_(c.w1)
-        mlp.fc2.weight.copy_(c.w2)
+        mlp.load_state_dict({"fc1.weight": c.w1, "fc2.weight": c.w2})
         y = mlp(c.x, offs=c.offs)[: c.rows]
         assert torch.equal(y, glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=recipe)[: c.rows])
 

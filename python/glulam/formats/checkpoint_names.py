@@ -76,13 +76,16 @@ class ExpertNames(NamedTuple):
     Attributes:
         start: what their names begin with.
         parts: of each projection of each expert, the names of its parts, but for IGNORED.
+        is_numbered: False if the names have no numbers: expert 0 is alone, as one that every token goes to.
     """
 
     start: str
     parts: dict[int, dict[str, set[str]]]
+    is_numbered: bool = True
 
     def key(self, expert: int, projection: str, part: str) -> str:
-        return f"{self.start}{expert}.{projection}.{part}"
+        number = f"{expert}." if self.is_numbered else ""
+        return f"{self.start}{number}{projection}.{part}"
 
     def projections(self) -> set[str]:
         return {projection for expert in self.parts.values() for projection in expert}
@@ -97,23 +100,23 @@ class ExpertNames(NamedTuple):
         return found
 
 
-_EXPERT = re.compile(r"(\d+)\.(\w+)\.(\w+)")
+_EXPERT, _PROJECTION = re.compile(r"(\d+)\.(\w+)\.(\w+)"), re.compile(r"(\w+)\.(\w+)")
 _ANY_EXPERT = re.compile(rf"(.*?)\.?\d+\.(?:{'|'.join(name for names in PROJECTIONS for name in names)})\.\w+")
 
 
-def experts_at(keys: Iterable[object], prefix: str) -> ExpertNames:
-    """The experts whose names begin with a prefix."""
+def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) -> ExpertNames:
+    """The experts whose names begin with a prefix. is_numbered: False for the names of one expert without a number."""
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     parts: dict[int, dict[str, set[str]]] = {}
     for key in keys:
         if not isinstance(key, str) or not key.startswith(start):
             continue
-        if match := _EXPERT.fullmatch(key, len(start)):
-            expert, projection, part = match.groups()
-            names = parts.setdefault(int(expert), {}).setdefault(projection, set())
+        if match := (_EXPERT if is_numbered else _PROJECTION).fullmatch(key, len(start)):
+            *expert, projection, part = match.groups()
+            names = parts.setdefault(int(*expert), {}).setdefault(projection, set())
             if part not in IGNORED:
                 names.add(part)
-    return ExpertNames(start, parts)
+    return ExpertNames(start, parts, is_numbered)
 
 
 def prefixes(keys: Iterable[object]) -> list[str]:

@@ -52,8 +52,18 @@ def load_experts(
     """
     _check_arguments(state, prefix, num_experts)
     names = experts_at(state, prefix)
-    wanted = _wanted(state, prefix, num_experts, experts, names)
-    projections = _projections(names)
+    return load_named(state, names, num_experts, experts, device)
+
+
+def load_named(
+    state: Mapping[str, Tensor],
+    names: ExpertNames,
+    num_experts: int,
+    experts: Sequence[int] | None = None,
+    device: torch.device | str | int | None = None,
+) -> tuple[Scaled, Scaled]:
+    """Do what `load_experts` does, for the experts with these names in the state."""
+    wanted, projections = _wanted(state, num_experts, experts, names), _projections(names)
     source = Source(state, names, _dialect(state, names, wanted, projections))
     *gate_up, down = projections
     to = source.data(wanted[0], gate_up[0]).device if device is None else torch.device(device)
@@ -87,9 +97,10 @@ def _listed(names: Sequence[Any]) -> str:
 
 
 def _wanted(
-    state: Mapping[str, Tensor], prefix: str, num_experts: int, experts: Sequence[int] | None, names: ExpertNames
+    state: Mapping[str, Tensor], num_experts: int, experts: Sequence[int] | None, names: ExpertNames
 ) -> list[int]:
     """Numbers of the experts to load. Raises ValueError where they are none, or not all there."""
+    prefix = names.start.removesuffix(".")
     if not names.parts:
         found = sorted(prefixes(state), key=lambda one: not one.startswith(prefix))
         where = f"there are experts at {_listed(found)}" if found else "nor anywhere else in the mapping"

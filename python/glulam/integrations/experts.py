@@ -10,7 +10,7 @@ from torch import Tensor
 from ..calls.arguments import SUFFIXES
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import Parts
-from ..nn.four_bits_linear import refusal
+from ..nn.quantized_linear import refusal
 from ..recipes import Recipe
 
 NAME = "glulam"

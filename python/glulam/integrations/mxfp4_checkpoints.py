@@ -21,7 +21,7 @@ from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp4.tensor import BLOCK_BYTES
 from ..formats.scaled import BLOCK, Parts
 from ..formats.words import words_of
-from ..nn.four_bits_linear import SCALE_DTYPES, refusal
+from ..nn.quantized_linear import SCALE_DTYPES, refusal
 from ..recipes import MXFP4_WEIGHT_ONLY
 from .experts import NAME, SCALE, is_experts, keep, weight_names
 

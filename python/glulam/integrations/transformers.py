@@ -7,13 +7,14 @@
 An experts module of transformers keeps its parameters, and gets a forward that is one call of `glulam.moe`, of few
 tokens without gradients the sorting of choices included (`layer/choices.py`): nothing is copied or permuted. What its
 gate computes is looked at, not its name (`gates.py`). With a recipe that quantises, weights become buffers in its
-format when they are first used.
+format when they are first used. Checkpoints in FP8 stay as they are (`fp8_experts.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .. import recipes
+from ..activations import is_in_halves
 from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
 from ..formats.scaled import Parts
@@ -31,8 +33,10 @@ from ..layer.choices import moe_of_choices
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.quantized_weights import FORMS
 from ..recipes import BF16, Recipe
+from . import fp8_experts
 from .experts import NAME as NAME
 from .experts import keep, parameter, quantised, weight_names
+from .fp8_experts import Fp8
 from .gates import Form, activation_of, gate_of
 from .versions import warn_if_untested
 
@@ -58,6 +62,7 @@ class Plan(NamedTuple):
     in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
     post: the name of what is done to experts' rows before they are weighed, "" where nothing.
     numbers: of the module when its gate was looked at, by their names: limits and slopes are among them.
+    fp8: the weights of an FP8Experts module; None: of another module.
     """
 
     in_16_bits: bool
@@ -67,6 +72,7 @@ class Plan(NamedTuple):
     post: str
     options: tuple[tuple[str, Any], ...]
     numbers: tuple[tuple[str, float], ...]
+    fp8: Fp8 | None
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
@@ -78,7 +84,7 @@ def register(recipe: str | Recipe = "bf16") -> None:
             "mxfp4_weight_only", as of `glulam.moe`. A module's weights are quantised at its first forward and kept as
             buffers in place of its parameters, `gate_up_proj` and `gate_up_proj_scale` and so on; a line of the log
             (INFO) says what that saved. With "mxfp4_weight_only" a checkpoint of gpt-oss is loaded as it is shipped,
-            and never dequantised (`mxfp4_checkpoints.py`).
+            and never dequantised (`mxfp4_checkpoints.py`). Experts of checkpoints in FP8 have recipes of their own.
 
     Raises:
         ImportError: transformers is not installed, or has no interface for experts, as before version 5.
@@ -96,6 +102,10 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
     warn_if_untested("transformers", KNOWN_VERSIONS)
     ExpertsInterface.register(NAME, experts_forward)
+    with suppress(ImportError):  # versions without FP8Experts
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+        FP8ExpertsInterface.register(NAME, experts_forward)
     mxfp4_checkpoints.use(as_shipped=found.weights is MXFP4)
     _recipe = found
 
@@ -105,7 +115,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
     Args:
         experts: with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H] and `down_proj` [E, H, I], transposed or not, and
-            their biases `*_bias` where it has them.
+            their biases `*_bias` where it has them; those of FP8Experts have `*_scale_inv`.
         hidden_states: [N, H]. top_k_index: [N, K]; ids from E on, of other ranks' experts, have no part. top_k_weights:
             [N, K].
 
@@ -113,16 +123,19 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         [N, H], in hidden_states' dtype.
 
     Raises:
-        NotImplementedError: the module's gate or activation is none that Glulam has; the message names its class.
+        NotImplementedError: the module's gate or activation is none that Glulam has, or its FP8 weights are of a kind
+            that Glulam does not read; the message names its class.
         RuntimeError: weights are to be quantised, and the module is in training, or is traced by torch.compile before
-            its first call.
+            its first call, where that changes weights or scales.
         ValueError, TypeError: as of `glulam.moe`.
     """
     plan = plan_of(experts)
     if plan.in_16_bits and _recipe is not BF16:
         plan = _quantise(experts, _recipe)
+    if plan.fp8 is not None and plan.fp8.served.make_scales is not None:
+        _have_scales(experts, plan.fp8)
     given = dict(plan.options)
-    read = parameter if plan.in_16_bits else quantised
+    read = parameter if plan.in_16_bits else quantised if plan.fp8 is None else fp8_experts.weight
     (fc1, fc2), given_dtype = plan.weights, hidden_states.dtype
     w1, w2 = read(experts, fc1), read(experts, fc2)
     for operand, name in plan.biases:
@@ -177,6 +190,17 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
     return plan
 
 
+def _have_scales(experts: Any, fp8: Fp8) -> None:
+    """Make the scales that kernels read of FP8Experts' own, if they are not there."""
+    if fp8_experts.has_scales(experts):
+        return
+    if is_dynamo_compiling():
+        raise RuntimeError("glulam: call the model once before it is compiled: its experts' scales are not made")
+    with _lock_of(experts):
+        if not fp8_experts.has_scales(experts):
+            fp8_experts.keep_scales(experts, fp8)
+
+
 def _lock_of(experts: Any) -> threading.RLock:
     """The lock under which a module's weights are exchanged and its plan is found."""
     with _lock_of_locks:
@@ -203,9 +227,9 @@ def _is_current(plan: Plan, experts: Any) -> bool:
 
 
 def _is_of(plan: Plan, experts: Any, act_fn: Any) -> bool:
-    """Return True if the module has this act_fn, and the plan's numbers."""
+    """Return True if the module has this act_fn, and the plan's numbers and FP8 weights."""
     numbers = tuple([(name, getattr(experts, name, None)) for name, _ in plan.numbers])
-    return _act_fn(experts) is act_fn and numbers == plan.numbers
+    return _act_fn(experts) is act_fn and numbers == plan.numbers and (plan.fp8 is None or plan.fp8.is_of(experts))
 
 
 def _act_fn(experts: Any) -> Any:
@@ -225,8 +249,11 @@ def _new_plan(experts: Any) -> Plan:
 
 
 def _found_plan(experts: Any) -> Plan:
-    form, weights = _form_of(experts), weight_names(experts)
+    form, weights, fp8 = _form_of(experts), weight_names(experts), None
     recipe = getattr(experts, "glulam_recipe", BF16)
+    if fp8_experts.is_fp8(experts):
+        fp8 = fp8_experts.fp8_of(experts, is_in_halves(form.activation, form.glu_layout))
+        recipe = fp8_experts.recipe_of(experts, fp8)
     options = {
         "activation": form.activation, "glu_layout": form.glu_layout, **form.params._asdict(),
         "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
@@ -235,7 +262,7 @@ def _found_plan(experts: Any) -> Plan:
     given = biases if experts.has_bias else ()
     return Plan(
         recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()),
-        _numbers_of(experts),
+        _numbers_of(experts), fp8,
     )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from ..formats.checkpoint_names import dialects_of, experts_at
-from ..formats.checkpoints import load_experts
-from .four_bits_linear import SCALE_DTYPES, FourBitsLinear, refusal, scale_bytes
+from ..formats.checkpoint_names import ExpertNames, dialects_of, experts_at
+from ..formats.checkpoints import load_named
+from .quantized_linear import SCALE_DTYPES, QuantizedLinear, refusal, scale_bytes
 from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {
@@ -85,6 +85,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
     # Qwen2; DeepSeek.
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
+QUANTIZED = {"experts": ("experts",), "shared": ("shared_expert", "shared_experts")}
+"""What others call the experts of a module's part whose weights are quantised; those of "experts" have numbers."""
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
@@ -100,11 +102,12 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
             yield [Move([prefix + theirs], [prefix + ours], list)]
     for part, forms in FORMS.items():
         if (mlp := getattr(block, part)) is not None:
+            for theirs in QUANTIZED[part]:
+                if move := _of_quantized(keys, prefix, part, theirs, mlp):
+                    yield [move]
             found = [moves for form in forms if (moves := _of_form(keys, prefix, part, form, mlp))]
             if len(found) == 1:
                 yield found[0]
-    if move := _of_quantized_experts(keys, prefix, block.experts):
-        yield [move]
 
 
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
@@ -129,44 +132,57 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
     return found if there == {key for move in found for key in move.old} else []
 
 
-def _of_quantized_experts(keys: Collection[str], prefix: str, mlp: Any) -> Move | None:
-    """Experts one by one in a checkpoint's format (`formats.checkpoint_names`), where that is the layers' own."""
-    layers = {f"{prefix}experts.{name}": getattr(mlp, name) for name in ("fc1", "fc2")}
-    if not isinstance(mlp.fc1, FourBitsLinear) or mlp.fc1.has_bias or mlp.call_options["activation"] not in GATED:
+def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, mlp: Any) -> Move | None:
+    """Experts one by one in a checkpoint's format (`formats.checkpoint_names`), where that is the layers' own.
+
+    Weights without scales move, too: if they are quantised, the move raises ValueError; else it is none.
+    """
+    if not isinstance(mlp.fc1, QuantizedLinear) or mlp.fc1.has_bias or mlp.call_options["activation"] not in GATED:
         return None
-    experts = f"{prefix}experts"
-    names = experts_at(keys, experts)
-    old = [key for key in keys if isinstance(key, str) and key.startswith(f"{experts}.")]
-    is_known = any(dialect.form == mlp.fc1.form for dialect in dialects_of(names.part_names()))
-    if not is_known or any(not key.removeprefix(f"{experts}.")[:1].isdecimal() for key in old):
+    start = f"{prefix}{theirs}."
+    names = experts_at(keys, start, is_numbered=part == "experts")
+    old = [key for key in keys if isinstance(key, str) and key.startswith(start)]
+    part_names = names.part_names().keys()
+    is_known = any(dialect.form.kind is mlp.fc1.form.kind for dialect in dialects_of(part_names))
+    if not (is_known or part_names == {"weight"}):
         return None
-    new = [f"{path}.{name}" for path, layer in layers.items() for name in layer.weight_names]
-    return Move(old, new, partial(_of_checkpoint, keys=old, experts=experts, mlp=mlp))
+    if names.is_numbered and any(not key.removeprefix(start)[:1].isdecimal() for key in old):
+        return None
+    new = [f"{prefix}{part}.{fc}.{name}" for fc in ("fc1", "fc2") for name in mlp.fc1.weight_names]
+    return Move(old, new, partial(_of_checkpoint, keys=old, names=names, mlp=mlp))
 
 
-def _of_checkpoint(values: list[Any], keys: list[str], experts: str, mlp: Any) -> list[Tensor] | None:
-    """The buffers of both layers. None where the tensors turn out to be in another format."""
-    w1, w2 = load_experts(dict(zip(keys, values, strict=True)), experts, mlp.fc1.num_experts)
+def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: Any) -> list[Tensor] | None:
+    """The buffers of both layers. None where the tensors turn out to be in another format, or in 16 bits."""
+    in_16_bits = all(isinstance(value, Tensor) and value.itemsize > 1 for value in values)
+    if in_16_bits and names.part_names().keys() == {"weight"}:
+        return None
+    w1, w2 = load_named(dict(zip(keys, values, strict=True)), names, mlp.fc1.num_experts)
     if not isinstance(w1, mlp.fc1.form.kind):
         return None
     layout, made = mlp.call_options["glu_layout"], []
     for layer, weight in ((mlp.fc1, w1), (mlp.fc2, w2)):
         parts = [weight.data, scale_bytes(weight.scale)]
-        if layer is mlp.fc1:
+        if layer is mlp.fc1 and layout != "concat":
+            if not layer.has_scales_of_rows:
+                raise ValueError(
+                    f"state dict: scales of {names.start.removesuffix('.')} are of blocks of the gate's or of the "
+                    f"up-projection's rows, which glu_layout {layout!r} mixes; make the module with glu_layout='concat'"
+                )
             parts = [join_halves(gate, up, layout, 1) for gate, up in (part.chunk(2, dim=1) for part in parts)]
         factors = weight.parts.global_scale
-        made += [*parts, *([] if factors is None else [_factors(factors, layer.halves, experts, layout)])]
+        made += [*parts, *([] if factors is None else [_factors(factors, layer.halves, names.start, layout)])]
     return made
 
 
-def _factors(factors: Tensor, halves: int, experts: str, layout: str) -> Tensor:
+def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
     """A global scale as a layer has it. Raises ValueError where it has one for rows with two."""
     if factors.dim() == halves:
         return factors
     if halves == 1:
         raise ValueError(
-            f"state dict: gate and up-projection at {experts} have different global scales, which rows in glu_layout "
-            f"{layout!r} cannot; make the module with glu_layout='concat'"
+            f"state dict: gate and up-projection at {start.removesuffix('.')} have different global scales, which rows "
+            f"in glu_layout {layout!r} cannot; make the module with glu_layout='concat'"
         )
     return factors[:, None].expand(-1, halves).contiguous()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
-from .four_bits_linear import LAYERS
 from .linear import GroupedLinear
 from .options import check_options, check_placement, shown_options
+from .quantized_linear import LAYERS
 from .weight_gradients import DelaysWeightGradients, run
 
 NAME = "GroupedMLP"
@@ -41,8 +42,8 @@ class GroupedMLP(DelaysWeightGradients):
             whole forward, which FC2 is part of.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
         recipe: as of `glulam.grouped_mlp`. Those without a gradient ("mxfp8_exact", "mxfp8_weight_only") run where none
-            is asked for. With "mxfp4_weight_only" and "nvfp4_weight_only" weights are buffers in these formats
-            (`FourBitsLinear`).
+            is asked for. With "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and "fp8_block_weight_only"
+            weights are buffers in these formats (`QuantizedLinear`).
         device, dtype: of the parameters.
 
     Raises:
@@ -90,11 +91,12 @@ class GroupedMLP(DelaysWeightGradients):
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        linear: Any = GroupedLinear if chosen.weights is None else LAYERS.get(chosen.weights, GroupedLinear)
-        if linear is not GroupedLinear and not packed:
+        form, layer = chosen.weights, LAYERS.get(type(chosen.weights))
+        if layer is not None and not packed:
             raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
+        linear: Any = GroupedLinear if form is None or layer is None else partial(layer, form=form)
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
-        is_cut = linear is not GroupedLinear and is_in_halves(activation, glu_layout)
+        is_cut = layer is not None and is_in_halves(activation, glu_layout)
         self.fc1 = linear(num_experts, hidden_size, rows, **how, **({"halves": 2} if is_cut else {}))
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
 

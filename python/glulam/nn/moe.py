@@ -53,7 +53,8 @@ class MoE(Converts):
     or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`.
 
     State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`. So do
-    experts in MXFP4 or NVFP4 one by one, where that is the recipe's format: see `glulam.load_experts`.
+    quantised experts one by one, the shared one included, where the recipe keeps their format: see
+    `glulam.load_experts`.
 
     Raises:
         ValueError, TypeError: at construction, for options that cannot work, alone or together.

@@ -26,8 +26,8 @@ class FP8BlockTensor(Stored):
     multiple of 128, a block of a grid over all N rows would hold rows of both, and such weights are quantised apart, as
     checkpoints have them. Their scales then have one more dimension: a grid for each half, [E, 2, ceil(N/2 / 128),
     ceil(K / 128)]. Where N/2 is a multiple of 128 both grids are the same, and `scale` becomes [E, N/128,
-    ceil(K / 128)] whichever is given. transformers' `gate_up_proj_scale_inv` is one grid over all rows, and so right
-    only for such N/2.
+    ceil(K / 128)] whichever is given. transformers loads a grid for each half into `gate_up_proj_scale_inv`, but its
+    own kernels read one grid over all rows, which is right only for such N/2.
 
     Attributes:
         data: [..., N, K] float8_e4m3fn, K a multiple of 16.

@@ -1,0 +1,163 @@
+"""transformers' FP8Experts, the modules that checkpoints in FP8 load into: their recipes, and their weights in place.
+
+A module keeps its parameters, E4M3 elements and scales `*_scale_inv`, and kernels read the elements where they lie.
+Scales that kernels read in another dtype or shape are made at the first forward, as buffers that no state dict has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.arch import room
+
+from ..calls.checks import runs_kernels
+from ..formats.form import Form
+from ..formats.fp8_block.form import FP8_BLOCK
+from ..formats.mxfp8.forms import BLOCKS
+from ..formats.mxfp8.layout import DATA_DTYPE
+from ..formats.mxfp8.square_blocks import mxfp8_of_square_blocks
+from ..formats.scaled import SCALE_DTYPE, Parts, scales_of
+from ..host import device as gpus
+from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Recipe
+from .experts import SCALE, parameter, weight_names
+
+SCALE_INV = "_scale_inv"
+"""What FP8Experts calls a weight's scales, after the weight's name; values are elements times these."""
+FP8_BITS = 8
+FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS, torch.uint8: BLOCKS}
+"""The form that reads a weight, by the dtype of the scales that kernels read."""
+
+
+def _widened(data: Tensor, scale: Tensor) -> Tensor:
+    """The same scales, in float32."""
+    return scales_of(scale.view(torch.uint8))
+
+
+def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
+    """Scales for each row, as bytes: Python's pickle cannot restore 8-bit floats."""
+    return mxfp8_of_square_blocks(data, scale).scale.view(torch.uint8)
+
+
+class Served(NamedTuple):
+    """The recipes that multiply weights of a kind.
+
+    Attributes:
+        recipe: on GPUs whose kernels have an FP8 MMA, and on the CPU. weight_only: on other GPUs.
+        make_scales: makes the scales that kernels read of a weight and its scales; None: kernels read those.
+    """
+
+    recipe: Recipe
+    weight_only: Recipe
+    make_scales: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+SERVED = {
+    ((128, 128), torch.float32): Served(FP8_BLOCKS, FP8_BLOCK_WEIGHT_ONLY),
+    ((128, 128), SCALE_DTYPE): Served(FP8_BLOCKS, FP8_BLOCK_WEIGHT_ONLY, _widened),
+    ((32, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY, _of_rows),
+    ((1, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY),
+}
+"""Keyed by a module's block size and the dtype of its scales."""
+
+
+class Fp8(NamedTuple):
+    """The weights of a module as its plan found them: device and dtype; block and scale_dtype are the key in SERVED."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+
+    @property
+    def served(self) -> Served:
+        return SERVED[self.block, self.scale_dtype]
+
+    def is_of(self, experts: Any) -> bool:
+        """Return True if the module's weights have this device and dtype."""
+        weight = parameter(experts, "down_proj")
+        return (weight.device, weight.dtype) == (self.device, self.dtype)
+
+
+def is_fp8(experts: Any) -> bool:
+    """Return True if a module is of FP8Experts."""
+    return hasattr(experts, "down_proj" + SCALE_INV)
+
+
+def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
+    """Check a module's weights. is_in_halves: the first half of FC1's rows is the gate's.
+
+    Raises:
+        NotImplementedError: the weights or their scales are none that kernels read; the message names them.
+    """
+    kind = type(experts).__name__
+    if experts.activation_scheme != "dynamic":
+        _refuse(
+            f"{kind} has activation_scheme {experts.activation_scheme!r}, and recipes here scale rows by their own "
+            "maxima, 'dynamic'"
+        )
+    for name in weight_names(experts):
+        if (dtype := getattr(experts, name).dtype) != DATA_DTYPE:
+            what = "two FP4 elements a byte (expert_dtype 'fp4')" if dtype == torch.int8 else "no FP8"
+            _refuse(f"{kind}.{name} is {dtype}, {what}; served is {DATA_DTYPE}")
+    fc1, fc2 = weight_names(experts)
+    block: Any = None if experts.block_size is None else tuple(experts.block_size)
+    dtypes = {name: getattr(experts, name + SCALE_INV).dtype for name in (fc1, fc2)}
+    if (block, dtypes[fc2]) not in SERVED or dtypes[fc1] != dtypes[fc2]:
+        known = ", ".join(f"{block} with {dtype}" for block, dtype in SERVED)
+        _refuse(f"{kind} has block_size {block} with scales {dtypes[fc1]} and {dtypes[fc2]}; served are {known}")
+    weight, width = getattr(experts, fc1), getattr(experts, fc2).shape[2]
+    if is_in_halves and width % block[0]:
+        _refuse(
+            f"{kind}.{fc1 + SCALE_INV}: halves of {width} rows end inside a block of {block[0]}, where transformers "
+            "loads a grid of scales for each half but multiplies by one grid over both; glulam.load_experts and "
+            "glulam.nn.MoE read such a checkpoint"
+        )
+    return Fp8(weight.device, weight.dtype, block, dtypes[fc2])
+
+
+def _refuse(what: str) -> None:
+    """Raises NotImplementedError."""
+    raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
+
+
+def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
+    """The recipe of a module's weights on the GPU where they lie."""
+    weight = experts.down_proj
+    has_mma = not runs_kernels(weight) or room(gpus.gpu(weight.get_device()).arch).all_tiles(FP8_BITS)
+    return fp8.served.recipe if has_mma else fp8.served.weight_only
+
+
+def has_scales(experts: Any) -> bool:
+    """Return True if `keep_scales` was called since the module's state was loaded."""
+    return weight_names(experts)[-1] + SCALE in experts._buffers
+
+
+def keep_scales(experts: Any, fp8: Fp8) -> None:
+    """Make the scales that kernels read, and keep them as buffers until a state dict is loaded."""
+    make = fp8.served.make_scales
+    assert make is not None
+    if not hasattr(experts, "glulam_makes_scales"):
+        experts.register_load_state_dict_pre_hook(_forget_scales)
+        experts.glulam_makes_scales = True
+    with torch.no_grad():
+        for name in weight_names(experts):
+            scale = make(getattr(experts, name).detach(), getattr(experts, name + SCALE_INV).detach())
+            experts.register_buffer(name + SCALE, scale, persistent=False)
+
+
+def _forget_scales(experts: Any, *_: Any) -> None:
+    for name in weight_names(experts):
+        if name + SCALE in experts._buffers:
+            delattr(experts, name + SCALE)
+
+
+def weight(experts: Any, name: str) -> Any:
+    """Return a weight as `glulam.moe` takes it, in the module's memory."""
+    scale = experts._buffers.get(name + SCALE)
+    if scale is None:
+        scale = parameter(experts, name + SCALE_INV).detach()
+    return FORMS[scale.dtype].tensor_of(Parts(parameter(experts, name).detach(), scale))

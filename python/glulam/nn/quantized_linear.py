@@ -1,0 +1,284 @@
+"""The layers of a GroupedMLP whose weights are quantised, and which is not trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import WORD_ELEMENTS
+
+from ..calls.checks import shape_text
+from ..formats.e2m1 import MAGNITUDES
+from ..formats.form import Form
+from ..formats.fp8_block.form import Fp8Block
+from ..formats.mxfp4.codec import SCALE_BIAS
+from ..formats.mxfp4.form import Mxfp4
+from ..formats.mxfp8.layout import DATA_DTYPE
+from ..formats.mxfp8.reference import E4M3_MAX
+from ..formats.nvfp4.form import Nvfp4
+from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts
+from ..formats.words import WORD_DTYPE, bytes_of, words_of
+from .linear import GroupedLinear
+from .state import Move, layout_move
+
+SCALE_DTYPES = torch.uint8, SCALE_DTYPE
+E4M3_NAN = 0x7F
+"""The bits of a NaN, without its sign."""
+Buffer = tuple[tuple[int, ...], torch.dtype]
+"""A shape and a dtype."""
+
+
+class QuantizedLinear(GroupedLinear):
+    """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form` that kernels
+    read as they are. 8-bit floats are bytes.
+
+    A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one for each expert, is quantised as it
+    loads from a state dict. A part that is missing, or has another dtype or shape, is an error of load_state_dict, and
+    the layer keeps the whole weight that it has.
+
+    Args:
+        form: the form in which a recipe reads the weights.
+        halves: 2 for a gated w1 in layout "concat", else 1.
+    """
+
+    weight_names: tuple[str, ...] = ("weight", "weight_scale")
+    trained_names = ("bias",)
+    loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
+    """The dtypes in which state dicts may have each part."""
+    has_scales_of_rows: ClassVar[bool] = True
+    """Whether a scale belongs to one row, so that rows may be put in another order with their scales."""
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, *args: Any, form: Form, halves: int = 1, **options: Any) -> None:
+        self.form, self.halves = form, halves
+        super().__init__(*args, **options)
+        self.register_load_state_dict_pre_hook(_read)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_write)  # type: ignore[no-untyped-call]
+
+    def make_weights(self, device: Any) -> None:
+        if self.halves == 2:
+            self.form = self.form.of_gate(self.out_features)
+        shape = self.num_experts, self.out_features, self.in_features
+        for name, (size, dtype) in zip(self.weight_names, self.buffers_of(shape), strict=True):
+            self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
+
+    def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
+        """The buffers of a weight of this shape."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Any elements, by a scale by which all are within 1 / sqrt(in_features); biases as any layer's."""
+        super().reset_parameters()
+        self.reset_weights(1 / math.sqrt(self.in_features))
+
+    def reset_weights(self, bound: float) -> None:
+        """Make any elements, and scales by which they are within the bound."""
+        raise NotImplementedError
+
+    def experts(self, name: str) -> Any:
+        if name == "weight":
+            return self.form.tensor_of(Parts(*[getattr(self, name) for name in self.weight_names]))
+        return super().experts(name)
+
+    def grad_writer(self, *_: Any) -> None:
+        """Nothing is trained."""
+
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        for name in ("weight", *self.trained_names):
+            whole = prefix + name
+            move = layout_move(keys, whole, name, self.packed, self.num_experts, moments)
+            if name == "weight":
+                move = None if moments else self._quantizing(keys, prefix, move)
+            if move is not None:
+                yield [move]
+
+    def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
+        """The move that quantises a weight in 16 bits. packing: the move that joins experts' weights before."""
+        whole, *others = (prefix + name for name in self.weight_names)
+        if any(key in keys for key in others) or (packing is None and whole not in keys):
+            return None
+        old, pack = ([whole], list) if packing is None else (packing.old, packing.make)
+        return Move(old, [whole, *others], partial(self._quantized, pack=pack))
+
+    def _quantized(self, values: list[Any], pack: Any) -> list[Any] | None:
+        """The parts of a weight, as state dicts may have them."""
+        (weight,) = pack(values) or (None,)
+        if not isinstance(weight, Tensor) or weight.dtype not in SOURCE_DTYPES or weight.dim() != 3:
+            return None
+        if weight.shape[2] % self.form.multiple:
+            return None
+        data, *scales = self.quantized(weight.detach())
+        return [data, *[scale_bytes(scale) for scale in scales if scale is not None]]
+
+    def quantized(self, weight: Tensor) -> Parts:
+        return self.form.quantized(weight)
+
+    def as_kept(self, name: str, part: Tensor) -> Tensor:
+        """A part of a state dict as the buffer is."""
+        return scale_bytes(part)
+
+    def as_stored(self, name: str, part: Tensor) -> Tensor:
+        """A buffer as state dicts have it."""
+        return part
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Casts reach biases alone: float32 scales stay what they are."""
+        before = {name: getattr(self, name) for name in self.weight_names}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            if (now := getattr(self, name)).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(now.device))
+        return self
+
+
+class FourBitsLinear(QuantizedLinear):
+    """`weight` [E, N, K/8] int32, words as kernels read them, and `weight_scale` [E, N, K/block] uint8.
+
+    State dicts have `weight` as bytes, uint8 [E, N, K/2]; those that are loaded may also have the words themselves.
+    """
+
+    def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
+        *rows, k = shape
+        return [((*rows, k // WORD_ELEMENTS), WORD_DTYPE), ((*rows, k // self.form.block), torch.uint8)]
+
+    def reset_weights(self, bound: float) -> None:
+        self.weight.view(torch.uint8).random_(256)
+        self.reset_scales(bound / MAGNITUDES[-1])
+
+    def reset_scales(self, factor: float) -> None:
+        """Make elements at most this many times as large as they are."""
+        raise NotImplementedError
+
+    def as_kept(self, name: str, part: Tensor) -> Tensor:
+        if name != "weight" or part.dtype == WORD_DTYPE:
+            return super().as_kept(name, part)
+        return words_of(part if self.weight.is_meta else part.to(self.weight.device))
+
+    def as_stored(self, name: str, part: Tensor) -> Tensor:
+        return bytes_of(part) if name == "weight" else part
+
+
+class MXFP4Linear(FourBitsLinear):
+    """In MXFP4."""
+
+    loads = (torch.uint8, WORD_DTYPE), SCALE_DTYPES
+
+    def reset_scales(self, factor: float) -> None:
+        self.weight_scale.fill_(SCALE_BIAS + math.floor(math.log2(factor)))
+
+
+class NVFP4Linear(FourBitsLinear):
+    """In NVFP4: besides, `weight_global_scale` float32 [E], or [E, 2] where `halves` is 2: of a gated w1."""
+
+    weight_names = ("weight", "weight_scale", "weight_global_scale")
+    loads = (torch.uint8, WORD_DTYPE), (torch.uint8, Nvfp4.kind.scale_dtype), (torch.float32,)
+    weight_global_scale: Tensor
+
+    def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
+        factors = shape[:1] if self.halves == 1 else (shape[0], self.halves)
+        return [*super().buffers_of(shape), (factors, torch.float32)]
+
+    def reset_scales(self, factor: float) -> None:
+        self.weight_scale.view(self.form.kind.scale_dtype).fill_(1.0)
+        self.weight_global_scale.fill_(factor)
+
+    def quantized(self, weight: Tensor) -> Parts:
+        """Quantise each half by itself."""
+        experts, rows, k = weight.shape
+        data, scale, global_scale = super().quantized(weight.reshape(-1, rows // self.halves, k))
+        assert scale is not None and global_scale is not None
+        shape = experts, rows, -1
+        return Parts(data.view(shape), scale.view(shape), global_scale.view(self.weight_global_scale.shape))
+
+
+class FP8BlockLinear(QuantizedLinear):
+    """In FP8 blocks: `weight` [E, N, K] uint8 and `weight_scale` float32 [E, ceil(N / 128), ceil(K / 128)]; of a gated
+    w1 in layout "concat" whose halves end inside a block [E, 2, ceil(N/2 / 128), ceil(K / 128)].
+
+    State dicts have the same, since Python's pickle cannot restore 8-bit floats; those that are loaded may have
+    float8_e4m3fn.
+    """
+
+    loads = (torch.uint8, DATA_DTYPE), (torch.float32,)
+    has_scales_of_rows = False
+
+    def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
+        scale = self.form.on_meta(torch.empty(0, device="meta"), shape).scale
+        assert scale is not None
+        return [(shape, torch.uint8), (tuple(scale.shape), torch.float32)]
+
+    def reset_weights(self, bound: float) -> None:
+        self.weight.random_(256)
+        self.weight.masked_fill_(self.weight.bitwise_and(E4M3_NAN) == E4M3_NAN, 0)
+        self.weight_scale.fill_(bound / E4M3_MAX)
+
+
+LAYERS: dict[type, type[QuantizedLinear]] = {Mxfp4: MXFP4Linear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear}
+"""Keyed by the class of the form in which recipes read weights."""
+
+
+def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Say why an entry of a state dict is no part of a quantised weight; "" if its dtype is one of `dtypes`."""
+    if not isinstance(value, Tensor) or value.dtype in dtypes:
+        return ""
+    wanted = " or ".join(map(str, dtypes))
+    return f"{key} is {value.dtype}; it must be {wanted}, since parts of a quantised weight are never converted"
+
+
+def scale_bytes(scale: Tensor) -> Tensor:
+    """8-bit floats as bytes: copy_ would convert the numbers, 0.5 to 0."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
+
+
+def _read(
+    layer: QuantizedLinear, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any,
+    _unexpected: Any, errors: list[str],
+) -> None:  # fmt: skip
+    """Make buffers of the parts of a weight before it loads, on the device where they will lie.
+
+    Where a part is missing, or has another dtype or shape, that is an error, and the layer keeps all parts that it has.
+    """
+    given = {name: state[prefix + name] for name in layer.weight_names if prefix + name in state}
+    if not given:
+        return
+    parts = zip(layer.weight_names, layer.loads, strict=True)
+    found = [_fault(layer, prefix, name, dtypes, given) for name, dtypes in parts]
+    if faults := [fault for fault in found if fault]:
+        errors.extend(faults)
+        state.update({prefix + name: getattr(layer, name) for name in layer.weight_names})
+        return
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            state[prefix + name] = layer.as_kept(name, value)
+
+
+def _fault(
+    layer: QuantizedLinear, prefix: str, name: str, dtypes: tuple[torch.dtype, ...], given: dict[str, Any]
+) -> str:
+    """Say what is wrong with a part of a state dict; "" if nothing is."""
+    key, own = prefix + name, getattr(layer, name)
+    if name not in given:
+        return f"{key} is missing, but {prefix}{next(iter(given))} is there; give all parts of a quantised weight"
+    value = given[name]
+    if fault := refusal(key, value, dtypes):
+        return fault
+    if not isinstance(value, Tensor):  # torch names it
+        return ""
+    wanted = *own.shape[:-1], own.shape[-1] * own.itemsize // value.itemsize
+    if tuple(value.shape) == wanted:
+        return ""
+    return (
+        f"{key} has shape {shape_text(value.shape)}; in {layer.form.kind.format} a weight [{layer.num_experts}, "
+        f"{layer.out_features}, {layer.in_features}] has {shape_text(wanted)} there, so it is truncated, or another's"
+    )
+
+
+def _write(layer: QuantizedLinear, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in layer.weight_names:
+        state[prefix + name] = layer.as_stored(name, state[prefix + name])
