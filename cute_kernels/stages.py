@@ -58,7 +58,7 @@ def _module(spec: Spec) -> str:
         formats = OPERANDS[operands_of(spec)]
         in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp8"
         mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""
-        if formats.decodes and spec.transpose_w:
+        if formats.decodes and isinstance(spec, GroupedMmSpec) and spec.transpose_w:
             mainloop += "_nn"
         return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:

@@ -62,7 +62,9 @@ def test_the_result_is_that_of_the_dequantised_weight(kind: str, anywhere: FakeG
 @pytest.mark.parametrize("kind", MAKERS)
 def test_other_widths_are_refused_by_name(kind: str) -> None:
     x, w = torch.zeros(17, 96, dtype=BF16), MAKERS[kind](torch.randn(4, 80, 96))
-    with pytest.raises(ValueError, match=r"w .*\[4, 80, 96\].*\[4, 96, 96\], since x has 96 columns, or give transpose_w=False"):
+    with pytest.raises(
+        ValueError, match=r"\[4, 80, 96\].*\[4, 96, 96\], since x has 96 columns, or give transpose_w=False"
+    ):
         glulam.grouped_mm(x, w, splits=SIZES, transpose_w=True)
     with pytest.raises(ValueError, match=r"w .*x has 80 columns.*transpose_w=True"):
         glulam.grouped_mm(x[:, :80], w, splits=SIZES)

@@ -27,7 +27,7 @@ class Operands:
 
     @property
     def has_data_gradients(self) -> bool:
-        """True if rows are trained through weights that are decoded: kernels contract over these weights' rows as well."""
+        """True if rows are trained through decoded weights: kernels contract over these weights' rows, too."""
         return self.decodes and self.x.holds is None
 
     @property

@@ -145,9 +145,9 @@ class GateBackward(_Gate):
                 store_vector(self.dtype, d_preact, begin + first, two[0])
                 store_vector(self.dtype, d_preact, begin + second, two[1])
             else:
-                parts = (self._load(preact, index),)
-                self._through(tuple(UNGATED), parts, dm, factor, total, params)
-                store_vector(self.dtype, d_preact, index, parts[0])
+                alone = self._load(preact, index)
+                self._through(tuple(UNGATED), (alone,), dm, factor, total, params)
+                store_vector(self.dtype, d_preact, index, alone)
         if d_scale != 0:
             self._store_sum(total[0], d_scale, row)
 

@@ -4,13 +4,15 @@ A stage has weights as they lie in memory. When a k-tile has arrived all threads
 memory (decoding/lines.py), and a second barrier later ldmatrix reads these as it does transposed weights of 16 bits.
 """
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
 from ..decoding.decoder import Decoder
-from ..decoding.lines import DEPTH, DecodedLines, LineSources, experts_of
+from ..decoding.lines import DEPTH, DecodedLines, Experts, LineSources, experts_of
 from ..decoding.scales import MOVED_E4M3_EXPONENT, SCALES, power
 from ..epilogue.base import Epilogue, Inputs
 from ..formats import E4M3, FLOAT32, Format
@@ -18,17 +20,17 @@ from ..schedule.groups import Groups
 from ..schedule.work import TileGrid, WorkTile
 from ..specs import GemmSpec
 from .block_narrow import product_in_float32
-from .grouped_gemm import GroupedGemm, Operands
+from .grouped_gemm import GroupedGemm
 from .mainloop import Mainloop
 from .narrow import ELEMENTS, e4m3_pair, product
 from .operands import Across, Along, Operand
-from .sources import row_sources, rows_of
+from .sources import Rows, row_sources, rows_of
 from .store import make_store
 
 
 class PortableLines(DecodedLines):
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
-        element = self.decoder.element
+        element: Any = self.decoder.element
         if self.format.element == E4M3:
             number = product(e4m3_pair(word), Int32(power(MOVED_E4M3_EXPONENT)))
         else:
@@ -67,6 +69,14 @@ class DecodedAcross(Operand):
         return self.numbers.columns(Int32(0), pair, k)
 
 
+class Operands(NamedTuple):
+    """Rows of x, experts' weights, and how many weight rows are contracted."""
+
+    rows: Rows
+    experts: Experts
+    depth: Int32
+
+
 class DecodedLinesGemm(GroupedGemm):
     """`weights`: their format."""
 
@@ -85,12 +95,12 @@ class DecodedLinesGemm(GroupedGemm):
         """Launch on `stream`."""
         columns = Int32(y.shape[1])
         experts = experts_of(w, inputs.w_scale, self.weights, columns)
-        operands = Operands(rows_of(x, Int64(0)), experts, Int32(x.shape[1]), Int64(0))
+        operands = Operands(rows_of(x, Int64(0)), experts, Int32(x.shape[1]))
         grid = TileGrid(Int32(0), cute.ceil_div(columns, self.tile.n))
         self.start(operands, (make_store(y),), inputs, Groups(*groups, y.shape[0]), grid, num_sms, stream)
 
     @cute.jit
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
         a = row_sources(operands.rows, work, mainloop.a)
-        b = mainloop.b.of_thread.sources(operands.weights, work.expert, work.n_tile)
+        b = mainloop.b.of_thread.sources(operands.experts, work.expert, work.n_tile)
         mainloop.run(acc, a, b, operands.depth)

@@ -1,4 +1,4 @@
-"""The grouped GEMM over quantised weights' rows, decoded on the way: y[row] = epilogue(x[row] @ w[e]), ragged in rows."""
+"""The grouped GEMM over quantised weights' rows, decoded on the way: y[row] = epilogue(x[row] @ w[e])."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -36,7 +36,9 @@ class DecodedLinesGemm(PersistentGemm):
     @property
     def stages(self) -> int:
         staging = self._slot_owners * self.shape.slots.num_bytes
-        return budget.stages(self.tile, staging + DECODING_WARPGROUPS * slots_bytes(self.weights, self.tile.n), self.dtype.width // 8)
+        return budget.stages(
+            self.tile, staging + DECODING_WARPGROUPS * slots_bytes(self.weights, self.tile.n), self.dtype.width // 8
+        )
 
     @cute.jit
     def launch(

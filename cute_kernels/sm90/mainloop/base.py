@@ -115,6 +115,8 @@ class Mainloop(Invariant):
     looks_ahead = AFTER_EPILOGUE
     # Whether scales are there before the kernel before has ended.
     scales_are_ready = False
+    # Shared memory of each warpgroup that decodes weights into stages.
+    slots_bytes = 0
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -211,6 +213,17 @@ class Mainloop(Invariant):
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
         """As `load`, of rows that come by index; called by the first or second of the warps that gather."""
+        raise NotImplementedError
+
+    def lines(self) -> Any:
+        """What a thread holds that decodes weights into stages."""
+        raise NotImplementedError
+
+    def decode(
+        self, lines: Any, operands: Operands, sB: cute.Tensor, slots: Int32, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """As `load`, of weights to be decoded; called by all of warpgroup number `rank` of those that do."""
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:

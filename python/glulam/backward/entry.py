@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..calls.call import Call
-from ..calls.quantized import Quantized
 from ..calls.checks import any_requires_grad, refuse_out
+from ..calls.quantized import Quantized
 from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
 from ..ops.grouped_glu import GroupedGluCall

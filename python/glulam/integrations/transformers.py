@@ -25,6 +25,7 @@ from torch.torch_version import TorchVersion
 
 from .. import recipes
 from ..activations import is_in_halves
+from ..calls.checks import any_requires_grad
 from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
 from ..formats.scaled import Parts
@@ -141,6 +142,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     for operand, name in plan.biases:
         given[operand] = parameter(experts, name)
     choices = top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts
+    if plan.fp8 is not None and torch.is_grad_enabled() and any_requires_grad(hidden_states, top_k_weights):
+        given["recipe"] = plan.fp8.served.weight_only.name  # which has a gradient of rows
     x = _cast(hidden_states, w2.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
     if plan.post:
         routing = Routing.from_topk(*choices)
@@ -165,10 +168,11 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
     """
     if is_dynamo_compiling():
         raise RuntimeError("glulam: call the model once before it is compiled: its experts' weights are not quantised")
-    if experts.training and torch.is_grad_enabled():
+    if experts.training and torch.is_grad_enabled() and not _may_freeze(experts, recipe):
         raise RuntimeError(
             f"glulam: recipe {recipe.name!r} keeps quantised weights alone, which have no gradient; call model.eval(), "
-            "or train with register(recipe='bf16')"
+            "train with register(recipe='bf16'), or freeze the experts by requires_grad_(False) and choose a recipe of "
+            "weights alone, as 'mxfp4_weight_only'"
         )
     with _lock_of(experts):
         if not (plan := plan_of(experts)).in_16_bits:
@@ -188,6 +192,12 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
     after = sum(part.nbytes for parts in made for part in parts if part is not None)
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
     return plan
+
+
+def _may_freeze(experts: Any, recipe: Recipe) -> bool:
+    """Whether a recipe trains adapters and routers through weights that nobody trains."""
+    weights = [getattr(experts, name) for name in weight_names(experts)]
+    return recipe.freezes_weights and not any_requires_grad(*weights)
 
 
 def _have_scales(experts: Any, fp8: Fp8) -> None:
