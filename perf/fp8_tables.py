@@ -93,3 +93,19 @@ def fp8_parts(records: list[dict[str, Any]], copy_tbps: float) -> list[Parts]:
     if missed:
         parts.append(("Below the target", ("case", "recipe", "against", "ratio", "target"), missed))
     return parts
+
+
+def frozen_part(records: list[dict[str, Any]]) -> Parts:
+    """Gradients through frozen weights, by recipe; in brackets dequantising first, then 16-bit weights, over that."""
+    recipes = list(dict.fromkeys(record["recipe"] for record in records))
+    found = {(Case(**r["case"]).label, r["op"], r["recipe"]): r for r in records}
+    rows = []
+    for label, op in dict.fromkeys((label, op) for label, op, _ in found):
+        cells = []
+        for recipe in recipes:
+            record = found[label, op, recipe]
+            against = (ratio(record, recipe, peer) for peer in ("dequantised", BF16))
+            cells.append(f"{_time(_us(record, recipe))} ({', '.join(f'{r:.2f}x' for r in against if r is not None)})")
+        rows.append((label, op, *cells))
+    title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
+    return title, ("case", "operation", *(f"{recipe} us" for recipe in recipes)), rows

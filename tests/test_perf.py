@@ -665,6 +665,17 @@ def fp8_result():
     return results.make_result("fp8", STAMP, LIMITS, [record, decode])
 
 
+def frozen_result():
+    medians = {"mxfp4_weight_only": 100.0, "dequantised": 250.0, "bf16": 125.0}
+    record = {**forward_record(MIXTRAL, "dx through w1", **medians), "recipe": "mxfp4_weight_only"}
+    return results.make_result("frozen", STAMP, LIMITS, [record])
+
+
+def test_the_frozen_table_shows_both_ratios():
+    table, _ = tables.tables_of(frozen_result())
+    assert table.rows[0][1:] == ("dx through w1", "100 (2.50x, 1.25x)")
+
+
 def test_the_fp8_table_shows_both_ratios_and_what_is_missed():
     table, decoding, missed, _ = tables.tables_of(fp8_result())
     mixtral, decode = table.rows
@@ -774,6 +785,7 @@ ALL_RESULTS = {
     "power": power_result,
     "quantize": quantize_result,
     "fp8": fp8_result,
+    "frozen": frozen_result,
     "portable": portable_result,
     "mhc": mhc_result,
     "transformers": transformers_result,

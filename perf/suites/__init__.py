@@ -11,6 +11,7 @@ from .compare import run_compare
 from .distributed import run_distributed
 from .forward import run_decode, run_forward, run_rows, run_skew
 from .fp8 import run_fp8
+from .frozen import run_frozen
 from .graph import run_graph
 from .host import run_host
 from .layer import run_layer
@@ -35,6 +36,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "graph": run_graph,
     "quantize": run_quantize,
     "fp8": run_fp8,
+    "frozen": run_frozen,
     "portable": run_portable,
     "mhc": run_mhc,
     "transformers": run_transformers,

@@ -1,0 +1,125 @@
+"""Gradients of rows through frozen quantised weights, against dequantising the weights first.
+
+Dequantising is one compiled kernel where torch.compile works: it reads a weight's bytes and writes it in 16 bits, which
+the GEMM of 16-bit weights then reads. "bf16" is that GEMM alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import glulam
+from glulam import recipes
+from glulam.formats.prepared import PREPARED, prepare
+from glulam.formats.scaled import Parts
+from glulam.ops.quantized_weights import FORMS
+
+from ..cases import Case, fp8_cases
+from ..options import Options
+from ..problem import Buffers, make_problem
+from ..targets import BF16
+from ..timing import measure_device
+
+RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
+DEQUANTISED = "dequantised"
+MAX_RELATIVE_ERROR = 0.01
+"""Of a gradient against that of the dequantised weight, in Frobenius norms: rounding is 0.002."""
+
+Call = Callable[[], Tensor]
+
+
+def _quantised(name: str, w: Tensor) -> tuple[Any, Any]:
+    """A weight as kernels read it, and as its format's `dequantize` does."""
+    form = FORMS[name]
+    made = form.quantized_tensor(w)
+    return form.tensor_of(prepare(form, Parts(*made.parts), report=True)), made
+
+
+def _dequantise(w: Any) -> Callable[[], Tensor]:
+    """One kernel where torch.compile works."""
+    compiled = torch.compile(lambda: w.dequantize(torch.bfloat16), dynamic=False)
+    try:
+        compiled()
+    except Exception as error:  # a compiler that is missing must not cost the run
+        warnings.warn(f"dequantising is not compiled: {type(error).__name__}", stacklevel=2)
+        return lambda: w.dequantize(torch.bfloat16)
+    return compiled
+
+
+def _check(name: str, op: str, ours: Call, wanted: Call) -> None:
+    """Raises RuntimeError where a gradient is another one."""
+    exact, got = wanted().float(), ours().float()
+    error = float((got - exact).norm() / exact.norm())
+    if not error <= MAX_RELATIVE_ERROR:
+        raise RuntimeError(f"{op}, {name}: relative error {error:.2g}; nothing was timed")
+
+
+def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Call]:
+    """dx through one weight."""
+    ready, given = _quantised(name, w)
+    wide, make = given.dequantize(torch.bfloat16), _dequantise(given)
+    return {
+        name: lambda: glulam.grouped_mm(dy, ready, offs=offs, transpose_w=True),
+        DEQUANTISED: lambda: glulam.grouped_mm(dy, make(), offs=offs, transpose_w=True),
+        BF16: lambda: glulam.grouped_mm(dy, wide, offs=offs, transpose_w=True),
+    }
+
+
+def _of_step(name: str, b: Buffers) -> dict[str, Call]:
+    """Forward and backward of grouped_mlp, of which x is trained."""
+    pairs = [_quantised(name, w) for w in (b.w1, b.w2)]
+    (w1, _), (w2, _) = pairs
+    makes = [_dequantise(given) for _, given in pairs]
+    wide = [given.dequantize(torch.bfloat16) for _, given in pairs]
+    x, dy = b.x.detach().clone().requires_grad_(), torch.randn_like(b.x)
+
+    def step(*weights: Any, recipe: str = BF16) -> Tensor:
+        with torch.enable_grad():
+            y = glulam.grouped_mlp(x, *weights, offs=b.offs, recipe=recipe)
+            return torch.autograd.grad(y, x, dy)[0]
+
+    return {
+        name: lambda: step(w1, w2, recipe=name),
+        DEQUANTISED: lambda: step(*(make() for make in makes)),
+        BF16: lambda: step(*wide),
+    }
+
+
+def _measure(case: Case, name: str, budget_s: float) -> list[dict[str, Any]]:
+    problem = make_problem(case)
+    b = problem.sets[0]
+    calls = {
+        "dx through w1": _of_weight(name, b.w1, torch.randn(len(b.x), b.w1.shape[1], device="cuda").to(b.x), b.offs),
+        "dx through w2": _of_weight(name, b.w2, b.x, b.offs),
+        "forward and backward": _of_step(name, b),
+    }
+    records = []
+    for op, competing in calls.items():
+        _check(name, op, competing[name], competing[BF16])
+        numbered = {each: lambda number, call=call: call() for each, call in competing.items()}
+        times = measure_device(numbered, budget_s / len(calls))
+        records.append({
+            "case": dataclasses.asdict(case), "op": op, "recipe": name, "active_experts": problem.active_experts,
+            "times": {each: dataclasses.asdict(summary) for each, summary in times.items()},
+        })  # fmt: skip
+    return records
+
+
+def run_frozen(options: Options) -> list[dict[str, Any]]:
+    """One record a case, recipe and operation."""
+    cases = fp8_cases(options.case)
+    records: list[dict[str, Any]] = []
+    for case in track(cases, "frozen"):
+        for name in RECIPES:
+            torch._dynamo.reset()  # else it gives up after so many shapes
+            records += _measure(case, name, options.budget_s / len(cases) / len(RECIPES))
+            PREPARED.clear()
+            torch.cuda.empty_cache()
+    return records
