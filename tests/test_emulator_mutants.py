@@ -6,6 +6,7 @@ but for a few, which docs/emulator.md counts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -13,7 +14,7 @@ import pytest
 from emulator import mutants
 from emulator.mutant_cases import CASES, FP8
 from emulator.mutants import Trier
-from emulator.mutations import LEFT_OUT, ONE_MORE, OTHER_BOUND, sample
+from emulator.mutations import LEFT_OUT, ONE_MORE, OTHER_BOUND, Mutant, normal, sample
 
 PORTABLE_MM = "grouped_mm_bf16_nt_t16x128x64_c1x1_warps_sm_90"
 HOPPER_MM = "grouped_mm_bf16_nt_t128x128x64_c2x1a_pp_sm_90a"
@@ -47,6 +48,18 @@ def test_a_known_mistake_is_found(what: str) -> None:
     found = trier(name).try_out(broken)
     assert found is not None
     assert found.how, f"{broken.at}: {broken.text}"
+
+
+@pytest.mark.emulator
+def test_a_plain_store_to_a_word_of_other_clusters_atomics_is_a_race() -> None:
+    """The last cluster that draws a ticket resets the counter: by a relaxed store, which does not race."""
+    of = trier(HOPPER_MM)
+    (at,) = (at for at in of.reached if of.kernel.code[at].op == "st.relaxed.gpu.global.b32")
+    reset = of.kernel.code[at]
+    op, text = (words.replace(".relaxed.gpu", "") for words in (reset.op, reset.text))
+    found = of.try_out(Mutant(at, "plain", normal(text), dataclasses.replace(reset, op=op, text=text)))
+    assert found is not None
+    assert found.how == mutants.RACE, found
 
 
 @pytest.mark.emulator

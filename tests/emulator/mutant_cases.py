@@ -91,7 +91,7 @@ CASES = {
                 (calls.mm_of_two_tiles, 4),
                 (calls.mm_of_two_k_tiles, 2),
                 (calls.mm_of_three_k_tiles, 2),
-                (calls.mm_by_tickets, 2),
+                (calls.mm_by_tickets, 4),
                 (calls.mm_of_listed_experts, 4),
                 (calls.mm_of_bands, 4),
                 (calls.mm_of_three_columns, 4),
