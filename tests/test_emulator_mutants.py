@@ -1,7 +1,7 @@
 """The emulator finds kernels that are wrong: instructions of our own kernels are left out or changed, one at a time.
 
 Mutants that it cannot find are equivalent to their kernel, each for a reason in `emulator/equivalent_mutants.json`,
-but for a few, which docs/emulator.md counts.
+except for a few outside of these samples, which docs/emulator.md counts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ LAST = {"a missing fence", "a dropped arrive", "a phase that does not change"}
 """Mistakes in the last instruction that fits, not in the first one: before the store of a tile, not in the mainloop."""
 SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, FP8: 8}
 """How many mutants of each kernel."""
-MISSED = {("layer_route_e128_sm_90", LEFT_OUT, "bar.warp.sync -1")}
-"""The race check does not model accesses of two lanes of one warp."""
-
 trier = functools.lru_cache(maxsize=2)(Trier)
 
 
@@ -69,7 +66,7 @@ def test_mutants_are_found_or_equivalent(name: str) -> None:
     tried = [(mutant, of.try_out(mutant)) for mutant in sample(name, of.mutants, SAMPLED[name])]
     survivors = [mutant for mutant, found in tried if found is not None and not found.how]
     unexplained = [m for m in survivors if not mutants.reason_for(name, of.kernel, m)]
-    assert not [f"{m.at} {m.kind}: {m.text}" for m in unexplained if (name, m.kind, m.text) not in MISSED]
+    assert not [f"{m.at} {m.kind}: {m.text}" for m in unexplained]
     assert 2 * sum(found is not None for _, found in tried) >= SAMPLED[name]
 
 

@@ -24,9 +24,9 @@ by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
     "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
         the last one, or before another barrier.
 Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
-instructions (taken for .release, .acquire); the tensormap proxy; two lanes of one warp that write one place by one
-instruction, or are ordered by a word in memory; strong accesses to words that overlap in part; in units of several
-warps, mbarriers and operations (kernels that have them step warp by warp).
+instructions (taken for .release, .acquire); the tensormap proxy; two lanes of one warp that are ordered by a word in
+memory; strong accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that
+have them step warp by warp). Lanes may store the same to one place by one instruction.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ class Races(Orders):
         self._states = states
         self._shadows.clear()
 
+    def close(self) -> None:
+        """Let go of all memory and agents."""
+        self.forget()
+        self._global.clear()
+        self._shadows.clear()
+
     def follow(self, machine: Any, written: Iterable[tuple[int, int]]) -> None:
         """Begin a launch during another one, which writes `written`: addresses and numbers of bytes."""
         self.launch(machine, early=True)
@@ -90,6 +96,11 @@ class Races(Orders):
     def atomic(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
         """Check an atomic operation."""
         self._access(STRONG_WRITE, space, cta, places, size, agent)
+
+    def overwritten(self, agent: Any) -> None:
+        """Raise Race: which lane's value stays is not defined."""
+        text = self.places[self.place(agent)].text
+        raise Race(f"race: lanes store different values to one place by one instruction ({text})")
 
     def _access(self, kind: int, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
         if not places.size:

@@ -208,6 +208,11 @@ CASES = {
         "bar.warp.sync -1; @%p0 ld.shared.b32 %r6, [%r2+64];",
         without("bar.warp.sync -1;", "cp.async.wait_group 0;"),
     ),
+    "lanes that store one word": Racy(
+        "@%p0 st.shared.b32 [%r2], %r1; @%p0 st.global.b32 [%rd0], %r1;",
+        (("[%r2], %r1", "[%r2], %r3"), ("[%rd0], %r1", "[%rd0], %r3")),
+        "lanes store different values",
+    ),
     "atomics of lanes": Racy(
         "@%p0 atom.shared.add.u32 %r6, [%r2], 1; bar.warp.sync -1; @%p2 ld.shared.b32 %r6, [%r2];",
         without("bar.warp.sync -1;"),
