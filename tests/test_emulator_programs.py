@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_a_program_is_translated_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(files(tmp_path)) == 1
     monkeypatch.setattr(programs.translate, "translate", lambda kernel: pytest.fail("translated again"))
     assert run(programs.of(SUM, tmp_path)) == 55
+
+
+def test_what_translation_imports_is_part_of_a_programs_key() -> None:
+    root = Path(programs.__file__).parent
+    for file in programs.sources():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = file.parents[node.level - 1]
+                at = folder / node.module.replace(".", "/") if node.module else folder
+                names = [at] if node.module else [at / alias.name for alias in node.names]
+                for name in names:
+                    module = name / "__init__.py" if name.is_dir() else name.with_suffix(".py")
+                    assert module in programs.sources(), f"{file.relative_to(root)} imports {name.relative_to(root)}"
 
 
 def test_other_text_is_another_program(tmp_path: Path) -> None:

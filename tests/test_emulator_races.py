@@ -18,7 +18,9 @@ from emulator.racy import CASES, parse
 
 SEEDS = range(3)
 TOGETHER = ("bar.sync before a read", "bar.sync before a write", "bytes of one word", "cp.async",
-            "release and acquire of a word", "atomics on one word", "lanes of a warp")  # fmt: skip
+            "release and acquire of a word", "atomics on one word", "lanes of a warp",
+            "lanes of a warp, in global memory", "a byte that one lane writes and all read", "cp.async of another lane",
+            "atomics of lanes", "rows of a matrix")  # fmt: skip
 """Cases whose warps may step together, as those of kernels without mbarriers do."""
 
 

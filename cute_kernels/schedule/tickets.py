@@ -84,5 +84,6 @@ class Tickets(Invariant):
             counter = vector_at(Int32, self.counter)
             ticket = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
             if ticket == num_tickets - 1:
-                counter[0] = Int32(0)
+                # Strong, as the atomics of other clusters are: nothing orders those before a plain store.
+                cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
         return cute.arch.shuffle_sync(ticket, 0)

@@ -50,13 +50,18 @@ class Accesses:
         return self.spread([view[at + j] for j in range(n)], m)
 
     def store_global(self, address, size: int, values, m) -> None:
-        """Store words of `size` bytes for each lane (PTX ISA, "st"); of lanes at one address the highest wins."""
+        """Store words of `size` bytes for each lane (PTX ISA, "st"); of lanes at one address the highest wins.
+
+        Which one wins is not defined, so that an observer hears of it, unless they store the same.
+        """
         (a, *vs) = self.active(m, address, *values)
         view, at = self.machine.memory.place(a, size * len(values), "st.global", write=True, width=size)
         if self.observer is not None:
             self.observer.write("global", None, a, size * len(values), self)
         for j, v in enumerate(vs):
             view[at + j] = v
+            if self.observer is not None and (view[at + j] != v.astype(view.dtype)).any():
+                self.observer.overwritten(self)
 
     def load_shared(self, address, size: int, n: int, m) -> list[np.ndarray]:
         """Load from the shared memory of any CTA of the cluster."""
@@ -84,6 +89,8 @@ class Accesses:
             at = at >> SHIFTS[size]
             for j, v in enumerate(vs):
                 cta.words[size][at + j] = v[which]
+                if self.observer is not None and (cta.words[size][at + j] != v[which].astype(f"u{size}")).any():
+                    self.observer.overwritten(self)
 
     def atomic(self, space: str, op: str, address, dtype, m, *rest) -> np.ndarray:
         """Do an atomic operation, one lane after the other, and return the old values (PTX ISA, "atom", "red")."""

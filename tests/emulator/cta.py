@@ -231,3 +231,10 @@ class Cluster:
                 if self.machine.observer is not None:
                     unit.acting = lanes
                     self.machine.observer.acquire(unit, ("cluster", self, phase))
+
+    def dissolve(self) -> None:
+        """End references in a circle, so that memory and registers go now, not when the collector finds them."""
+        for cta in self.ctas:
+            cta.units.clear()
+        self.units.clear()
+        self.ctas.clear()

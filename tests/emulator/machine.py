@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -91,24 +92,24 @@ class Machine:
     def turns(self) -> Iterator[None]:
         """Run the launch, a unit's turn at a time; `waits` says whether it can go on by itself."""
         ahead = self._by_cluster()
-        priority: dict[Unit, float] = {}
         spinning: set[Unit] = set()
         idle = 0
         while ahead or self.running:
             while ahead and len(self.running) < self.resident:
                 cluster = Cluster(self, ahead.pop(0), self.unit_warps)
                 self.running.append(cluster)
-                priority |= {unit: self.random.random() for unit in cluster.units}
+                for unit in cluster.units:
+                    unit.priority = self.random.random()
             ready = [unit for cluster in self.running for unit in cluster.units if unit.groups]
             progress = False
             if ready and self.order == "random":
                 progress = step(self, self.random.choice(ready))
             elif ready:  # who has the highest priority runs as far ahead of the others as it can
-                unit = max([u for u in ready if u not in spinning] or ready, key=priority.__getitem__)
+                unit = max([u for u in ready if u not in spinning] or ready, key=attrgetter("priority"))
                 progress = step(self, unit)
                 spinning = set() if progress else spinning | {unit}
                 if self.random.random() < DEMOTIONS:
-                    priority[unit] = self.random.random() - 1
+                    unit.priority = self.random.random() - 1
             if self.pending and (not progress or self.random.random() < self.haste):
                 advance(self)
                 progress, spinning = True, set()
@@ -132,6 +133,8 @@ class Machine:
                         self.observer.end(cta)
                 except Fault as fault:
                     raise fault.located(f"{self.kernel.name}, CTA {cta.id}, at its end") from None
+            if not self.pending:
+                cluster.dissolve()
 
     def happens_at_once(self) -> bool:
         """Say, for asynchronous work that needs no copy engine, whether it is done when it is issued."""

@@ -48,6 +48,7 @@ class Memory:
         self.views = {size: self._bytes.view(f"u{size}") for size in (1, 2, 4, 8)}
         self._extents: list[Extent] = []
         self._own: dict[int, np.ndarray] = {}
+        self._is_cut = True  # `_starts`, `_ends` and `_pieces` are those of `_extents`
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._pieces: list[tuple] = []  # start, size, writable, views that begin there
@@ -58,7 +59,7 @@ class Memory:
             if not LOWEST <= address <= HIGHEST - size:
                 raise ValueError(f"address {address:#x} is outside of [{LOWEST:#x}, {HIGHEST:#x})")
             self._extents.append(Extent(address, address + size, name, writable))
-            self._cut()
+            self._is_cut = False
 
     def forget(self, address: int) -> None:
         """Remove the extent that was registered last at `address`; free it if it is a buffer of this object."""
@@ -66,7 +67,7 @@ class Memory:
             if self._extents[at].start == address:
                 del self._extents[at]
                 self._own.pop(address, None)
-                self._cut()
+                self._is_cut = False
                 return
         raise KeyError(f"no extent begins at {address:#x}")
 
@@ -95,6 +96,8 @@ class Memory:
     def place(self, addresses: np.ndarray, size: int, what: str, write: bool = False, width: int = 0):
         """Check accesses of `size` bytes, a power of two; return a view of `width`-byte words (0: size) and indices."""
         width = width or size
+        if not self._is_cut:
+            self._cut()
         if not addresses.size:
             return self.views[width], np.zeros(0, np.int64)
         at = bisect_right(self._starts, addresses.item(0)) - 1
@@ -156,6 +159,7 @@ class Memory:
             else:
                 pieces.append([low, high, writable])
                 covers.append(cover)
+        self._is_cut = True
         self._starts = [low for low, _, _ in pieces]
         self._ends = [high for _, high, _ in pieces]
         self._pieces = [(np.uint64(low), high - low, can, self._views(low, high)) for low, high, can in pieces]

@@ -47,6 +47,11 @@ def rows_of(given: Inputs, sizes: tuple[int, ...], columns: int) -> torch.Tensor
     return x
 
 
+def indices(given: Inputs, count: int, of: int) -> torch.Tensor:
+    """Indices of `of` rows, half of them of the last one, where a read of too many columns is a fault."""
+    return torch.where(given.order(count, 2) == 0, given.order(count, of), of - 1).int()
+
+
 def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
     """Weights with blocks of ordinary scales, and in some rows one block of each special scale."""
     with reference():
@@ -87,7 +92,7 @@ def mm_of_listed_experts(given: Inputs) -> Any:
 def mm_of_many_experts(given: Inputs) -> Any:
     """Rows by index."""
     x, w = given.normal(50, 136), [given.normal(72, 136) for _ in SMALL]
-    splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
+    splits, rows = given.given(SMALL, torch.int64), indices(given, sum(SMALL) + 3, 50)
     return glulam.grouped_mm(x, w, splits=splits, rows=rows)
 
 
@@ -108,9 +113,9 @@ def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
 mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial(mm_of_two_tiles, k=136)
 
 
-def mm_of_bands(given: Inputs, rows: int = 2310) -> Any:
+def mm_of_bands(given: Inputs, rows: int = 2310, k: int = 64) -> Any:
     """So many row tiles that the scheduler takes them in two bands."""
-    return mm(given, (rows,), 136, 64)
+    return mm(given, (rows,), 136, k)
 
 
 def mm_mxfp4(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 152, k: int = 288) -> Any:
@@ -150,7 +155,7 @@ def glu(given: Inputs) -> Any:
 def glu_of_many_experts(given: Inputs) -> Any:
     """Rows by index, with a factor for each row."""
     x, w = given.normal(50, 232), [given.normal(320, 232, scale=0.1) for _ in SMALL]
-    splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
+    splits, rows = given.given(SMALL, torch.int64), indices(given, sum(SMALL) + 3, 50)
     options = {"row_scale": given.normal(len(rows), dtype=F32), "activation": "geglu", "glu_layout": "interleaved32"}
     return glulam.grouped_glu(x, w, splits=splits, rows=rows, bias=given.normal(len(SMALL), 320), **options)
 
@@ -177,7 +182,7 @@ def wgrad_by_index(given: Inputs) -> Any:
     sizes = (127, 0, 5, 164)
     dy, x = rows_of(given, sizes, 136), given.normal(50, 136)
     out, mask = given.normal(4, 136, 136), given.given([1, 1, 0, 1], torch.bool)
-    rows = given.order(len(dy), 50)
+    rows = indices(given, len(dy), 50)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask)
 
 
@@ -261,30 +266,77 @@ LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
 """Rows of a band that end at each of a thread's rows, and before it."""
 
 
+def special(logits: torch.Tensor) -> torch.Tensor:
+    """Put 0 and NaN where each number of a lane comes from; a row of negative numbers, and one whose largest is 0."""
+    numbers = range(2, logits.shape[1], 32)
+    for row, expert in enumerate(numbers):
+        logits[row, expert], logits[4 + row, expert] = 0, torch.nan
+    logits[8:10] = -logits[8:10].abs() - 1
+    logits[9, 1], logits[10, 3], logits[11] = 0, -0.0, -torch.inf
+    logits[12] = 30 + logits[12]  # sigmoids are 1, and the first ones win
+    return logits
+
+
+ROUTINGS: dict[int, dict[str, Any]] = {
+    20: {"score": "sigmoid"},
+    24: {"normalize": False},
+    52: {"score": "sigmoid"},
+    84: {},
+    116: {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2},
+    120: {"normalize": False},
+}
+"""By how many experts: the last number of a lane is not every lane's, or lanes have one number, two, three or four."""
+BIASED = (84, 116)
+
+
+def route_special(given: Inputs, experts: int, dtype: torch.dtype) -> Any:
+    """The first expert has the largest score, and is chosen by no token where there is a bias."""
+    logits, options = special(given.normal(13, experts, dtype=dtype)), dict(ROUTINGS[experts])
+    if experts in BIASED:
+        logits[:, 0], options["bias"] = 4, given.normal(experts, dtype=F32)
+        bias = options["bias"]
+        bias[0], bias[2::32] = -100, -0.5 if "score" in options else 0  # scores of 0, where logits are 0
+    return glulam.route(logits, 9, **options)
+
+
+CHOICES = ((3, 9), (32, 8), (32, 9), (50, 20), (128, 4), (144, 4))
+"""Tokens and experts of each: a chunk's choices are 32 times 1, 8, 9, 32, 8 and 9, and not always whole."""
+
+
+def route_choices(given: Inputs, tokens: int, k: int) -> Any:
+    return glulam.route(given.normal(tokens, 128, dtype=F32), k)
+
+
 def route(given: Inputs) -> Any:
     """Scores that are negative with their bias: keys of negative numbers have another form."""
     logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
-    logits[torch.arange(8), 13 * torch.arange(8) + 2] = 0  # of a lane's every number
+    logits[torch.arange(4), 32 * torch.arange(4) + 2] = 0  # of a lane's every number
     return glulam.route(logits, 20, score="sigmoid", bias=bias, scale=2.5)
 
 
 def route_in_groups(given: Inputs) -> Any:
-    logits = given.normal(15, 128, dtype=F32)
+    """Of more tokens than have experts: a choice of none must not be counted."""
+    logits = given.normal(64, 128, dtype=F32)
     for row in range(4):
         logits.view(torch.int32)[row, 5 + 33 * row] = -0x3FFFFF  # a NaN whose sign is set
     logits[4, 7], logits[4, 77], logits[5] = 0.0, -0.0, -torch.inf
-    return glulam.route(logits, 20, num_groups=8, top_groups=3)
+    logits[6:30] = -logits[6:30].abs()  # groups whose largest scores, or their sum, are negative or 0
+    logits[30:60, 112:] = -1 - logits[30:60, 112:].abs()
+    for row, largest in ((30, (0, -0.5)), (40, (0.1, 0)), (50, (0.5, -0.5))):
+        logits[row : row + 10, 112:114] = torch.tensor(largest)
+    return glulam.route(logits, 20, num_groups=8, top_groups=3, num_tokens=given.given([61], torch.int32))
 
 
 def route_to_most(given: Inputs) -> Any:
     """To as many experts as there may be, and fewer tokens than rows."""
     logits, bias = given.normal(8, 120).half(), given.normal(120, dtype=F32)
+    logits[torch.arange(4), 5 + 33 * torch.arange(4)] = torch.nan  # of a lane's every number
     return glulam.route(logits, 32, bias=bias, num_tokens=given.given([7], torch.int32))
 
 
 def route_to_nearly_all(given: Inputs) -> Any:
-    """So many choices that a warp has more than its lanes."""
-    return glulam.route(given.normal(40, 40), 32, score="sigmoid")
+    """So many choices that each of 32 warps has all its lanes'."""
+    return glulam.route(given.normal(64, 40), 32, score="sigmoid")
 
 
 def route_to_one(given: Inputs) -> Any:

@@ -2,17 +2,22 @@
 
 A case has launches of a shipped function, each kept with all memory that it may touch. A mutant of its kernel is found
 if a run of one of them, with one of the seeds, ends in a fault, or leaves other bytes than the kernel itself does with
-every seed; or if the race check finds a race. `python -m emulator.mutants CASE COUNT` in tests/ prints what became of a
-sample, or of every mutant if COUNT is 0; CASE may be all.
+every seed; or if the race check finds a race. In tests/, this prints the outcome of a sample, or of every mutant if
+COUNT is 0; CASE may be all:
+
+    python -m emulator.mutants CASE COUNT [--seed SEED] [--shard I/N]
+
+Calls and reasons were made with the sample of seed 0 in view. A shard is every N-th mutant of the sample from the I-th
+on, I from 0 on, so that N processes share a case.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -189,15 +194,16 @@ def reason_for(name: str, kernel: Kernel, mutant: Mutant) -> str:
     return next((reason.why for reason in reasons() if reason.fits(name, kernel, mutant)), "")
 
 
-def main(name: str, count: int) -> None:
+def main(name: str, count: int, seed: int, shard: int, shards: int) -> None:
+    """Print the outcome of a sample's shard: each mutant that was not found, then how many of each outcome."""
     trier = Trier(name)
-    chosen = sample(name, trier.mutants, count) if count else trier.mutants
+    chosen = sample(name, trier.mutants, count, seed) if count else trier.mutants
     print(
         f"{name}: {len(trier.reached)} of {trier.total} instructions reached, {len(trier.mutants)} mutants", flush=True
     )
     how: Counter[str] = Counter()
     begin = time.perf_counter()
-    for mutant in chosen:
+    for mutant in chosen[shard::shards]:
         found = trier.try_out(mutant)
         why = reason_for(name, trier.kernel, mutant) if found == NOT_FOUND else ""
         how["not an instruction" if found is None else found.how or (EQUIVALENT if why else MISSED)] += 1
@@ -209,5 +215,11 @@ def main(name: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in CASES if sys.argv[1] == "all" else sys.argv[1:2]:
-        main(each, int(sys.argv[2]))
+    parser = argparse.ArgumentParser(prog="python -m emulator.mutants")
+    parser.add_argument("case", choices=("all", *CASES))
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", default="0/1")
+    given = parser.parse_args()
+    for each in CASES if given.case == "all" else [given.case]:
+        main(each, given.count, given.seed, *map(int, given.shard.split("/")))

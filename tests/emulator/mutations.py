@@ -132,16 +132,17 @@ _SYNCHRONISES = ("mbarrier", "bar", "barrier", "fence", "membar", "cp", "wgmma",
                  "red", "tcgen05")  # fmt: skip
 
 
-def sample(name: str, mutants: list[Mutant], count: int) -> list[Mutant]:
-    """Two thirds of instructions that synchronise or multiply, a third of others, chosen by a hash.
+def sample(name: str, mutants: list[Mutant], count: int, seed: int = 0) -> list[Mutant]:
+    """Return two thirds mutants of instructions that synchronise or multiply, a third of others, chosen by a hash.
 
-    The hash is of the text, so that a kernel's change leaves most of the sample as it was.
+    The hash is of the text and the seed, so that a kernel's change leaves most of the sample as it was.
     """
+    salt = f" of sample {seed}" if seed else ""
     seen: Counter[tuple[str, str]] = Counter()
     ranked: dict[bool, list[tuple[str, Mutant]]] = {True: [], False: []}
     for mutant in mutants:
         key = (mutant.kind, mutant.text)
-        rank = hashlib.sha256(f"{name} {key} {seen[key]}".encode()).hexdigest()
+        rank = hashlib.sha256(f"{name} {key} {seen[key]}{salt}".encode()).hexdigest()
         seen[key] += 1
         opcode = mutant.text.split(None, 1)[1] if mutant.text.startswith("@") else mutant.text
         ranked[opcode.startswith(_SYNCHRONISES)].append((rank, mutant))

@@ -30,6 +30,9 @@ class Observer:
     def atomic(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
         """Called before `agent` reads and writes each of `places` atomically."""
 
+    def overwritten(self, agent: Any) -> None:
+        """Called when lanes of `agent` stored different values to one place by one instruction."""
+
     def release(self, agent: Any, thing: Any) -> None:
         """Called when what `agent` did becomes known through `thing`."""
 

@@ -76,6 +76,7 @@ class Warp(Agent):
 
     Attributes:
         lone: the lane that acts alone. synced: the clock at the last synchronisation of all lanes.
+        lanes_know: up to which clock of the warp, of its copies and of `lone` all lanes know what the others did.
         before_fence: the clock at the last fence; relaxed stores and atomics hand it on.
         unfenced: clocks that relaxed loads received; the next fence takes them.
         copier: the agent number of this warp's cp.async copies; copies: their clock; groups: the clock of each commit.
@@ -88,7 +89,7 @@ class Warp(Agent):
     def __init__(self, number: int, copier: int, lone: int, clock: np.ndarray, cta, index: int):
         super().__init__(number, 1, longer(clock, max(copier, lone) + 1))
         self.cta, self.index = cta, index
-        self.lone, self.synced = LoneLane(self, lone), 0
+        self.lone, self.synced, self.lanes_know = LoneLane(self, lone), 0, [0, 0, 0]
         self.clock[ALL, [number, lone]] = 1
         self.before_fence: np.ndarray | None = None
         self.unfenced: np.ndarray | None = None
@@ -106,7 +107,14 @@ class Warp(Agent):
     def synchronise(self) -> None:
         """Order all that the warp's lanes did before all that they do."""
         self.synced = self.now
+        self.lanes_know = [self.now, self.clock.item(ALL, self.copier), self.now]
         self.tick()
+
+    def learn_of_lanes(self, clock: np.ndarray | None) -> None:
+        """Acquire a clock that lanes of this warp handed on, too."""
+        for place, number in enumerate((self.number, self.copier, self.lone.number)):
+            if clock is not None and number < clock.shape[1]:
+                self.lanes_know[place] = max(self.lanes_know[place], clock.item(ALL, number))
 
     def handed_on(self, alone: bool) -> np.ndarray:
         """Return what the warp's lanes hand on; one lane alone: nothing that others did since they synchronised."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .race_agents import ALL, SHIFT, Agent
+from .race_lanes import LaneShadow
 
 READ, WRITE, STRONG_READ, STRONG_WRITE = range(4)
 STEPS = (16, 4, 1)  # bytes of a granule, by level
@@ -26,12 +27,14 @@ class Conflict(Exception):
 
     Attributes:
         offset, place: where in the shadow; the last instruction that read, or wrote, there.
+        of_lanes: both are lanes of one warp.
     """
 
     def __init__(self, agent: Agent, epoch: int, was_read: bool, row: int):
         super().__init__()
         self.agent, self.epoch, self.was_read, self.row = agent, epoch, was_read, row
         self.offset = self.place = 0
+        self.of_lanes = False
 
 
 class States:
@@ -123,6 +126,17 @@ class Shadow:
         chunks = (size + 15) // 16
         self._level = np.zeros(chunks, np.uint8)
         self._levels = [_Level(chunks * 16 // step) for step in STEPS]
+        self.forget_lanes()
+
+    def forget_lanes(self) -> None:
+        """Forget which lanes accessed what: agents' numbers are about to mean others."""
+        self.lanes = LaneShadow(len(self._level) * 16)
+
+    def last(self, offset: int, was_read: bool) -> int:
+        """Return the number of the last instruction that read, or wrote, at an offset."""
+        number = self._level.item(offset >> 4)
+        level = self._levels[number]
+        return int((level.read if was_read else level.wrote)[offset // STEPS[number]])
 
     def replace(self, numbers: np.ndarray) -> None:
         """Give each granule the state numbers[its state]."""

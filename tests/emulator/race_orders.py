@@ -227,6 +227,8 @@ class Orders(Observer):
             phases = self._phases_of(thing[1], thing[2] + 1, agent)
             for each in self._each(agent):
                 each.learn(phases.ended)
+                if isinstance(each, Warp):
+                    each.learn_of_lanes(phases.ended)
         elif thing[0] == "grid":
             for warp in self.acting(agent):
                 warp.clock[:, [LAUNCH_BEFORE, LAUNCH_EARLIER]] = FOREVER

@@ -1,8 +1,8 @@
 """A race check: accesses to one place, of which one is a write, must be ordered in any schedule, not only in this one.
 
 Vector clocks after FastTrack (Flanagan and Freund, 2009). An agent is a warp, the copies of its cp.async, or an
-operation of the async proxy; lanes of a warp are in order, and an operation that several of them issue by one
-instruction is one. Memory is kept by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
+operation of the async proxy; an operation that several lanes of a warp issue by one instruction is one. Memory is kept
+by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
     "Memory Consistency Model: Causality Order", "Release and Acquire Patterns": st.release, atom.acq_rel, or a fence
         and a relaxed access, to ld.acquire, or a relaxed access and a fence, that reads the same word.
     "Morally strong operations": atom, red, .relaxed, .acquire, .release, .volatile do not race with each other.
@@ -24,20 +24,21 @@ instruction is one. Memory is kept by granules of 16 bytes, split where accesses
     "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
         the last one, or before another barrier.
 Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
-instructions (taken for .release, .acquire); the tensormap proxy; accesses of two lanes of one warp, or by one lane
-through a word in memory, without a bar.warp.sync between them; strong accesses to words that overlap in part; in units
-of several warps, mbarriers and operations (kernels that have them step warp by warp).
+instructions (taken for .release, .acquire); the tensormap proxy; two lanes of one warp that are ordered by a word in
+memory; strong accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that
+have them step warp by warp). Lanes may store the same to one place by one instruction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from .engines.asynchronous import Operation
 from .race_agents import ALL, ASYNC_GLOBAL, ASYNC_SHARED, CLOCK, SHIFT, Agent, Copying, LoneLane, Operating, Warp
+from .race_lanes import COPIES, LONE, SEVERAL, WHOLE, Lanes, Unsynchronised
 from .race_memory import READ, STRONG_READ, STRONG_WRITE, WRITE, Access, Conflict, Shadow, States
 from .race_orders import LAUNCH_BEFORE, LAUNCH_EARLIER, Orders, Race
 
@@ -64,9 +65,16 @@ class Races(Orders):
             numbers = self._states.before(states, (LAUNCH_BEFORE, LAUNCH_EARLIER))
             for shadow in self._global.values():
                 shadow.replace(numbers)
+                shadow.forget_lanes()
         else:
             self._global.clear()
         self._states = states
+        self._shadows.clear()
+
+    def close(self) -> None:
+        """Let go of all memory and agents."""
+        self.forget()
+        self._global.clear()
         self._shadows.clear()
 
     def follow(self, machine: Any, written: Iterable[tuple[int, int]]) -> None:
@@ -89,6 +97,11 @@ class Races(Orders):
         """Check an atomic operation."""
         self._access(STRONG_WRITE, space, cta, places, size, agent)
 
+    def overwritten(self, agent: Any) -> None:
+        """Raise Race: which lane's value stays is not defined."""
+        text = self.places[self.place(agent)].text
+        raise Race(f"race: lanes store different values to one place by one instruction ({text})")
+
     def _access(self, kind: int, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
         if not places.size:
             return
@@ -107,6 +120,8 @@ class Races(Orders):
             if place.strong:
                 kind = STRONG_READ if kind == READ else STRONG_WRITE
             parts = list(self._parts(Access(kind, row, [], number), unit, agent, at))
+            if space != "tensor":
+                self._check_lanes(kind, space, cta, at, size, agent)
             if place.strong:
                 for access, where in parts:
                     for one, mine in zip(access.agents, where.reshape(len(access.agents), -1), strict=True):
@@ -137,6 +152,36 @@ class Races(Orders):
             return
         for i, who in zip(which, agents, strict=True):
             yield access.by([who]), at[lanes >> 5 == i]
+
+    def _check_lanes(self, kind: int, space: str, cta: Any, at: np.ndarray, size: int, agent: Any) -> None:
+        """Check an access against those of other lanes of its warps."""
+        unit = getattr(agent, "unit", agent)
+        acts = agent.acting
+        acting = np.arange(unit.n) if acts is True else np.flatnonzero(acts) if acts.dtype == bool else acts
+        which, lane = acting >> 5, acting & 31
+        if acting.size != at.size:  # ldmatrix and stmatrix, by all lanes of a warp
+            which = np.repeat(np.unique(which), at.size // np.unique(which).size)
+            lane = np.full(at.size, SEVERAL)
+        warps = self.of(unit)
+        who = COPIES if agent is not unit else LONE if len(warps) == 1 and self.alone(unit) else WHOLE
+        lanes = Lanes(warps, which, lane, who, kind in (STRONG_READ, STRONG_WRITE))
+        for here, shadow in self._shadows_of(space, cta, at):
+            try:
+                shadow.lanes.access(lanes.of(here), kind in (WRITE, STRONG_WRITE), at[here] - shadow.base, size)
+            except Unsynchronised as found:
+                conflict = Conflict(warps[int(which[0])], found.epoch, found.was_read, ALL)
+                conflict.of_lanes = True
+                conflict.offset, conflict.place = found.offset, shadow.last(found.offset, found.was_read)
+                raise self._race(conflict, kind, self.place(unit), space, cta, shadow.base) from None
+
+    def _shadows_of(self, space: str, cta: Any, at: np.ndarray) -> Iterator[tuple[Any, Shadow]]:
+        """Yield each shadow that has some of the places, and which of them."""
+        shadow = self._shadow(space, cta, at)
+        if shadow is not None:
+            yield slice(None), shadow
+            return
+        for region in np.unique(at >> REGION).tolist():
+            yield at >> REGION == region, self._region(region)
 
     def _check(self, access: Access, space: str, cta: Any, at: np.ndarray, size: int) -> None:
         shadow = self._shadow(space, cta, at)
@@ -203,6 +248,8 @@ class Races(Orders):
             return "cp.async.wait_group by the copying warp, then a barrier for others, would order them."
         if self.proxied[number]:
             return self._end_of(self.labels[conflict.epoch])
+        if conflict.of_lanes:
+            return "bar.warp.sync between the accesses of two lanes would order them."
         issuer = agent.issuer if isinstance(agent, Operating) else agent
         issuer = issuer.warp if isinstance(issuer, LoneLane) else issuer
         if isinstance(issuer, Warp) and number in (

@@ -187,7 +187,40 @@ CASES = {
     ),
     "lanes of a warp": Racy(
         "@%p0 st.shared.b32 [%r5], %r0; bar.warp.sync -1; @%p0 ld.shared.b32 %r6, [%r2+64];",
-        (("@%p0 ld", "@%p1 ld"),),
+        (("@%p0 ld", "@%p1 ld"), ("bar.warp.sync -1;", "")),
+    ),
+    "lanes of a warp, in global memory": Racy(
+        "@%p0 ld.global.b32 %r6, [%rd0+64]; bar.warp.sync -1; @%p0 st.global.b32 [%rd2], %r0;",
+        without("bar.warp.sync -1;"),
+    ),
+    "a byte that one lane writes and all read": Racy(
+        "@%p2 st.shared.u8 [%r2+5], %rs0; bar.warp.sync -1; @%p0 ld.shared.v4.b32 {%r6, %r7, %r8, %r10}, [%r2];",
+        without("bar.warp.sync -1;"),
+    ),
+    "lanes whose warp waits for them": Racy(
+        f"{INIT.format(1)} @%p2 st.shared.b32 [%r2], %r0; @%p2 mbarrier.arrive.shared.b64 _, [%r2+1024]; @!%p0 bra END;"
+        "LOOP: mbarrier.try_wait.parity.shared.b64 %p6, [%r2+1024], 0; @!%p6 bra LOOP;"
+        "ld.shared.b32 %r6, [%r2]; END:",
+        without("LOOP: mbarrier.try_wait.parity.shared.b64 %p6, [%r2+1024], 0; @!%p6 bra LOOP;"),
+    ),
+    "cp.async of another lane": Racy(
+        "@%p0 cp.async.ca.shared.global [%r5], [%rd2], 4; cp.async.commit_group; cp.async.wait_group 0;"
+        "bar.warp.sync -1; @%p0 ld.shared.b32 %r6, [%r2+64];",
+        without("bar.warp.sync -1;", "cp.async.wait_group 0;"),
+    ),
+    "lanes that store one word": Racy(
+        "@%p0 st.shared.b32 [%r2], %r1; @%p0 st.global.b32 [%rd0], %r1;",
+        (("[%r2], %r1", "[%r2], %r3"), ("[%rd0], %r1", "[%rd0], %r3")),
+        "lanes store different values",
+    ),
+    "atomics of lanes": Racy(
+        "@%p0 atom.shared.add.u32 %r6, [%r2], 1; bar.warp.sync -1; @%p2 ld.shared.b32 %r6, [%r2];",
+        without("bar.warp.sync -1;"),
+    ),
+    "rows of a matrix": Racy(
+        "@%p0 st.shared.b32 [%r5], %r0; bar.warp.sync -1; shl.b32 %r7, %r3, 4; add.u32 %r7, %r2, %r7;"
+        "@%p0 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r7];",
+        without("bar.warp.sync -1;"),
     ),
     "a lane that arrives for its warp": Racy(
         f"{INIT.format(1)} {STORE} bar.warp.sync -1; @%p2 mbarrier.arrive.shared.b64 _, [%r2+1024]; {WAIT} {LOAD}",
@@ -286,9 +319,6 @@ CASES = {
         {"block": (128, 1, 1)},
     ),
 }  # fmt: skip
-BY_CTA = ("bar.sync before a read", "bar.sync before a write", "bytes of one word", "cp.async",
-          "release and acquire of a word", "atomics on one word", "lanes of a warp")  # fmt: skip
-"""Cases whose warps may step together, as in kernels without mbarriers."""
 
 
 def parse(code: str) -> ptx.Kernel:

@@ -64,6 +64,7 @@ class Unit(Registers, *ENGINES):
         self.groups: list[list] = [[0, self.everyone]]
         self.blocked: list[tuple] = []
         self.warp_waiting: list[list] = []  # at bar.warp.sync: block to go on at, lanes, mask
+        self.priority = 0.0
         self.block = 0  # the one that runs, or ran last
         self.spun = False
         self.spun_at: set[int] = set()  # blocks that spun since anything else was done
