@@ -561,7 +561,7 @@ class TestRowsByIndex:
     def test_gradients_are_refused(self, recipe: str) -> None:
         given = self.given(40)
         given["w1"].requires_grad_()
-        with pytest.raises(glulam.GradientNotSupported, match="rows=|has no gradient"):
+        with pytest.raises(glulam.GradientNotSupported, match="rows=|has no gradient|w1 requires a gradient"):
             glulam.grouped_mlp(**given, recipe=recipe)
 
     @pytest.mark.parametrize("recipe", RECIPES)
@@ -815,7 +815,7 @@ class TestMoe:
     def test_recipes_without_a_gradient(self, recipe: str) -> None:
         x, w1, w2 = self.layer(BF16)[:3]
         made = Routing.from_topk(torch.randint(-1, 6, (20, 3)), torch.rand(20, 3), 6)
-        with pytest.raises(glulam.GradientNotSupported, match=f"moe: recipe '{recipe}' has no gradient, and w1"):
+        with pytest.raises(glulam.GradientNotSupported, match=f"moe: .*recipe '{recipe}' (has no|are frozen)"):
             glulam.moe(x, made, w1.requires_grad_(), w2, recipe=recipe)
 
     @pytest.mark.parametrize("recompute", [False, True])

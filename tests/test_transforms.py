@@ -45,7 +45,11 @@ OTHERWISE = {
 
 
 def _refused(name: str, call: Callable[[], Any], of: str = "") -> None:
-    ways = [rf"\b{name}\b.*use torch\.autograd", f"has no gradient, and {name}"]
+    ways = [
+        rf"\b{name}\b.*use torch\.autograd",
+        f"has no gradient, and {name}",
+        f"{name} requires a gradient, and weights",
+    ]
     ways += [words for part, words in OTHERWISE.items() if part in of]
     with pytest.raises(GradientNotSupported, match="|".join(ways)):
         call()

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..calls.call import Call
-from ..calls.checks import any_requires_grad, refuse_out
+from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
 from ..calls.quantized import Quantized
 from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
@@ -56,9 +56,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         ValueError, TypeError: an argument does not fit.
     """
     if call.indices is not None and not call.of_tokens:
-        raise GradientNotSupported(
-            f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
-        )
+        refuse_rows(call.op)
     if isinstance(call, GroupedMmCall) and isinstance(call.w, GateUp):
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"

@@ -83,6 +83,13 @@ def refuse_gradients(op: str, **arguments: Any) -> None:
             )
 
 
+def refuse_rows(op: str) -> NoReturn:
+    """Raises GradientNotSupported: rows come by index, and an argument requires a gradient."""
+    raise GradientNotSupported(
+        f"{op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
+    )
+
+
 def refuse_out(op: str, out: Any) -> None:
     """Called where a gradient will be recorded: raises GradientNotSupported, since autograd sees no writes to `out`."""
     if out is not None:

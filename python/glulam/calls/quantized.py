@@ -11,10 +11,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from ..errors import GradientNotSupported
+from ..reference import take_rows
 from .arguments import SUFFIXES
 from .call import Call
-from .checks import any_requires_grad
+from .checks import any_requires_grad, check_indices, refuse_rows
 
 
 class Quantized(Call):
@@ -46,6 +50,14 @@ class Quantized(Call):
         """Whether arguments other than weights are trained through weights that never are."""
         frozen: bool = self.recipe_of(self.op, self.recipe).freezes_weights
         return frozen
+
+    @classmethod
+    def rows_in_order(cls, x: Tensor, rows: Tensor) -> Tensor:
+        """x[rows], an index out of range clamped. Raises GradientNotSupported where x requires a gradient."""
+        check_indices(cls.op, rows, x)
+        if torch.is_grad_enabled() and any_requires_grad(x):
+            refuse_rows(cls.op)
+        return take_rows(x, rows)
 
     def refuse_trained_weights(self) -> None:
         """Raises GradientNotSupported where a weight, which is frozen, requires a gradient."""

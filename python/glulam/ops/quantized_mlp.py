@@ -15,7 +15,6 @@ from .. import recipes
 from ..activations import kernel_params
 from ..calls.checks import (
     any_requires_grad,
-    check_indices,
     check_out,
     intermediate_width,
     mismatch,
@@ -134,8 +133,7 @@ class QuantizedMlpCall(Quantized):
         if x.__class__ is MXFP8Tensor:
             x, x_scale, dtype = rows_as_read(cls.op, x, recipe, dtype, out, b1, b2)
         if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x, Tensor):
-            check_indices(cls.op, rows, x)
-            x, rows = take_rows(x, rows), None
+            x, rows = cls.rows_in_order(x, rows), None
         return x, x_scale, dtype, rows, *weight_parts(cls.op, "w1", w1, recipe), *weight_parts(cls.op, "w2", w2, recipe)
 
     def refuse_gradients(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import recipes, reference
-from ..calls.checks import check_indices, check_out, mismatch, runs_kernels
+from ..calls.checks import check_out, mismatch, runs_kernels
 from ..calls.launch import Made
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem, dtype_name
@@ -16,7 +16,6 @@ from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import MXFP8Tensor
 from ..formats.nvfp4 import NVFP4Tensor
 from ..recipes import Recipe
-from ..reference import take_rows
 from .quantized_weights import (
     READY_AS,
     check_weight,
@@ -49,8 +48,7 @@ class QuantizedMmCall(Quantized):
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
         """The parts, with rows that come by index in order."""
         if rows is not None:
-            check_indices(cls.op, rows, x)
-            x = take_rows(x, rows)
+            x = cls.rows_in_order(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)
 
     def refuse_gradients(self) -> None:
