@@ -101,9 +101,6 @@ def test_memory(recipe: str) -> None:
     """No weight in 16 bits: beside weights and rows, a step takes less than half of one."""
     experts, hidden, inter, rows = 32, 1024, 1024, 64
     w1, w2 = weight(recipe, experts, 2 * inter, hidden), weight(recipe, experts, hidden, inter)
-    form = glulam.recipes.RECIPES[recipe].weights
-    for w in (w1, w2):
-        glulam.ops.quantized_weights.prepared.PREPARED.get(form, w.parts)
     x = torch.randn(rows, hidden, device="cuda").to(BF16).requires_grad_()
     offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
 
