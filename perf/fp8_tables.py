@@ -103,7 +103,10 @@ def frozen_part(records: list[dict[str, Any]]) -> Parts:
     for label, op in dict.fromkeys((label, op) for label, op, _ in found):
         cells = []
         for recipe in recipes:
-            record = found[label, op, recipe]
+            record = found.get((label, op, recipe))
+            if record is None:
+                cells.append("-")
+                continue
             against = (ratio(record, recipe, peer) for peer in ("dequantised", BF16))
             cells.append(f"{_time(_us(record, recipe))} ({', '.join(f'{r:.2f}x' for r in against if r is not None)})")
         rows.append((label, op, *cells))

@@ -63,11 +63,14 @@ def text_of(kind: type[Call]) -> list[str]:
     for name, what in lists.items():
         if name not in prepared:
             find += [f"if {name}.__class__ is list:", f"    {name}_ = known({what!r}, {name})"]
+    if prepared:
+        find.append("ready_dtype, ready_rank = ready_as[recipe]")
     for name, parts in prepared.items():
         told = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
         found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(told)})"
         scale = f"{name}_scale"
-        find += [f"if {scale} is None or ({name}.dtype, {scale}.dim()) != ready_as[recipe]:", f"    {found}"]
+        is_made = f"{scale} is None or {name}.dtype is not ready_dtype or {scale}.dim() != ready_rank"
+        find += [f"if {is_made}:", f"    {found}"]
     if prepared and kind.differentiable:  # what is trained is prepared by its plan
         trained = ", ".join(name for name in kind.reads if name not in ("groups", *GROUPS))
         find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *indented(find)]
@@ -99,7 +102,10 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
     leave = [*[f"{name} = None" for name in others], "recipe = found.name"]
     leave += wrapped(f"{', '.join(quantized.unwraps)} = unwrap(", ["found", *takes], ")")
     leave += wrapped("return quantized(", list(quantized.names), ")")
-    lines = [f"if {when}:", f"    found = recipe_of({recipe})"]
+    found = f"recipe_of({recipe})"
+    if "recipe" in parameters:  # the look-up of a name takes less than the call
+        found = f"known_recipes[recipe] if recipe.__class__ is str and recipe in known_recipes else {found}"
+    lines = [f"if {when}:", f"    found = {found}"]
     if "recipe" not in parameters:
         return [*lines, *indented(leave)]
     return [*lines, "    if found is not plain:", *indented(indented(leave)), "    recipe = plain.name"]
@@ -155,7 +161,7 @@ def operator(
             lines = [*quantized_text_of(quantized, list(parameters), when, recipe), *lines]
             names.update(
                 quantized=inner, unwrap=quantized.unwrap, classes=quantized.classes,
-                recipe_of=functools.partial(quantized.recipe_of, kind.op),
+                known_recipes=quantized.recipes, recipe_of=functools.partial(quantized.recipe_of, kind.op),
                 plain=quantized.recipe_of(kind.op, PLAIN_RECIPE),
             )  # fmt: skip
         front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)

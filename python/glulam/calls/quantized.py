@@ -26,6 +26,7 @@ class Quantized(Call):
     in_parts: arguments that come in parts, with how many of SUFFIXES each has.
     unwraps: what `unwrap` gives, in order; `unwrap_takes`: what it takes besides the recipe, of the public arguments.
     settles: public arguments that it settles.
+    recipes: recipes by name.
     classes: of arguments that the public operator leaves to this, where these tell.
     """
 
@@ -39,6 +40,8 @@ class Quantized(Call):
     def unwrap(cls, recipe: Any, *public: Any) -> tuple[Any, ...]:
         """The parts, and other arguments that they change. Raises ValueError, TypeError: the recipe takes no such."""
         raise NotImplementedError
+
+    recipes: ClassVar[Mapping[str, Any]]
 
     @staticmethod
     def recipe_of(op: str, recipe: Any) -> Any:

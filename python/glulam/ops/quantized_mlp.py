@@ -115,7 +115,7 @@ class QuantizedMlpCall(Quantized):
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
     ready, ready_as = staticmethod(ready), READY_AS
-    recipe_of = staticmethod(recipes.find)
+    recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -134,7 +134,11 @@ class QuantizedMlpCall(Quantized):
             x, x_scale, dtype = rows_as_read(cls.op, x, recipe, dtype, out, b1, b2)
         if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x, Tensor):
             x, rows = cls.rows_in_order(x, rows), None
-        return x, x_scale, dtype, rows, *weight_parts(cls.op, "w1", w1, recipe), *weight_parts(cls.op, "w2", w2, recipe)
+        form: Any = recipe.weights
+        kinds, name = form.classes, form.name  # `weight_parts` of tensors that are read as they are, without its calls
+        first = w1.parts if w1.__class__ in kinds and w1.reads_as == name else weight_parts(cls.op, "w1", w1, recipe)
+        second = w2.parts if w2.__class__ in kinds and w2.reads_as == name else weight_parts(cls.op, "w2", w2, recipe)
+        return x, x_scale, dtype, rows, *first, *second
 
     def refuse_gradients(self) -> None:
         """Where an argument requires one, and it, the recipe or an argument in MXFP8 has none."""

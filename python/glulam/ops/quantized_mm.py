@@ -42,7 +42,7 @@ class QuantizedMmCall(Quantized):
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)
     ready, ready_as = staticmethod(ready), READY_AS
-    recipe_of = staticmethod(recipes.find)
+    recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:

@@ -26,11 +26,12 @@ READY_AS = {name: form.ready_as for name, form in FORMS.items()}
 
 def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
     """An argument's parts. Raises TypeError or ValueError where the recipe does not take it."""
-    form = FORMS[recipe.name]
+    form: Any = recipe.weights
     if w.__class__ in form.classes and w.reads_as == form.name:
         parts: Parts = w.parts
         return parts
-    return form.parts_of(op, name, w, recipe.name)
+    made: Parts = form.parts_of(op, name, w, recipe.name)
+    return made
 
 
 def ready(
