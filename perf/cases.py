@@ -139,9 +139,9 @@ def skew_cases(wanted: str | None = None) -> list[Case]:
     return with_routings(tuple(models(wanted, (QWEN3, DEEPSEEK))), routings)
 
 
-def fp8_cases(wanted: str | None = None) -> list[Case]:
-    """Prefill and decode, even."""
-    return select([*PREFILL, *DECODE, GPT_OSS_DECODE], wanted)
+def fp8_cases(wanted: str | None = None, prefill: tuple[str, ...] = ("uniform",)) -> list[Case]:
+    """Prefill by these routings, and decode, even."""
+    return select([*with_routings(PREFILL, prefill), *DECODE, GPT_OSS_DECODE], wanted)
 
 
 def backward_cases() -> list[Case]:

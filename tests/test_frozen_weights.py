@@ -169,6 +169,24 @@ class TestMoe:
             assert one is not None and torch.equal(one, other) and bool(one.any())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_module_trains_its_router_and_biases(recipe: str) -> None:
+    layer = glulam.nn.MoE(128, 128, 4, top_k=2, bias=True, router_bias=True, recipe=recipe, dtype=BF16)
+    given = glulam.nn.MoE(128, 128, 4, top_k=2, bias=True, router_bias=True, dtype=BF16)
+    with torch.no_grad():
+        for parameter in given.parameters():
+            parameter.normal_(0, 0.1)
+    layer.load_state_dict(given.state_dict())
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("experts" not in name or "bias" in name)
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0)).to(BF16).requires_grad_()
+    layer(x).float().square().sum().backward()
+    trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    assert set(trained) == {"router.weight", "router.bias", "experts.fc1.bias", "experts.fc2.bias"}
+    for one in (x, *trained.values()):
+        assert one.grad is not None and bool(one.grad.any())
+
+
 class TestRefusals:
     @pytest.mark.parametrize("name", ["w1", "w2"])
     def test_weights_are_frozen(self, name: str) -> None:

@@ -12,7 +12,7 @@ from rich.progress import track
 from ffi_bridge import BundleError
 from glulam.formats.prepared import PREPARED
 
-from ..cases import Case, fp8_cases
+from ..cases import EVEN_AND_SKEWED, Case, fp8_cases
 from ..fp8 import CONTESTANTS, Mlp, calls, check, make
 from ..options import Options, select_ops
 from ..problem import Problem, make_problem
@@ -55,7 +55,7 @@ def _measure(case: Case, names: tuple[str, ...], budget_s: float) -> dict[str, A
 
 def run_fp8(options: Options) -> list[dict[str, Any]]:
     """One record a case. `--op`: contestants."""
-    cases, names = fp8_cases(options.case), select_ops(CONTESTANTS, options.ops)
+    cases, names = fp8_cases(options.case, EVEN_AND_SKEWED), select_ops(CONTESTANTS, options.ops)
     records = []
     for case in track(cases, "fp8"):
         records.append(_measure(case, names, options.budget_s / len(cases)))

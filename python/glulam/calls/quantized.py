@@ -68,7 +68,8 @@ class Quantized(Call):
             if any_requires_grad(*[getattr(self, part, None) for part in self.parts_of(name)]):
                 raise GradientNotSupported(
                     f"{self.op}: {name} requires a gradient, and weights of recipe {self.recipe!r} are frozen: x, "
-                    f"scales and biases are trained through them; give {name}.detach(), or choose recipe 'bf16'"
+                    f"scales and biases are trained through them; give {name}.detach() (of a module's: call "
+                    "requires_grad_(False)), or choose recipe 'bf16'"
                 )
 
     @classmethod
