@@ -271,12 +271,24 @@ def test_weights_that_were_cast_after_the_first_call_are_refused() -> None:
             experts(*given.values())
 
 
-def test_gradients_are_refused_by_name() -> None:
-    experts, given = experts_of(), routed()
+@each_kind
+def test_tokens_and_weights_of_choices_have_gradients(kind: str) -> None:
+    """By weights alone, whatever recipe serves without gradients: those of the dequantised experts."""
+    experts, given = experts_of(kind), routed()
     assert not experts(*given.values()).requires_grad, "frozen weights"
-    given["hidden_states"].requires_grad_()
-    with pytest.raises(glulam.GradientNotSupported, match="recipe 'fp8_block' has no gradient, and x requires one"):
-        experts(*given.values())
+    trained, upstream = ("hidden_states", "top_k_weights"), torch.randn(TOKENS, HIDDEN)
+    found = []
+    for run, dtype in (
+        (lambda made: experts(*made.values()), BF16),
+        *((None, dtype) for dtype in (torch.float64, BF16)),
+    ):
+        made = {name: t.to(dtype) if name in trained else t for name, t in given.items()}
+        leaves = [made[name].requires_grad_() for name in trained]
+        out = run(made) if run is not None else expected(experts, made, dtype)
+        found.append(torch.autograd.grad(out, leaves, upstream.to(dtype)))
+    for got, exact, same in zip(*found, strict=True):
+        error, yardstick = (float((one.double() - exact).norm() / exact.norm()) for one in (got, same))
+        assert error <= 2 * yardstick < 0.1
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
