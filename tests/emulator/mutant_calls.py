@@ -231,6 +231,13 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
 
 
+def mlp_mxfp8_by_index(given: Inputs) -> Any:
+    """Rows by index, which threads copy."""
+    rows = indices(given, sum(FEW_ROWS) + 3, 50)
+    w1, w2 = given.normal(8, 256, 384, scale=0.1), given.normal(8, 384, 128, scale=0.1)
+    return glulam.grouped_mlp(given.normal(50, 384), w1, w2, recipe="mxfp8", rows=rows, offs=offs_of(given, FEW_ROWS))
+
+
 def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
     """One for each of two CTAs, and none for others."""
     return mlp_mxfp8(given, (5,), 128, 256)
