@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +29,15 @@ from .launch import NUM_SMS, Emulator
 from .memory import Memory
 
 NAME = "emulated"
+_LOCK = threading.Lock()  # ranks are threads
 
 
 def live_storages() -> dict[int, Any]:
     """The storage of every CPU tensor that Python holds, by address: memory that a kernel may touch at this moment."""
     plain = frozenset(device.PLAIN_TENSORS)
-    tensors = [one for one in (reference() for reference in _early_tensors()) if one is not None]
+    with _LOCK:
+        early = _early_tensors()
+    tensors = [one for one in (reference() for reference in early) if one is not None]
     tensors += [each for each in gc.get_objects() if type(each) in plain]
     found: dict[int, Any] = {}
     for one in tensors:

@@ -80,7 +80,7 @@ def mm(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 136, k: int = 264
 
 def mm_of_three_columns(given: Inputs) -> Any:
     """An odd number of row tiles and of weight tiles, of five k-tiles."""
-    return mm(given, (300, 0, 150, 20), 264, 264)
+    return mm(given, (300, 0, 250, 20), 264, 264)
 
 
 def mm_of_listed_experts(given: Inputs) -> Any:
@@ -97,8 +97,11 @@ def mm_of_many_experts(given: Inputs) -> Any:
 
 
 def mm_by_tickets(given: Inputs) -> Any:
-    """Rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
-    many, few = {1: 140, 8: 66, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 63, 16: 9, 33: 12, 36: 3, 53: 2}
+    """Rows by index, so many columns that clusters draw tickets, and groups of few rows and of many.
+
+    A thread copies rows 4 apart, of which groups have the first, the first two, up to all eight.
+    """
+    many, few = {1: 140, 8: 94, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 55, 16: 15, 33: 27, 36: 3, 53: 2}
     sizes = spread({**many, **few})
     x, w = given.normal(70, 840), given.normal(len(sizes), 136, 840)
     rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 136)
@@ -229,6 +232,13 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
     sizes = (100, 0, 5)
     scale, bias = given.normal(sum(sizes) + 3, dtype=F32), given.normal(3, 512)
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
+
+
+def mlp_mxfp8_by_index(given: Inputs) -> Any:
+    """Rows by index, which threads copy."""
+    rows = indices(given, sum(FEW_ROWS) + 3, 50)
+    w1, w2 = given.normal(8, 256, 384, scale=0.1), given.normal(8, 384, 128, scale=0.1)
+    return glulam.grouped_mlp(given.normal(50, 384), w1, w2, recipe="mxfp8", rows=rows, offs=offs_of(given, FEW_ROWS))
 
 
 def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:

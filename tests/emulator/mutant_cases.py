@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
 from ffi_bridge import profiles
 from glulam.validate import child
@@ -136,6 +137,7 @@ CASES = {
             (
                 (calls.mlp_mxfp8_of_two_tiles, 3),
                 (calls.mlp_mxfp8, 1),
+                (calls.mlp_mxfp8_by_index, 1),
                 (calls.mlp_mxfp8_of_many_rows, 1),
                 (calls.mlp_mxfp8_of_many_experts, 2),
                 (calls.mlp_mxfp8_of_bands, 1),
@@ -148,6 +150,13 @@ CASES = {
 
 def spec_of(case: Case) -> Spec:
     return next(spec for spec in profiles.shipped_specs(case.arch, "full") if spec.name == case.spec)
+
+
+def kernel_of(case: Case) -> Kernel:
+    """The kernel that is changed, without a launch of it."""
+    programs = (launches.stage_of(stage).programs for stage in stages_of(spec_of(case)))
+    named = (item for each in programs for item in each.items())
+    return next(program.kernel for name, program in named if name.startswith(case.kernel or case.spec))
 
 
 @dataclasses.dataclass

@@ -189,8 +189,23 @@ def reasons() -> tuple[Reason, ...]:
     return tuple(Reason(*entry) for entry in json.loads(REASONS.read_text()))
 
 
+PURE = ("mov", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "setp", "selp", "cvt")
+"""Opcodes of instructions that do nothing but write their first operand."""
+
+
+def is_unread(kernel: Kernel, at: int) -> bool:
+    """Say whether an instruction only computes a register that no other instruction of the kernel names."""
+    ins = kernel.code[at]
+    found = re.match(r"[^@]\S+ (%\w+),", ins.text)
+    if ins.mods[0] not in PURE or not found:
+        return False
+    return sum(len(re.findall(rf"{found[1]}\b", other.text)) for other in kernel.code) == 1
+
+
 def reason_for(name: str, kernel: Kernel, mutant: Mutant) -> str:
     """Why a mutant changes nothing; empty where nobody has said."""
+    if is_unread(kernel, mutant.at):
+        return "no instruction reads its result"
     return next((reason.why for reason in reasons() if reason.fits(name, kernel, mutant)), "")
 
 
