@@ -42,8 +42,8 @@ test-bundle: $(TESTABLE)
 	$(BUILD) --profile full
 	$(BIN)/python -m pytest -q -m bundle $(ARGS)
 
-# Every function of two architectures, emulated on the CPU: some eight minutes on two cores; the first time, with some
-# 1,100 functions to compile, far longer. Other files are not collected, which takes longer than some files' tests; the
+# Every function of two architectures, emulated on the CPU: about 18 minutes of one core once all is compiled, nine of two;
+# the first time, with some 900 stages to compile, far longer. Only files that have such tests are collected, and the
 # longest tests come first.
 test-emulator: $(TESTABLE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m emulator \

@@ -27,7 +27,7 @@ OPERANDS_NAME = "nvfp4_weight_only"
 SIZES = (0, 17, 1, 0, 40)
 TAIL = 5
 WIDTH = 136
-COLUMNS = (288, 192, 256)
+COLUMNS = (288, *(pytest.param(columns, marks=pytest.mark.emulator) for columns in (192, 256)))
 """Neither, half and whole tiles of 128; scales of a row are no words, words that end within a tile, whole tiles."""
 
 

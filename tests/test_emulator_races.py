@@ -6,12 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from emulator import calls, mutants, translate
+from emulator import calls, translate
 from emulator.by_hand import lane, make, nothing, shared, wait
 from emulator.emulated_gpu import installed
 from emulator.faults import Fault
 from emulator.machine import Machine
 from emulator.memory import Memory
+from emulator.mutant_cases import recorded_last
 from emulator.ptx import Imm, Ins, Kernel
 from emulator.races import Race, Races
 from emulator.racy import CASES, parse
@@ -267,7 +268,7 @@ def broken(kernel: Kernel, at: int, ins: Ins) -> Kernel:
 
 @pytest.mark.parametrize(("name", "text", "how", "words"), BROKEN)
 def test_a_function_of_the_product_without_a_part_of_its_order_is_found(name, text, how, words):
-    launch = mutants.recorded(name)[-1]
+    launch = recorded_last(name)
     at = next(at for at, ins in enumerate(launch.kernel.code) if ins.text.startswith(text))
     kernel = broken(launch.kernel, at, changed(launch.kernel.code[at], how))
     with pytest.raises(Fault, match=words):

@@ -220,11 +220,18 @@ def _recording() -> Iterator[list[Recorded]]:
         yield kept
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def recorded(name: str) -> tuple[Recorded, ...]:
     """The launches of a case, one of each call."""
     case = CASES[name]
     return tuple(_recorded(case, *call) for call in case.calls)
+
+
+@functools.lru_cache(maxsize=4)
+def recorded_last(name: str) -> Recorded:
+    """The launch of a case's last call, the largest."""
+    case = CASES[name]
+    return _recorded(case, *case.calls[-1])
 
 
 def _recorded(case: Case, call: Call, num_sms: int) -> Recorded:
