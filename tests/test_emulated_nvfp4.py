@@ -40,7 +40,9 @@ def _operands(spec: Any) -> str:
     return str(spec.fc1.operands if isinstance(spec, GroupedMlpSpec) else spec.operands)
 
 
-MM: list[GroupedMmSpec] = _shipped(GroupedMmSpec)
+EVERY_MM: list[GroupedMmSpec] = _shipped(GroupedMmSpec)
+MM = [spec for spec in EVERY_MM if not spec.transpose_w]
+OVER_ROWS = [spec for spec in EVERY_MM if spec.transpose_w]
 MLP: list[GroupedMlpSpec] = _shipped(GroupedMlpSpec)
 
 
@@ -166,6 +168,31 @@ def test_a_bad_scale_makes_nan_of_its_row(spec: GroupedMmSpec, columns: int) -> 
     wanted = _products(x, w.values, sizes)
     assert wanted[:19].isnan().any(0).nonzero().flatten().tolist() == [3, 70]
     assert wanted[19:].isnan().any(0).nonzero().flatten().tolist() == [8, 135]
+    _assert_same(y, wanted)
+
+
+@_by_name(OVER_ROWS)
+def test_every_element_with_every_scale_over_rows(spec: GroupedMmSpec) -> None:
+    columns, global_scale = 160, torch.tensor([0.37, 1e-3], dtype=F32)
+    w = nvfp4.of_every_scale(2, WIDTH, columns)
+    y = torch.full((2 * WIDTH, columns), math.nan, dtype=BF16)
+    _call(spec, (WIDTH, WIDTH), x=torch.eye(WIDTH, dtype=BF16).repeat(2, 1), y=y, **_weights(w, global_scale))
+    assert torch.equal(y, (w.values.float() * global_scale[:, None, None]).flatten(0, 1).to(BF16))
+
+
+@_by_name(OVER_ROWS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_groups_of_any_size_over_rows(spec: GroupedMmSpec, columns: int) -> None:
+    """As of the other direction, with a bad scale as well: NaN in the columns of its block alone."""
+    w, x = nvfp4.of_exact_sums(len(SIZES), WIDTH, columns), _rows(WIDTH, SIZES)
+    bias = (torch.arange(len(SIZES) * columns).view(len(SIZES), columns) % 13 - 6).to(BF16) * 2
+    w.scale[4, 77, 3] = 0x7F
+    each = torch.tensor([3.0, 1.25, 0.0625, 1.0, 0.75], dtype=F32)
+    y = torch.full((x.shape[0], columns), math.nan, dtype=BF16)
+    _call(spec, SIZES, x=x, y=y, bias=bias, **_weights(w, each))
+    sums = _products(x, w.values.mT, SIZES) * _of_rows(each.double(), SIZES)[:, None]
+    wanted = sums + _of_rows(bias.double(), SIZES)
+    assert wanted.isnan().any(0).nonzero().flatten().tolist() == list(range(48, 64))
     _assert_same(y, wanted)
 
 
