@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import threading
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -29,16 +29,12 @@ from .launch import NUM_SMS, Emulator
 from .memory import Memory
 
 NAME = "emulated"
-_LOCK = threading.Lock()  # ranks are threads
 
 
 def live_storages() -> dict[int, Any]:
     """The storage of every CPU tensor that Python holds, by address: memory that a kernel may touch at this moment."""
-    plain = frozenset(device.PLAIN_TENSORS)
-    with _LOCK:
-        early = _early_tensors()
-    tensors = [one for one in (reference() for reference in early) if one is not None]
-    tensors += [each for each in gc.get_objects() if type(each) in plain]
+    tensors = [one for one in (reference() for reference in _early_tensors()) if one is not None]
+    tensors += _young_tensors()
     found: dict[int, Any] = {}
     for one in tensors:
         if one.device.type == "cpu" and one.layout is torch.strided:
@@ -52,13 +48,31 @@ def live_storages() -> dict[int, Any]:
 def _early_tensors() -> list[weakref.ref]:
     """The tensors of this moment; from then on the collector looks at younger objects alone.
 
-    Imported modules have some 500,000 objects, which each launch would look through for 0.15 s.
+    Imported modules have some 500,000 objects, which each launch would look through for 0.15 s. The moment is one at
+    which no other thread makes tensors: one made between list and freeze would be in neither.
     """
     gc.collect()
-    plain = frozenset(device.PLAIN_TENSORS)
-    tensors = [weakref.ref(each) for each in gc.get_objects() if type(each) in plain]
+    tensors = [weakref.ref(each) for each in _young_tensors()]
     gc.freeze()
     return tensors
+
+
+def _young_tensors() -> list[torch.Tensor]:
+    """Tensors that the collector looks at, taken without a step of Python or a collection between.
+
+    Another thread may be building a tuple: that fails where anybody else holds the tuple when the thread goes on.
+    """
+    plain = frozenset(device.PLAIN_TENSORS)
+
+    def lazily() -> Iterator[torch.Tensor]:
+        objects, types = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))))
+        return itertools.compress(objects, map(plain.__contains__, map(type, types)))
+
+    gc.disable()
+    try:
+        return list(lazily())
+    finally:
+        gc.enable()
 
 
 @dataclasses.dataclass
@@ -100,6 +114,7 @@ def installed(
     Args:
         patience_s: as of Emulator, for ranks that are threads. check_races: as of Emulator.
     """
+    _early_tensors()  # before ranks are threads
     with pytest.MonkeyPatch.context() as patch:
         gpu = EmulatedGpu(fake_gpu.install(patch), Emulator(arch, seed, num_sms, patience_s, check_races))
         patch.setattr(fake_gpu, "SM_COUNT", num_sms)

@@ -104,10 +104,14 @@ class Stage:
         self.programs = programs.of(text, cache_folder() / "programs")
 
 
-@functools.lru_cache(maxsize=8)
+_stages = functools.lru_cache(maxsize=8)(Stage)
+_ONE_AT_A_TIME = threading.Lock()  # launches beside each other would write the same object
+
+
 def stage_of(stage: Spec) -> Stage:
     """A stage, and the last ones."""
-    return Stage(stage)
+    with _ONE_AT_A_TIME:
+        return _stages(stage)
 
 
 @dataclasses.dataclass
@@ -153,6 +157,7 @@ class Emulator:
         self.memory = Memory()
         self.counts = Counts()
         self._turn = threading.Lock()  # of launches that run beside each other
+        self._fault: Fault | None = None  # the first of these, which the others would wait for
 
     def function(self, spec: Spec) -> Callable[..., None]:
         """The exported function of a spec, to be called with its arguments by name (`signature_of(spec).pack`).
@@ -233,8 +238,14 @@ class Emulator:
             turns = run.turns()
             while True:
                 with self._turn:
-                    if next(turns, self) is self:
-                        return
+                    if self._fault is not None:
+                        raise Fault(f"a launch beside this one has failed: {self._fault}")
+                    try:
+                        if next(turns, self) is self:
+                            return
+                    except Fault as fault:
+                        self._fault = fault
+                        raise
                 if not run.waits:
                     until = time.monotonic() + self.patience_s
                 elif time.monotonic() < until:
