@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..calls.checks import shape_text
 from .checkpoint_names import DIALECTS, PROJECTIONS, Dialect, ExpertNames, dialects_of, experts_at, prefixes
-from .scaled import SCALE_DTYPE, Scaled, scales_of
+from .scaled import SCALE_DTYPE, Scaled, bytes_of_floats, scales_of
 
 OP = "load_experts"
 LISTED = 4
@@ -247,7 +247,7 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
                 wholes = [_made(shape, part, device) for part in parts.values()]
             _check_like(first, like)
             for whole, part in zip(wholes, parts.values(), strict=True):
-                whole[place, half] = _bytes(part).view(whole.shape[2:])
+                whole[place, half] = bytes_of_floats(part).view(whole.shape[2:])
             keys.append(list(parts)[1:])
             bad.append(torch.stack(_are_bad(source.dialect, [whole[place, half] for whole in wholes[1:]])))
     _refuse_bad(keys, torch.stack(bad).cpu())
@@ -258,11 +258,6 @@ def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
     """Memory for a part of all experts. A global scale has no dimension of its own, however it is stored."""
     own = part.shape if part.dim() == 2 else ()
     return torch.empty(*shape, *own, dtype=torch.uint8 if part.itemsize == 1 else torch.float32, device=device)
-
-
-def _bytes(part: Tensor) -> Tensor:
-    """Elements and scales of 8 bits as bytes, in which they are copied."""
-    return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
 def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:

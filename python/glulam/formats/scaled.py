@@ -48,6 +48,14 @@ def multipliers_of(exponents: Tensor) -> Tensor:
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
+def bytes_of_floats(part: Tensor) -> Tensor:
+    """View 8-bit floats as uint8, and leave other dtypes as they are.
+
+    Python's own pickle cannot restore 8-bit floats, and `copy_` into bytes would convert the numbers, 0.5 to 0.
+    """
+    return part.view(torch.uint8) if part.itemsize == 1 else part
+
+
 class Parts(NamedTuple):
     """A weight of E experts: elements, scales, and where a format has one, what all of an expert's are multiplied by.
     `scale`: None of a weight in 16 bits, which is to be prepared.
@@ -160,7 +168,7 @@ class Scaled:
     def __getstate__(self) -> dict[str, Any]:
         """8-bit floats as bytes: Python's own pickle cannot restore torch's."""
         fields = {name: getattr(self, name) for name in self.fields}
-        return fields | {name: t.view(torch.uint8) for name, t in fields.items() if name in NAMES and t.itemsize == 1}
+        return fields | {name: bytes_of_floats(t) for name, t in fields.items() if name in NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Checked as any other is, since it may come from a file."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calls.arguments import SUFFIXES
 from ..formats.mxfp8.layout import DATA_DTYPE
-from ..formats.scaled import Parts
+from ..formats.scaled import Parts, bytes_of_floats
 from ..nn.quantized_linear import refusal
 from ..recipes import Recipe
 
@@ -36,7 +36,7 @@ def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
         experts.register_load_state_dict_pre_hook(_read)
     for part, tensor in zip(SUFFIXES, parts, strict=True):
         if tensor is not None:
-            experts.register_buffer(name + part, tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
+            experts.register_buffer(name + part, bytes_of_floats(tensor))
     experts.glulam_recipe = recipe
 
 

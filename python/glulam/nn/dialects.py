@@ -17,7 +17,8 @@ from cute_kernels.specs import GATED
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
 from ..formats.checkpoint_names import ExpertNames, dialects_of, experts_at
 from ..formats.checkpoints import load_named
-from .quantized_linear import SCALE_DTYPES, QuantizedLinear, refusal, scale_bytes
+from ..formats.scaled import bytes_of_floats
+from .quantized_linear import SCALE_DTYPES, QuantizedLinear, refusal
 from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {
@@ -162,7 +163,7 @@ def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: 
         return None
     layout, made = mlp.call_options["glu_layout"], []
     for layer, weight in ((mlp.fc1, w1), (mlp.fc2, w2)):
-        parts = [weight.data, scale_bytes(weight.scale)]
+        parts = [weight.data, bytes_of_floats(weight.scale)]
         if layer is mlp.fc1 and layout != "concat":
             if not layer.has_scales_of_rows:
                 raise ValueError(
@@ -191,7 +192,7 @@ def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], m
     """Join the blocks or the scales of MXFP4 weights, as bytes. Raises TypeError where they have another dtype."""
     if message := refusal(key, parts[0], dtypes):
         raise TypeError(f"state dict: {message}")
-    joined: list[Tensor] | None = make([scale_bytes(part) if isinstance(part, Tensor) else part for part in parts])
+    joined: list[Tensor] | None = make([bytes_of_floats(part) if isinstance(part, Tensor) else part for part in parts])
     return joined
 
 

@@ -21,7 +21,7 @@ from ..formats.mxfp4.form import Mxfp4
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.mxfp8.reference import E4M3_MAX
 from ..formats.nvfp4.form import Nvfp4
-from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts
+from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts, bytes_of_floats
 from ..formats.words import WORD_DTYPE, bytes_of, words_of
 from .linear import GroupedLinear
 from .state import Move, layout_move
@@ -114,14 +114,14 @@ class QuantizedLinear(GroupedLinear):
         if weight.shape[2] % self.form.multiple:
             return None
         data, *scales = self.quantized(weight.detach())
-        return [data, *[scale_bytes(scale) for scale in scales if scale is not None]]
+        return [data, *[bytes_of_floats(scale) for scale in scales if scale is not None]]
 
     def quantized(self, weight: Tensor) -> Parts:
         return self.form.quantized(weight)
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
         """A part of a state dict as the buffer is."""
-        return scale_bytes(part)
+        return bytes_of_floats(part)
 
     def as_stored(self, name: str, part: Tensor) -> Tensor:
         """A buffer as state dicts have it."""
@@ -229,11 +229,6 @@ def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
         return ""
     wanted = " or ".join(map(str, dtypes))
     return f"{key} is {value.dtype}; it must be {wanted}, since parts of a quantised weight are never converted"
-
-
-def scale_bytes(scale: Tensor) -> Tensor:
-    """8-bit floats as bytes: copy_ would convert the numbers, 0.5 to 0."""
-    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
 
 
 def _read(
