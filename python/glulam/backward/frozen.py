@@ -17,7 +17,8 @@ from ..calls.arguments import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
 from ..host import device as gpus
-from ..ops.gate import gate, gate_gradients, is_behind
+from ..host.groups import is_after_groups
+from ..ops.gate import gate, gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.mlp_training import DataGradients
 from ..ops.quantized_mlp import QuantizedMlpCall
@@ -28,9 +29,9 @@ from .function import Formula
 from .parts import Operators, Targets, groups_of, scale_of_bias_grad
 
 
-def part_names(*weights: str) -> tuple[str, ...]:
-    """Names of the arguments that hold the parts of weights."""
-    return tuple(f"{name}{suffix}" for name in weights for suffix in SUFFIXES)
+def part_names(name: str) -> tuple[str, ...]:
+    """Names of the arguments that hold a weight's parts."""
+    return tuple(name + suffix for suffix in SUFFIXES)
 
 
 def parts_of(given: dict[str, Any], name: str) -> Parts:
@@ -63,7 +64,7 @@ def data_gradient(
         return product(recipe, dy, w, groups, transpose_w)
     if gpus.is_traced(dy):  # inductor takes no operator that writes a buffer and reads E8M0 scales
         dx = product(recipe, dy, w, groups, transpose_w)
-        return dx.masked_fill(is_behind(groups, dx)[:, None], 0)
+        return dx.masked_fill(is_after_groups(dx, **groups)[:, None], 0)
     columns = FORMS[recipe].columns(w.data) if transpose_w else int(w.data.shape[1])
     return product(recipe, dy, w, groups, transpose_w, out=targets.new_grad_input(dy, columns))
 

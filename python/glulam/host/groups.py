@@ -127,6 +127,15 @@ def _integer(op: str, value: object) -> int:
         raise TypeError(f"{op}: splits holds {value!r}; give row counts as integers") from None
 
 
+def is_after_groups(rows: Tensor, offs: Tensor | None = None, splits: Any = None) -> Tensor:
+    """Return bool [T], True for rows [T, ...] after the last group, which operators do not write.
+
+    Either offs or splits is given, as a tensor.
+    """
+    end = splits.sum() if offs is None else offs[-1]
+    return torch.arange(rows.shape[0], device=rows.device) >= end
+
+
 def with_spare_rows(groups: Tensor) -> Tensor:
     """Mark group sizes that may end before T by design, as a Routing's do: `ends` does not warn of them.
 

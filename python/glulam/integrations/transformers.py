@@ -29,6 +29,7 @@ from ..calls.checks import any_requires_grad
 from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
 from ..formats.scaled import Parts
+from ..host.groups import is_after_groups
 from ..layer import Routing, combine, permute
 from ..layer.choices import moe_of_choices
 from ..ops.grouped_mlp import grouped_mlp
@@ -149,7 +150,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         routing = Routing.from_topk(*choices)
         rows = grouped_mlp(permute(x, routing), w1, w2, offs=routing.offs, **given)
         # Rows behind the last group were never written, and a norm's gradient is a sum over all rows.
-        is_tail = torch.arange(len(rows), device=rows.device) >= routing.offs[-1]
+        is_tail = is_after_groups(rows, routing.offs)
         rows = getattr(experts, plan.post)(rows.masked_fill(is_tail[:, None], 0))
         rows = rows * routing.weight_of_row.masked_fill(is_tail, 0)[:, None].to(rows.dtype)
         return _cast(combine(rows, routing), given_dtype)

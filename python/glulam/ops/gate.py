@@ -15,6 +15,7 @@ from ..activations import ActivationParams, activate, activate_backward, kernel_
 from ..calls.addressed import AddressedCall, Like, check_dtype, check_vectors
 from ..calls.front import operator
 from ..choose.problem import dtype_name
+from ..host.groups import is_after_groups
 
 
 def width_of(columns: int, number: int) -> int:
@@ -108,15 +109,9 @@ def gate_gradients(
     of_row_scale = of_row_scale and row_scale is not None
     told = _told(activation, glu_layout, numbers)
     d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, **told, of_row_scale=of_row_scale)
-    return d_preact, d_scale.masked_fill(is_behind(groups, d_scale), 0) if of_row_scale else None
+    return d_preact, d_scale.masked_fill(is_after_groups(d_scale, **groups), 0) if of_row_scale else None
 
 
 def _told(activation: str, glu_layout: str, numbers: dict[str, float]) -> dict[str, Any]:
     number, *others = kernel_params(activation, glu_layout, ActivationParams(**numbers))
     return {"number": number, **dict(zip(("glu_layout", "limit", "alpha", "offset"), others, strict=True))}
-
-
-def is_behind(groups: dict[str, Any], rows: Tensor) -> Tensor:
-    """Which rows lie behind the last group, where nothing is known: bool [T]."""
-    ends = groups["offs"][-1] if "offs" in groups else groups["splits"].sum()
-    return torch.arange(rows.shape[0], device=rows.device) >= ends
