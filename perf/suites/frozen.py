@@ -30,7 +30,7 @@ from ..timing import measure_device
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 DEQUANTISED = "dequantised"
 MAX_RELATIVE_ERROR = 0.01
-"""Of a gradient against that of the dequantised weight, in Frobenius norms: rounding is 0.002."""
+"""Bound of a gradient's distance from the dequantised weight's, in Frobenius norms; rounding alone is 0.002."""
 
 Call = Callable[[], Tensor]
 
