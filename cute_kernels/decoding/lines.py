@@ -54,12 +54,12 @@ class Experts(NamedTuple):
 
 
 class LineSources(NamedTuple):
-    """What a thread copies of one tile.
+    """Addresses of a thread's chunks of one tile, and of their scales.
 
     Attributes:
         chunks: for each block of 64 columns, the address of its chunk of weight row 0, and whether w has the columns.
         scales: for each block of 64 columns, the address of this chunk's scales.
-        pitch, rows, scale_pitch: as of `Experts`.
+        pitch, rows, scale_pitch: see `Experts`.
     """
 
     chunks: tuple[tuple[Int64, Boolean], ...]
@@ -156,8 +156,8 @@ class DecodedLines(Invariant):
                 self.pending[time * self.blocks + block] = word
 
     def read(self, slot: Int32) -> tuple[list[cute.Tensor], list[Int32]]:
-        """The thread's chunks of a slot's k-tile, words, and their scales. All loads are under way before the first
-        store, which the compiler would let none of them pass."""
+        """Return the thread's chunks of a slot's k-tile, as words, and their scales. Called before `write`, so that all
+        loads are under way before the first store: the compiler moves no load past a store."""
         scales = self._scale_words(slot)
         chunks = [_words_at(slot + (i * THREADS + self.thread) * CHUNK_BYTES) for i in range(self.count)]
         return chunks, [scales[i * THREADS] for i in range(self.count)]

@@ -1,9 +1,9 @@
-"""The activation of a preactivation and its gradient, row by row, where no GEMM has them in its epilogue.
+"""The activation of a preactivation and its gradient, row by row, for callers whose GEMMs have no such epilogue.
 
     act = f(a, u) s        dpreact = (d s f_a, d s f_u)        d_s[row] = sum over i of d_i f_i
 
-A CTA has a row, a thread 8 columns of act at a time and what belongs to them of h [T, 2I] or [T, I]. Bytes are the
-bound: 6 for an element of act forward, 10 backward, in 16 bits with a gate.
+A CTA has a row; a thread has 8 columns of act at a time, and the columns of h [T, 2I] or [T, I] that they come from.
+Memory bounds both kernels: with a gate and 16-bit numbers, an element of act takes 6 bytes forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Gate(Invariant):
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
-        """Where a vector's a and u lie in a row of h, in vectors; interleaved, both lie in these two."""
+        """Return the places of a vector's a and u in a row of h, in vectors; interleaved, each place mixes both."""
         of_block = BLOCK_ROWS // self.count
         in_blocks = vector // of_block * (2 * of_block) + vector % of_block
         is_concat, is_blocked = glu_layout == LAYOUTS["concat"], glu_layout == LAYOUTS["interleaved32"]
@@ -52,7 +52,7 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """a and u, of two vectors that are these or have them in turns."""
+        """Return a and u: the two vectors themselves, or, if they are mixed, their even and odd elements."""
         a, u = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         both = [one[i] for one in (first, second) for i in range(self.count)]
         for i in range(self.count):
@@ -156,7 +156,7 @@ class GateBackward(_Gate):
         self, names: cutlass.Constexpr, parts: tuple, dm: cute.Tensor, factor: Float32, total: cute.Tensor,
         params: ActivationParams,
     ):  # fmt: skip
-        """Gradients in place of `parts`, by the activation that `params` tells; adds to the row's sum."""
+        """Replace `parts` by their gradients, for the activation that `params` names; add to the row's sum."""
         if const_expr(len(names) == 1):
             self._fill(names[0], parts, dm, factor, total, params)
         elif params.kind == KINDS[names[0]]:

@@ -78,7 +78,7 @@ class Operands(NamedTuple):
 
 
 class DecodedLinesGemm(GroupedGemm):
-    """`weights`: their format."""
+    """GEMM of 16-bit rows and decoded weights, contracted over the weights' rows. `weights`: their format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)

@@ -19,7 +19,7 @@ from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
-    """`weights`: their format."""
+    """GEMM of 16-bit rows and decoded weights, contracted over the weights' rows. `weights`: their format."""
 
     decoding_warpgroups = DECODING_WARPGROUPS
 

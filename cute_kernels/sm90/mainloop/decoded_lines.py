@@ -32,7 +32,7 @@ from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
 DECODING_WARPGROUPS = 2
-"""Take turns at k-tiles: what one decodes in 700 cycles, mostly latency, is multiplied in 512."""
+"""Warpgroups that decode, taking turns at k-tiles: one takes 700 cycles for a k-tile, mostly latency, and MMAs 512."""
 SLOTS = 3
 """A warpgroup's k-tiles of weights on their way or in work."""
 
@@ -103,7 +103,7 @@ class DecodedLinesMainloop(Mainloop):
         return state
 
     def lines(self) -> HopperLines:
-        """Make what a thread of the decoding warpgroup holds while the kernel runs."""
+        """Make the decoder of a thread of a decoding warpgroup."""
         return HopperLines(self.format, decoder_of(self.format), self.tile.n)
 
     @cute.jit
