@@ -11,6 +11,7 @@ reads them: it waits for its own copies alone. Threads of a quarter warp write t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -93,9 +94,9 @@ class DecodedLines(Invariant):
         self.vectors = chunk_elements // VECTOR
         self.lanes_a_line = BLOCK // chunk_elements
         self.lines_at_once = THREADS // self.lanes_a_line
-        self.times = DEPTH // self.lines_at_once
+        self.times = range(DEPTH // self.lines_at_once)
         self.blocks = width // BLOCK
-        self.count = self.times * self.blocks
+        self.count = len(self.times) * self.blocks
         self.scale_block = min(weights.block, chunk_elements)
         scale_bytes = chunk_elements // self.scale_block * BITS[weights.scale] // 8
         self.scale_dtype = SCALE_DTYPES[scale_bytes]
@@ -126,7 +127,7 @@ class DecodedLines(Invariant):
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
         """Start to copy the thread's chunks of 64 weight rows to a slot; zeros where w has none."""
         target = slot + self.thread * CHUNK_BYTES
-        for time in range(self.times):
+        for time in self.times:
             line = first_row + self.line + time * self.lines_at_once
             is_row = line < sources.rows
             distance = select(is_row, line, Int32(0)) * sources.pitch
@@ -142,7 +143,7 @@ class DecodedLines(Invariant):
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
             words[i * THREADS] = self.pending[i]
-        for time in cutlass.range_constexpr(self.times):
+        for time in cutlass.range_constexpr(len(self.times)):
             line = first_row + self.line + time * self.lines_at_once
             row = line // self.format.rows
             for block in cutlass.range_constexpr(self.blocks):
@@ -155,27 +156,32 @@ class DecodedLines(Invariant):
                         word = word & (2**self.scale_dtype.width - 1)
                 self.pending[time * self.blocks + block] = word
 
-    def read(self, slot: Int32) -> tuple[list[cute.Tensor], list[Int32]]:
+    def read(self, slot: Int32, times: Sequence[int]) -> tuple[list[cute.Tensor], list[Int32]]:
         """Return the thread's chunks of a slot's k-tile, as words, and their scales. Called before `write`, so that all
-        loads are under way before the first store: the compiler moves no load past a store."""
-        scales = self._scale_words(slot)
-        chunks = [_words_at(slot + (i * THREADS + self.thread) * CHUNK_BYTES) for i in range(self.count)]
-        return chunks, [scales[i * THREADS] for i in range(self.count)]
+        loads are under way before the first store: the compiler moves no load past a store.
 
-    def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32) -> None:
-        """Decode chunks to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
+        Args:
+            times: which parts of `lines_at_once` weight rows to read; `self.times` has all parts.
+        """
+        scales = self._scale_words(slot)
+        numbers = [time * self.blocks + block for time in times for block in range(self.blocks)]
+        chunks = [_words_at(slot + (number * THREADS + self.thread) * CHUNK_BYTES) for number in numbers]
+        return chunks, [scales[number * THREADS] for number in numbers]
+
+    def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
+        """Decode what `read` returned to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
-        for time in range(self.times):
+        for i, time in enumerate(times):
             for block in range(self.blocks):
-                number = time * self.blocks + block
+                number = i * self.blocks + block
                 words, values = chunks[number], self._values(scales[number])
                 line = first + block * BLOCK_BYTES + time * self.lines_at_once * LINE_BYTES
                 for vector in range(self.vectors):
                     value = values[vector * VECTOR // self.scale_block]
                     store = cute.make_rmem_tensor(WORDS, Int32)
-                    for i, pair in enumerate(self._vector(words, block, vector, value)):
-                        store[i] = pair
+                    for pair, word in enumerate(self._vector(words, block, vector, value)):
+                        store[pair] = word
                     cute.autovec_copy(store, _vector_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:

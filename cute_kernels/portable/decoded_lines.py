@@ -61,7 +61,10 @@ class DecodedAcross(Operand):
         self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
-        self.of_thread.write(*self.of_thread.read(self._slot(stage)), self.smem)
+        # The accumulators leave no registers for all chunks of 8-bit elements at once: sm_120 spills 144 bytes.
+        for time in self.of_thread.times:
+            chunks, scales = self.of_thread.read(self._slot(stage), (time,))
+            self.of_thread.write(chunks, scales, self.smem, (time,))
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
         """16 columns and 16 weight rows of the k-tile that was decoded last."""

@@ -129,9 +129,9 @@ class DecodedLinesMainloop(Mainloop):
                 self._begin(lines, sources, free, k_tile + (SLOTS - 1) * turns, num_k_tiles, slot_before)
                 slot_before = free
                 cute.arch.cp_async_wait_group(SLOTS - 1)
-                chunks, scales = lines.read(slot)
+                chunks, scales = lines.read(slot, lines.times)
                 stages.sync_object_empty.wait(state.index, state.phase)
-                lines.write(chunks, scales, Int32(sB.iterator.toint()) + state.index * stage_bytes)
+                lines.write(chunks, scales, Int32(sB.iterator.toint()) + state.index * stage_bytes, lines.times)
                 cute.arch.fence_view_async_shared()
                 cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
                 free = slot
