@@ -35,9 +35,7 @@ class BareLaunches:
         gradients = of_h.bare(problems.data_gradients)
         dpreact, act, dx, d_scale = gradients.results
         weights = [
-            call_with(WeightGradientCall, dy=left, x=right, n=left.shape[1], k=right.shape[1], offs=offs).bare(
-                problems.weight_gradients
-            )
+            call_with(WeightGradientCall, dy=left, x=right, offs=offs).bare(problems.weight_gradients)
             for left, right in ((dpreact, x), (dy, act))
         ]
         self._launches = [forward, gradients, *weights]

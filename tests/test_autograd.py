@@ -22,6 +22,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned
+from glulam.backward.path import Launches
 from glulam.ops.grouped_mlp import GroupedMlpCall
 
 pytest_plugins = ["support.fixtures"]
@@ -338,33 +339,83 @@ class TestPlanned:
                 layer({**given, **change}, offs)
 
     def test_no_plan_for_what_is_rare(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(planned.TrainingPlan, "run_into", lambda *_: pytest.fail("planned"))
+        monkeypatch.setattr(planned.PlannedStep, "run_into", lambda *_: pytest.fail("planned"))
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         given, offs = self.layer()
-        glulam.grouped_mlp(**given, offs=offs, recompute=True).sum().backward()
-        lists = {**given, "w1": [one.detach().requires_grad_() for one in given["w1"]]}
-        layer(lists, offs).sum().backward()
+        one_row = {**given, "x": given["x"][:1], "row_scale": given["row_scale"][:1]}
+        layer(one_row, offs.clamp(max=1)).sum().backward()
         alone = {name: value for name, value in given.items() if name != "row_scale"}
         glulam.grouped_mlp(**alone, splits=SIZES).sum().backward()
         monkeypatch.setenv("GLULAM_CHECK", "1")
         with pytest.raises(ValueError, match="offs"):
             layer(given, offs * 100)
 
-    @pytest.mark.parametrize("rare", ["recompute", "lists", "host splits"])
     def test_tensors_are_looked_at_once_without_a_plan(
-        self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rare: str
+        self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[Any] = []
         look = GroupedMlpCall.check_plain
         monkeypatch.setattr(GroupedMlpCall, "check_plain", lambda call: looks.append(call) or look(call))
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        given, offs = self.layer()
-        options: dict[str, Any] = {"splits": [*SIZES]} if rare == "host splits" else {"offs": offs}
-        if rare == "lists":
-            given["w1"] = [one.detach().requires_grad_() for one in given["w1"]]  # type: ignore[assignment]
+        given, _ = self.layer()
         for calls in (1, 2):
-            glulam.grouped_mlp(**given, **options, recompute=rare == "recompute").sum().backward()
+            glulam.grouped_mlp(**given, splits=[*SIZES]).sum().backward()
             assert len(looks) == calls
+
+    @pytest.mark.parametrize("how", ["recompute", "lists", "GateUp", "transposed"])
+    def test_a_second_step_looks_at_nothing(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+        """Weights however they lie have a step that is kept: the second is checked no more, and has the same bits."""
+        given, offs = self.layer()
+        every: dict[str, Any] = dict(given)
+        if how == "lists":
+            every.update({n: [one.detach().requires_grad_() for one in given[n]] for n in ("w1", "w2")})
+        elif how == "GateUp":
+            every["w1"] = glulam.GateUp(*(h.detach().clone().requires_grad_() for h in given["w1"].chunk(2, 1)))
+        elif how == "transposed":
+            every.update({n: given[n].detach().mT.contiguous().requires_grad_() for n in ("w1", "w2")})
+        options = {"recompute": how == "recompute", "transpose_w": how == "transposed"}
+        trained = [t for v in every.values() for t in (v if isinstance(v, (list, tuple)) else [v]) if t.requires_grad]
+
+        def gradients() -> list[torch.Tensor]:
+            y = glulam.grouped_mlp(**every, offs=offs, **options)
+            return list(torch.autograd.grad(y, trained, torch.full_like(y, 0.5)))
+
+        first = [gradients() for _ in range(2)]  # lists are known from the second call on
+        monkeypatch.setattr(GroupedMlpCall, "check", lambda _: pytest.fail("checked"))
+        monkeypatch.setattr(GroupedMlpCall, "answer", lambda *_: pytest.fail("left the fast path"))
+        for one, *others in zip(gradients(), *first, strict=True):
+            assert all(same_bits(one, other) for other in others)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp4_weight_only"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wanted", [INPUTS, ("x",), ("w2",), ("row_scale", "b2")], ids="-".join)
+def test_a_part_of_a_step_is_launched_in_one_way(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, recipe: str, recompute: bool, wanted: tuple[str, ...]
+) -> None:
+    """A part is planned once: whatever launches it later gives the very arguments that its plan passes on."""
+    make, parts = Launches.make, []
+
+    def watched(self: Launches, part: str, kind: Any, groups: Any, options: Any, tensors: dict[str, Any]) -> Any:
+        given = {name for name, value in tensors.items() if value is not None}
+        made = make(self, part, kind, groups, options, tensors)
+        plan, _ = self.plans[part if tensors.get("out") is None else f"{part}, into out"]
+        assert given | {"groups"} == plan.shape.present, part
+        parts.append(part)
+        return made
+
+    monkeypatch.setattr(Launches, "make", watched)
+    c = make_case(SIZES, 64, 64, tail=TAIL)
+    given: dict[str, Any] = leaves(c, wanted)
+    if recipe == "mxfp4_weight_only":
+        given.update({name: glulam.quantize_mxfp4(given[name].detach()) for name in ("w1", "w2")})
+    trained = [value for value in given.values() if getattr(value, "requires_grad", False)]
+    for _ in range(2):
+        parts.clear()
+        if trained:
+            y = glulam.grouped_mlp(**given, offs=c.offs, recipe=recipe, recompute=recompute)
+            torch.autograd.grad(y, trained, gradient(c))
+            assert parts
 
 
 class TestPlannedMm:

@@ -211,11 +211,11 @@ def make_like(c: Case, x: Tensor) -> Case:
 
 
 WORK = {
-    "x": ["glu", "mm", "dglu", "mm"],
-    "w1": ["glu", "mm", "dglu", "wgrad", "wgrad"],
+    "x": ["glu, mm", "dglu", "mm"],
+    "w1": ["glu, mm", "dglu", "wgrad", "wgrad"],
     "w2": ["glu", "mm", "wgrad"],
-    "row_scale": ["glu", "mm", "dglu", "mm"],  # the last: the second bias' share
-    "b1": ["glu", "mm", "dglu", "wgrad"],
+    "row_scale": ["glu, mm", "dglu", "mm"],  # the last: the second bias' share
+    "b1": ["glu, mm", "dglu", "wgrad"],
     "b2": ["glu", "mm", "wgrad"],
 }
 

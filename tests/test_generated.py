@@ -22,7 +22,7 @@ import glulam
 from cute_kernels.signatures import Argument
 from glulam import library
 from glulam.backward import planned
-from glulam.backward.planned import TrainingPlan
+from glulam.backward.planned import PlannedStep
 from glulam.calls import launch
 from glulam.calls.call import Call
 from glulam.calls.launch import Plan, Shape
@@ -151,10 +151,9 @@ def test_launches(name: str, fake_gpu: FakeGpu) -> None:
 def test_launches_of_a_training_step(fake_gpu: FakeGpu) -> None:
     step()
     (plan,) = GroupedMlpCall.plans
-    assert isinstance(plan, TrainingPlan)
-    check_golden(
-        "launch-training-step", "\n\n".join(f"# {name}\n{readable(part)}" for name, part in plan.parts.items())
-    )
+    assert isinstance(plan, PlannedStep)
+    parts = plan.path.launches.plans.items()
+    check_golden("launch-training-step", "\n\n".join(f"# {name}\n{readable(part)}" for name, (part, _) in parts))
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -189,7 +188,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 def plans_made() -> Iterator[Plan]:
     for kept in (*(kind.plans for kind in library.CALLS), planned.PLANS):
         for plan in kept:
-            yield from plan.parts.values() if isinstance(plan, TrainingPlan) else [plan]
+            yield from (
+                [one for one, _ in plan.path.launches.plans.values()] if isinstance(plan, PlannedStep) else [plan]
+            )
 
 
 def sources(shape: Shape, argument: Argument) -> list[str]:

@@ -1,12 +1,11 @@
-"""Differentiation of the operators by torch's autograd: a file for each operator.
+"""Differentiation of the operators by torch's autograd.
 
-The functions here run where a gradient is asked for, and only there. Forward and backward are made of the public
-operators, so that a backward runs, is traced and is checked like any other call: on a GPU by kernels, on the CPU by
-the reference. A backward computes what is asked of it and nothing else. Common calls on a GPU have a plan of their own
-instead (`planned_mm`, `planned_mlp`), since going through each operator's front door would cost the host more than
-all of the launches.
+An operator has a `Path`, which describes its forward and gradients once, in parts (`path.py`; `mm.py`, `glu.py`,
+`data_path.py`, `frozen.py`). For common calls on a GPU a step is kept, whose parts are launches (`planned.py`); for
+others each part is a call of a public operator, which runs, is traced and is checked like any other call: on a GPU by
+kernels, on the CPU by the reference (`function.py`). A backward computes what is asked of it and nothing else.
 
-Gradients of rows behind the last group are zero.
+Gradients of rows after the last group are zero.
 """
 
 from .entry import differentiate

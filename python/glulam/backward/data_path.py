@@ -1,23 +1,40 @@
-"""A grouped_mlp's forward and backward by public operators, by recipe.
+"""The gradient of grouped_mlp, and of moe: h = x w1_e^T + b1_e; m = act(h) s; y = m w2_e^T + s b2_e.
 
-What is quantised, in a recipe that does, is this: the rows of both directions and the weights that they meet. Gradients
-of weights are GEMMs of what is stored in 16 bits in any recipe.
+Forward saves x, h and s; m is computed again by the kernel that makes the gradient of h. With `recompute` it saves x
+and s, and backward makes h again. Where w2 alone is trained, m serves it and neither h nor a data gradient is made.
+
+A step of launches has one for forward and one for the gradients of h, x and s, if weights lie as nn.Linear's do; else
+each GEMM is a part of its own. What is quantised, in a recipe that does, is this: the rows of both directions and the
+weights that they meet. Gradients of weights are GEMMs of what is stored in 16 bits in any recipe.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..ops import mlp_training as mxfp8
-from ..ops.grouped_dglu import grouped_dglu
-from ..ops.grouped_glu import grouped_glu
-from ..ops.grouped_mm import grouped_mm
-from ..ops.mlp_training import DataGradients
-from .parts import Operators, Targets, contracted, groups_of
+from ..calls.call import Call
+from ..choose.problem import Problem
+from ..ops.grouped_bias_grad import grouped_bias_grad
+from ..ops.grouped_dglu import GroupedDgluCall
+from ..ops.grouped_glu import GroupedGluCall
+from ..ops.grouped_wgrad import GroupedWgradCall
+from ..ops.mlp_training import (
+    SMALL_BYTES,
+    DataGradients,
+    FoldsColumns,
+    GradientsCall,
+    Mxfp8ForwardCall,
+    Mxfp8GradientsCall,
+    WeightGradientCall,
+    forward_kind,
+)
+from .parts import Targets, contracted, groups_of, scale_of_bias_grad, split_groups
+from .path import Path
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients need that of the activation."""
@@ -38,21 +55,42 @@ class Tokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataPath(Operators):
+class DataPath(Path):
     """In 16 bits.
 
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
         copies_forward: whether forward reads copies of rows where backward does.
+        fuses: whether a direction's data path may be one launch.
         form: the activation and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`. tokens: of a layer.
+        kind: of the call, and `problem`, of a planned step; is_copied: whether GEMMs read copies of a layer's rows;
+            is_small: whether forward's activation is.
     """
 
+    inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
     need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
     copies_forward: ClassVar[bool] = True
+    fuses: ClassVar[bool] = True
+    gradients_kind: ClassVar[type[Call]] = GradientsCall
     form: dict[str, Any]
     recompute: bool
     tokens: Tokens | None
+    kind: Any = None
+    problem: Problem | None = None
+    is_copied: bool = False
+    is_small: bool = False
+
+    def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
+        is_copied = self.copies(call.x, getattr(call, "row_of", None), call.w2)
+        is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
+        made = dataclasses.replace(self, kind=type(call), problem=problem, is_copied=is_copied, is_small=is_small)
+        if like is not None and like.by_rows() != made.by_rows():
+            like = None
+        return super(DataPath, made).planned(call, problem, like)  # type: ignore[return-value]
+
+    def by_rows(self) -> Hashable:
+        return self.is_copied, self.is_small
 
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
@@ -60,13 +98,27 @@ class DataPath(Operators):
         """What is saved besides is "preact", or else "act"."""
         keep_preact = bool(wanted & self.need_preact) and not self.recompute
         keep_act = "w2" in wanted and not self.recompute
+        if self.copies_forward and self.reads_copies(given["x"], given):
+            assert self.tokens is not None
+            given = {**given, "x": self.tokens.rows(given["x"].contiguous(), given["row_of"]), "rows": None}
+        if self.fuses and self.launches is not None and keep_preact and not self.transpose_w:
+            return self._forward_launch(given, wanted, out)
         if self.tokens is None:
             return self._forward(given, keep_preact, keep_act, out)
-        row_of = given["row_of"]
-        if self.copies_forward and self.copies(given["x"], row_of, given["w2"]):
-            given = {**given, "x": self.tokens.rows(given["x"].contiguous(), row_of), "rows": None}
         y, kept = self._forward(given, keep_preact, keep_act, None)
-        return self.tokens.sums(y, row_of, given["residual"], out), kept
+        return self.tokens.sums(y, given["row_of"], given["residual"], out), kept
+
+    def _forward_launch(
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        def options() -> dict[str, Any]:
+            trained = "w1" in wanted or "w2" in wanted
+            return {**self.form, "step": self.problem, "is_small": self.is_small, "trained": trained}
+
+        given["out"] = out
+        tensors, groups = split_groups(given)
+        y, preact = self.make("forward", forward_kind(self.kind), groups, options, tensors)
+        return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         behind = bool(wanted & self.need_preact)
@@ -80,28 +132,77 @@ class DataPath(Operators):
             "residual": False,
         }
 
+    def gradients(
+        self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
+    ) -> dict[str, Any]:  # fmt: skip
+        """The preactivation leaves `saved`.
+
+        The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
+        weight gradient is allocated, its gradient before the last.
+        """
+        (d_result,) = dy
+        d_y = self._gathered(saved, d_result)
+        groups, rows = groups_of(saved), saved.get("rows")
+        result: dict[str, Any] = {}
+        act = None
+        if wanted & self.need_preact:
+            dpreact, act, result["x"], d_scale = self._data_gradients(saved, targets, d_result, d_y, wanted)
+            if "w1" in wanted:
+                result["w1"] = self.weight_gradient(targets, "w1", dpreact, saved["x"], groups, x_rows=rows)
+            if "b1" in wanted:
+                result["b1"] = grouped_bias_grad(dpreact, **groups)
+            del dpreact
+            if d_scale is not None:
+                if saved.get("b2") is not None:
+                    d_scale = d_scale + scale_of_bias_grad(d_y, saved["b2"], {**groups, "rows": rows})
+                result["row_scale"] = d_scale
+        if "w2" in wanted:
+            act = self._act(saved) if act is None else act
+            result["w2"] = self.weight_gradient(targets, "w2", d_y, act, groups, dy_rows=rows)
+        if "b2" in wanted:
+            result["b2"] = grouped_bias_grad(d_y, row_scale=saved.get("row_scale"), rows=rows, **groups)
+        if "residual" in wanted:
+            result["residual"] = d_result
+        return result
+
+    @property
+    def weight_gradient_kind(self) -> type[GroupedWgradCall]:
+        return WeightGradientCall if self.has_fused_gradients else GroupedWgradCall
+
+    def weight_gradient_options(self, name: str) -> dict[str, Any]:
+        options = super().weight_gradient_options(name)
+        return {**options, "step": self.problem} if self.has_fused_gradients else options
+
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         """Whether GEMMs read a copy of each row's token; where no data gradient needs w2, they do not."""
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
-    def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """dy as the GEMMs read it, and what was saved as well, in place."""
-        return self.copied(saved, dy) if self.copies(dy, saved.get("row_of"), saved.get("w2")) else dy
+    @property
+    def has_fused_gradients(self) -> bool:
+        """Whether the gradients of h, x and row_scale are one launch."""
+        return self.fuses and self.launches is not None and not (self.transpose_w or self.in_halves)
 
-    def copied(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """The same where it is a copy."""
+    def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
+        return self.is_copied if self.launches is not None else self.copies(x, given.get("row_of"), given.get("w2"))
+
+    def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
+        """dy as the GEMMs read it, and what was saved as well, in place."""
+        if not self.reads_copies(dy, saved):
+            return dy
         assert self.tokens is not None
         saved["rows"] = None
         if saved.get("x") is not None:
             saved["x"] = self.tokens.rows(saved["x"].contiguous(), saved["row_of"])
         return self.tokens.rows(dy, saved["row_of"])
 
-    def data_gradients(
+    def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """`d_result`: the incoming gradient; `dy`: as `gathered` returned it."""
+        """`d_result`: the incoming gradient; `dy`: as `_gathered` returned it."""
+        if self.has_fused_gradients:
+            return self._gradients_launch(saved, targets, d_result, dy, wanted)
         if self.tokens is None:
             return self._gradients(saved, targets, dy, wanted)
         made = self._gradients(saved, None, dy, wanted)
@@ -110,7 +211,28 @@ class DataPath(Operators):
         out = targets.given_grad_input(d_result)
         return made._replace(dx=self.tokens.sums(made.dx, saved["row_of"], None, out))
 
-    def take_preact(self, saved: dict[str, Any]) -> Tensor:
+    def _gradients_launch(
+        self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        preact = self._take_preact(saved)
+        for_x = "x" in wanted
+        dx = targets.given_grad_input(d_result) if for_x else None
+
+        def options() -> dict[str, Any]:
+            asked = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
+            return {**self.form, **asked, "step": self.problem, "trained": "w1" in wanted or "w2" in wanted}
+
+        tensors = {
+            "dy": dy, "preact": preact, "w1": saved["w1"] if for_x else None, "w2": saved["w2"],
+            "row_scale": saved["row_scale"], "rows": saved.get("rows"),
+            "row_of": saved.get("row_of") if for_x else None, "out": dx,
+        }  # fmt: skip
+        made: DataGradients = self.make("gradients", self.gradients_kind, groups_of(saved), options, tensors)
+        if dx is not None:
+            torch.autograd.graph.increment_version(dx)
+        return made
+
+    def _take_preact(self, saved: dict[str, Any]) -> Tensor:
         """h, which leaves `saved`, or is made again."""
         preact: Tensor | None = saved.pop("preact", None)
         return self._new_preact(saved) if preact is None else preact
@@ -119,76 +241,91 @@ class DataPath(Operators):
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Of rows."""
-        made = self._glu(given, keep_preact)
+        made = self._glu("glu", given, keep_preact)
         act, *preact = made if keep_preact else (made,)
         bias = given["b2"]
-        y = grouped_mm(
-            act, given["w2"], bias=bias, bias_scale=None if bias is None else given["row_scale"],
-            transpose_w=self.transpose_w, out=out, **groups_of(given),
-        )  # fmt: skip
+        scale = None if bias is None else given["row_scale"]
+        tensors = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "out": out}
+        y = self.times_w("fc2", groups_of(given), self.transpose_w, tensors)
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
-    def _glu(self, given: dict[str, Any], return_preact: bool = False) -> Any:
-        return grouped_glu(
-            given["x"], given["w1"], bias=given["b1"], row_scale=given["row_scale"], rows=given.get("rows"),
-            return_preact=return_preact, transpose_w=self.transpose_w, **groups_of(given), **self.form,
-        )  # fmt: skip
+    def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
+        def options() -> dict[str, Any]:
+            return {**self.form, "return_preact": return_preact, "transpose_w": self.transpose_w}
 
-    def act(self, saved: dict[str, Any]) -> Tensor:
+        tensors = {
+            "x": given["x"], "w1": given["w1"], "bias": given["b1"], "row_scale": given["row_scale"],
+            "rows": given.get("rows"),
+        }  # fmt: skip
+        return self.make(part, GroupedGluCall, groups_of(given), options, tensors)
+
+    def _act(self, saved: dict[str, Any]) -> Tensor:
         """The activation, saved or made again."""
-        act: Tensor = saved["act"] if "act" in saved else self._glu(saved)
+        act: Tensor = saved["act"] if "act" in saved else self._glu("act", saved)
         return act
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         if self.in_halves:  # which grouped_glu alone multiplies in one call
-            preact: Tensor = self._glu(saved, return_preact=True)[1]
+            preact: Tensor = self._glu("preact", saved, return_preact=True)[1]
             return preact
-        return grouped_mm(
-            saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), transpose_w=self.transpose_w,
-            **groups_of(saved),
-        )  # fmt: skip
+        tensors = {"x": saved["x"], "w": saved["w1"], "bias": saved["b1"], "rows": saved.get("rows")}
+        return self.times_w("preact", groups_of(saved), self.transpose_w, tensors)
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         """Of rows; x's goes where `targets` says, or, without, to a new tensor whose tail is uninitialised."""
         groups, dx = groups_of(saved), None
-        dpreact, act, d_scale = grouped_dglu(
-            dy, saved["w2"], self.take_preact(saved), rows=saved.get("rows"), row_scale=saved.get("row_scale"),
-            row_scale_grad="row_scale" in wanted, transpose_w=self.transpose_w, **groups, **self.form,
-        )  # fmt: skip
+
+        def options() -> dict[str, Any]:
+            return {**self.form, "row_scale_grad": "row_scale" in wanted, "transpose_w": self.transpose_w}
+
+        tensors = {
+            "dy": dy, "w2": saved["w2"], "preact": self._take_preact(saved), "rows": saved.get("rows"),
+            "row_scale": saved["row_scale"],
+        }  # fmt: skip
+        dpreact, act, d_scale = self.make("dglu", GroupedDgluCall, groups, options, tensors)
         if "x" in wanted:
             w1 = saved["w1"]
             dx = None if targets is None else targets.new_grad_input(dy, contracted(w1, self.transpose_w))
-            dx = grouped_mm(dpreact, w1, transpose_w=not self.transpose_w, out=dx, **groups)
+            dx = self.times_w("x", groups, not self.transpose_w, {"x": dpreact, "w": w1, "out": dx})
         return DataGradients(dpreact, act, dx, d_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """In MXFP8; `form` has the recipe as well, and whether a weight is trained. Forward quantises each token once."""
+    """In MXFP8. Forward quantises each token once.
+
+    Attributes:
+        recipe: its name. trained: whether a weight is.
+    """
 
     need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
     copies_forward = False
+    gradients_kind = FoldsColumns
 
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        y, preact = mxfp8.forward(
-            given["x"], given["w1"], given["w2"], row_scale=given["row_scale"], b1=given["b1"], b2=given["b2"],
-            rows=given.get("rows"), out=out, **groups_of(given), **self.form,
-        )  # fmt: skip
+        y, preact = self._rows("rows", given, out)
         return y, {"preact": preact} if keep_preact else {}
 
+    def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
+        tensors = {**{name: given[name] for name in self.inputs}, "rows": given.get("rows"), "out": out}
+        return self.make(part, Mxfp8ForwardCall, groups_of(given), lambda: self.form, tensors)
+
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
-        return self._forward({**saved, "b2": None}, True, False, None)[1]["preact"]
+        preact: Tensor = self._rows("preact", {**saved, "b2": None})[1]
+        return preact
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         out = targets.given_grad_input(dy) if targets is not None and "x" in wanted else None
-        return mxfp8.backward(
-            dy, saved.get("w1"), saved["w2"], self.take_preact(saved), row_scale=saved.get("row_scale"),
-            input_grad="x" in wanted, row_scale_grad="row_scale" in wanted, rows=saved.get("rows"), out=out,
-            **groups_of(saved), **self.form,
-        )  # fmt: skip
+        options = {**self.form, "input_grad": "x" in wanted, "row_scale_grad": "row_scale" in wanted}
+        tensors = {
+            "dy": dy, "w1": saved.get("w1"), "w2": saved["w2"], "preact": self._take_preact(saved),
+            "row_scale": saved["row_scale"], "rows": saved.get("rows"), "out": out,
+        }  # fmt: skip
+        made: DataGradients = self.make("gradients", Mxfp8GradientsCall, groups_of(saved), lambda: options, tensors)
+        return made

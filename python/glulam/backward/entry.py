@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..calls.call import Call
@@ -16,25 +16,23 @@ from ..ops.grouped_mm import GroupedMmCall
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import with_parts_as_read
-from . import frozen, glu, planned
-from .function import Formula, apply
-from .mm import MmPlan
+from . import planned
+from .frozen import FrozenMm
+from .function import apply
+from .glu import GluPath
+from .mm import MmPath
 from .parts import ORDINARY, Targets, check_targets
-from .planned_mlp import MlpPlan
+from .path import Path
+from .paths import path_of
 
-HOW: dict[type[Call], type[planned.TrainingPlan] | Formula] = {
-    GroupedMmCall: MmPlan,
-    GroupedGluCall: glu.FORMULA,
-    GroupedMlpCall: MlpPlan,
-    QuantizedMlpCall: MlpPlan,
-    QuantizedMmCall: frozen.MM,
+PATHS: dict[type[Call], Callable[[Any], Path]] = {
+    GroupedMmCall: MmPath.of,
+    GroupedGluCall: GluPath.of,
+    GroupedMlpCall: path_of,
+    QuantizedMlpCall: path_of,
+    QuantizedMmCall: FrozenMm.of,
 }
-"""How calls are differentiated: common ones by a plan for forward and backward together, others by a formula."""
-
-
-def has_data_gradients_apart(call: Call) -> bool:
-    """Whether no plan serves a call, since x's gradient is a call of its own: of an MLP whose weights lie otherwise."""
-    return isinstance(call, GroupedMlpCall) and (call.transpose_w or isinstance(call.w1, GateUp))
+"""How calls are differentiated."""
 
 
 def requires_grad(call: Call) -> bool:
@@ -61,24 +59,20 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
-    how = next((HOW[kind] for kind in type(call).__mro__ if kind in HOW), None)
-    if how is None or isinstance(call, Quantized):  # whose weights may be frozen
+    path_of_kind = next((PATHS[kind] for kind in type(call).__mro__ if kind in PATHS), None)
+    if path_of_kind is None or isinstance(call, Quantized):  # whose weights may be frozen
         call.refuse_gradients()
     refuse_out(call.op, call.out)
-    assert how is not None  # of the others, none was left
+    assert path_of_kind is not None  # of the others, none was left
     try:
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
             call = with_parts_as_read(call)
-        if isinstance(how, Formula):
-            return apply(call, how, targets)
-        if not has_data_gradients_apart(call):
-            result = planned.run(call, key, targets, how)
-            if result is not NotImplemented:
-                return result
-        return apply(call, how.formula, targets)
+        path = path_of_kind(call)
+        result = planned.run(call, key, targets, path)
+        return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:
         call.judge()  # so that the error names this operator and its arguments, not those that it is made of
         raise

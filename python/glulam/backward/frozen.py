@@ -8,7 +8,7 @@ keeps h; with `recompute` forward is one call, x is kept, and backward makes h a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import FORMS
 from .data_path import BEHIND_THE_ACTIVATION, DataPath
-from .function import Formula
-from .parts import Operators, Targets, groups_of, scale_of_bias_grad
+from .parts import Targets, groups_of, scale_of_bias_grad
+from .path import Groups, Path
 
 
 def part_names(name: str) -> tuple[str, ...]:
@@ -38,85 +38,82 @@ def parts_of(given: dict[str, Any], name: str) -> Parts:
     return Parts(*[given.get(part) for part in part_names(name)])
 
 
-def product(
-    recipe: str, x: Tensor, w: Parts, groups: dict[str, Any], transpose_w: bool = False, bias: Any = None,
-    bias_scale: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`grouped_mm` with a weight in its parts."""
-    data, scale, global_scale = w
-    absent = dict.fromkeys(QuantizedMmCall.names)
-    result: Tensor = QuantizedMmCall.operator(
-        **{
-            **absent, **groups, "x": x, "w": data, "w_scale": scale, "w_global_scale": global_scale, "recipe": recipe,
-            "transpose_w": transpose_w, "bias": bias, "bias_scale": bias_scale, "out": out,
-        }
-    )  # fmt: skip
-    return result
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frozen(Path):
+    """GEMMs of 16-bit rows and quantised weights. `recipe`: its name."""
 
+    recipe: str
 
-def data_gradient(
-    recipe: str, targets: Targets | None, dy: Tensor, w: Parts, groups: dict[str, Any], transpose_w: bool
-) -> Tensor:  # fmt: skip
-    """dy w_e^T, or with transpose_w dy w_e, where x's gradient goes, with zeros after the last group; without targets
-    nobody reads what is there.
-    """
-    if targets is None:
-        return product(recipe, dy, w, groups, transpose_w)
-    if gpus.is_traced(dy):  # inductor takes no operator that writes a buffer and reads E8M0 scales
-        dx = product(recipe, dy, w, groups, transpose_w)
-        return dx.masked_fill(is_after_groups(dx, **groups)[:, None], 0)
-    columns = FORMS[recipe].columns(w.data) if transpose_w else int(w.data.shape[1])
-    return product(recipe, dy, w, groups, transpose_w, out=targets.new_grad_input(dy, columns))
+    def product(
+        self, part: str, x: Tensor, w: Parts, groups: Groups, over_rows: bool = False, bias: Any = None,
+        bias_scale: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x w_e^T, or `over_rows` x w_e, plus the bias."""
+
+        def options() -> dict[str, Any]:
+            return {**dict.fromkeys(QuantizedMmCall.names), "recipe": self.recipe, "transpose_w": over_rows}
+
+        tensors = {
+            "x": x, **dict(zip(part_names("w"), w, strict=True)), "bias": bias, "bias_scale": bias_scale, "out": out,
+        }  # fmt: skip
+        made: Tensor = self.make(part, QuantizedMmCall, groups, options, tensors)
+        return made
+
+    def input_gradient(
+        self, targets: Targets | None, dy: Tensor, w: Parts, groups: Groups, over_rows: bool
+    ) -> Tensor:  # fmt: skip
+        """`product` of dy, where x's gradient goes, with zeros after the last group; without targets nobody reads what
+        is there.
+        """
+        if targets is None:
+            return self.product("x", dy, w, groups, over_rows)
+        if gpus.is_traced(dy):  # inductor takes no operator that writes a buffer and reads E8M0 scales
+            dx = self.product("x", dy, w, groups, over_rows)
+            return dx.masked_fill(is_after_groups(dx, **groups)[:, None], 0)
+        columns = FORMS[self.recipe].columns(w.data) if over_rows else int(w.data.shape[1])
+        return self.product("x", dy, w, groups, over_rows, out=targets.new_grad_input(dy, columns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mm(Operators):
-    recipe: str
+class FrozenMm(Frozen):
+    """The gradient of grouped_mm with a quantised weight."""
+
+    inputs: ClassVar = ("x", "w", "bias", "bias_scale")
+
+    @classmethod
+    def of(cls, call: Any) -> FrozenMm:
+        return cls(recipe=call.recipe, transpose_w=call.transpose_w)
 
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         addends = {name: given[name] for name in ("bias", "bias_scale")}
         w = parts_of(given, "w")
-        return product(self.recipe, given["x"], w, groups_of(given), self.transpose_w, **addends, out=out), {}
+        return self.product("forward", given["x"], w, groups_of(given), self.transpose_w, **addends, out=out), {}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         of_w = dict.fromkeys(part_names("w"), "x" in wanted)
         return {**of_w, "x": False, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
 
-
-def _mm_gradients(
-    saved: dict[str, Any], operators: _Mm, targets: Targets, wanted: frozenset[str], dy: Tensor
-) -> dict[str, Any]:
-    groups, result = groups_of(saved), {}
-    if "x" in wanted:
-        over_rows = not operators.transpose_w
-        result["x"] = data_gradient(operators.recipe, targets, dy, parts_of(saved, "w"), groups, over_rows)
-    if "bias" in wanted:
-        result["bias"] = grouped_bias_grad(dy, row_scale=saved.get("bias_scale"), **groups)
-    if "bias_scale" in wanted and saved["bias"] is not None:
-        result["bias_scale"] = scale_of_bias_grad(dy, saved["bias"], groups)
-    return result
-
-
-MM = Formula(
-    ("x", "w", "bias", "bias_scale"),
-    lambda call: _Mm(recipe=call.recipe, transpose_w=call.transpose_w),
-    _mm_gradients,
-)
-"""The gradient of grouped_mm with a quantised weight."""
+    def gradients(
+        self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
+    ) -> dict[str, Any]:  # fmt: skip
+        (d_y,), groups, result = dy, groups_of(saved), {}
+        if "x" in wanted:
+            result["x"] = self.input_gradient(targets, d_y, parts_of(saved, "w"), groups, not self.transpose_w)
+        if "bias" in wanted:
+            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **groups)
+        if "bias_scale" in wanted and saved["bias"] is not None:
+            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], groups)
+        return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrozenPath(DataPath):
-    """Of rows in 16 bits by a recipe that decodes weights. GEMMs read copies of a layer's rows.
-
-    Attributes:
-        recipe: its name.
-    """
+class FrozenPath(Frozen, DataPath):
+    """Of rows in 16 bits by a recipe that decodes weights. GEMMs read copies of a layer's rows."""
 
     need_preact = BEHIND_THE_ACTIVATION - {"w1"}
-    recipe: str
+    fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         return self.tokens is not None
@@ -138,36 +135,39 @@ class FrozenPath(DataPath):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         groups = groups_of(given)
         if not keep_preact:
-            of_rows = {name: given.get(name) for name in QuantizedMlpCall.names}
-            fixed = {"recipe": self.recipe, "recompute": False, "rows": None, "out": out}
-            y: Tensor = QuantizedMlpCall.operator(**{**of_rows, **self.form, **fixed, **groups})
+            tensors = {name: given.get(name) for name in (*self.inputs, *QuantizedMlpCall.beside_weights)}
+            y: Tensor = self.make("forward", QuantizedMlpCall, groups, self._options, {**tensors, "out": out})
             return y, {}
         preact = self._new_preact(given)
         act = gate(preact, given["row_scale"], **self.form)
         bias = given["b2"]
         scale = None if bias is None else given["row_scale"]
-        y = product(self.recipe, act, parts_of(given, "w2"), groups, bias=bias, bias_scale=scale, out=out)
+        y = self.product("fc2", act, parts_of(given, "w2"), groups, bias=bias, bias_scale=scale, out=out)
         return y, {"preact": preact}
+
+    def _options(self) -> dict[str, Any]:
+        absent = dict.fromkeys(QuantizedMlpCall.names)
+        return {**absent, **self.form, "recipe": self.recipe, "recompute": False}
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         groups, bias = groups_of(saved), saved["b1"]
         w1, factors = _without_factors(parts_of(saved, "w1"))
         if factors is None:
-            return product(self.recipe, saved["x"], w1, groups, bias=bias)
-        return _times(product(self.recipe, saved["x"], w1, groups), factors, groups, bias)
+            return self.product("preact", saved["x"], w1, groups, bias=bias)
+        return _times(self.product("preact", saved["x"], w1, groups), factors, groups, bias)
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         groups, w1, w2 = groups_of(saved), parts_of(saved, "w1"), parts_of(saved, "w2")
-        d_act = product(self.recipe, dy, w2, groups, transpose_w=True)
-        preact, row_scale = self.take_preact(saved), saved.get("row_scale")
+        d_act = self.product("activation", dy, w2, groups, over_rows=True)
+        preact, row_scale = self._take_preact(saved), saved.get("row_scale")
         dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, groups, **self.form)
         dx = None
         if "x" in wanted:
             w1, factors = _without_factors(w1)
             dh = dpreact if factors is None else _times(dpreact, factors, groups)  # of weight rows, which are added up
-            dx = data_gradient(self.recipe, targets, dh, w1, groups, True)
+            dx = self.input_gradient(targets, dh, w1, groups, over_rows=True)
         return DataGradients(dpreact, d_act, dx, d_scale)
 
 

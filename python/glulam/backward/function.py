@@ -1,24 +1,24 @@
-"""The one torch.autograd.Function of all operators, and the general way to go through it.
+"""The torch.autograd.Function of the grouped operators, and the step that it runs.
 
-A step says what forward and backward do: a plan (`planned`) for the common call, whose launches are known, or a
-`General`, which is made of public operators, so that a backward runs, is traced and is checked like any other call: on
-a GPU by kernels, on the CPU by the reference, of packed weights and of lists.
+A step goes through an operator's `Path` in both directions: by public operators here, so that a backward runs, is
+traced and is checked like any other call, and by launches of its own where it is kept (`planned`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calls.autograd import as_result, check_saved, once_differentiable, taken, usable
-from ..host.experts import GateUp
+from ..host.experts import ExpertList, GateUp
 from ..host.groups import caller, part_of
-from .parts import Operators, Targets, backward_of, tensor_groups
+from .parts import Targets, backward_of, tensor_groups
+from .path import Path
 
 SINGLE, PAIR = -1, -2
 MAX_LAYOUTS = 1024
@@ -42,6 +42,18 @@ class Layout:
         if self.all_single:
             return dict(zip(self.names, flat, strict=True))
         return {name: _taken(flat, size, begin) for name, size, begin in self.slices}
+
+    def flat(self, values: Iterable[Any]) -> list[Any]:
+        """The inputs that arguments, in their order, are made of."""
+        if self.all_single:
+            return [*values]
+        inputs: list[Any] = []
+        for value, (_, size, _) in zip(values, self.slices, strict=True):
+            if size == SINGLE:
+                inputs.append(value)
+            else:
+                inputs.extend(value.tensors if value.__class__ is ExpertList else value)
+        return inputs
 
     def wanted(self, needs_grad: Sequence[bool]) -> frozenset[str]:
         """Names of the arguments of which a tensor needs a gradient."""
@@ -71,71 +83,51 @@ def _taken(flat: Sequence[Any], size: int, begin: int) -> Any:
 _layout = functools.lru_cache(MAX_LAYOUTS)(Layout)
 
 
+def layout_of(arguments: dict[str, Any]) -> Layout:
+    sizes = [
+        (PAIR if isinstance(value, GateUp) else len(value)) if isinstance(value, (list, tuple)) else SINGLE
+        for value in arguments.values()
+    ]
+    return _layout(tuple(arguments), tuple(sizes))
+
+
 def flatten(arguments: dict[str, Any]) -> tuple[Layout, list[Any]]:
     """The layout of arguments, and the flat inputs."""
-    sizes: list[int] = []
-    flat: list[Any] = []
-    for value in arguments.values():
-        if isinstance(value, (list, tuple)):
-            sizes.append(PAIR if isinstance(value, GateUp) else len(value))
-            flat.extend(value)
-        else:
-            sizes.append(SINGLE)
-            flat.append(value)
-    return _layout(tuple(arguments), tuple(sizes)), flat
+    layout = layout_of(arguments)
+    return layout, layout.flat(arguments.values())
 
 
-class Formula(NamedTuple):
-    """An operator's result and gradients, by name.
+class Step:
+    """Both directions of a call, whose parts are calls of public operators.
 
     Attributes:
-        inputs: of the operator's arguments, those that are tensors, group sizes left out.
-        operators: of a call, what makes it and its gradients the general way.
-        gradients: of what was saved, which may be emptied, the operators or a plan, the targets, the names of what is
-            trained and the results' gradients: theirs.
+        op: what errors name.
+        path: what is computed; `layout`: which argument is where among the function's inputs.
     """
 
-    inputs: tuple[str, ...]
-    operators: Callable[[Any], Operators]
-    gradients: Callable[..., dict[str, Any]]
-
-    def backward(
-        self,
-        op: str,
-        saved: dict[str, Any],
-        operators: Operators,
-        targets: Targets,
-        wanted: frozenset[str],
-        *dy: Tensor,
-    ) -> dict[str, Any]:
-        """`gradients`, of incoming gradients as they come; errors name `op`."""
-        with backward_of(op):
-            check_saved(op, saved)
-            return self.gradients(saved, operators, targets, wanted, *map(usable, dy))
-
-
-class General(NamedTuple):
-    """A step made of public operators. `layout`: which argument is where among the function's inputs."""
-
-    op: str
-    formula: Formula
-    operators: Operators
-    layout: Layout
+    def __init__(self, op: str, path: Path, layout: Layout) -> None:
+        self.op, self.path, self.layout = op, path, layout
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
-            result, made = self.operators.forward(given, wanted, targets.out)
-        reads = self.operators.reads(wanted)
+            result, made = self.path.forward(dict(given), wanted, targets.out)
+        reads = self.path.reads(wanted)
         read = {name: value for name, value in given.items() if reads.get(name, True)}
         ctx.saved_layout, saved = flatten({**read, **made})
         ctx.save_for_backward(*saved)
         return result
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
+        return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
+
+    def differentiate(self, ctx: Any, targets: Targets, saved: dict[str, Any], dy: tuple[Tensor, ...]) -> Any:
+        """The gradients of the inputs, of incoming gradients as they come; errors name the operator."""
         needed = ctx.needs_input_grad[2:]
-        saved, wanted = ctx.saved_layout.named(taken(ctx)), self.layout.wanted(needed)
-        gradients = self.formula.backward(self.op, saved, self.operators, targets, wanted, *dy)
+        wanted = self.layout.wanted(needed)
+        with backward_of(self.op):
+            check_saved(self.op, saved)
+            gradients = self.path.gradients(saved, targets, wanted, *map(usable, dy))
         return once_differentiable(self.op, self.layout.flat_gradients(gradients, needed))
 
 
@@ -157,11 +149,10 @@ apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differe
 """Differentiable.apply without its look at every argument for what functorch left behind, which takes 2 us."""
 
 
-def apply(call: Any, formula: Formula, targets: Targets) -> Any:
-    """The result of a call, differentiable, the general way."""
-    operators = formula.operators(call)
+def apply(call: Any, path: Path, targets: Targets) -> Any:
+    """The result of a call, differentiable, by public operators."""
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
-    arguments = {name: getattr(call, name) for name in (*formula.inputs, *call.beside_weights, *call.of_tokens)}
+    arguments = {name: getattr(call, name) for name in (*path.inputs, *call.beside_weights, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
-    step = General(caller(call.op), formula, operators, layout)
+    step = Step(caller(call.op), path, layout)
     return Differentiable.apply(step, targets, *flat)  # type: ignore[no-untyped-call]

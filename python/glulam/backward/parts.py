@@ -25,7 +25,6 @@ from ..host import device as gpus
 from ..host import groups as group_sizes
 from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
-from ..ops.grouped_wgrad import grouped_wgrad
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
@@ -35,6 +34,12 @@ def groups_of(named: Mapping[str, Any]) -> dict[str, Any]:
     """Of arguments by name, the group sizes."""
     name = "offs" if "offs" in named else "splits"
     return {name: named[name]}
+
+
+def split_groups(named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of arguments by name, which it takes over, the others and the group sizes."""
+    name = "offs" if "offs" in named else "splits"
+    return named, {name: named.pop(name)}
 
 
 def form_of(call: Any) -> dict[str, Any]:
@@ -78,52 +83,6 @@ class Targets:
 
 
 ORDINARY = Targets()
-
-
-@dataclasses.dataclass(frozen=True)
-class Operators:
-    """How a call and its gradient's parts are made the general way: by public operators. A plan has methods of the same
-    names for what a gradient is made of.
-
-    Attributes:
-        transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
-        wide: names of weights whose gradients are float32 although x is 16-bit.
-    """
-
-    transpose_w: bool = False
-    in_halves: bool = False
-    wide: frozenset[str] = frozenset()
-
-    def forward(
-        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
-    ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
-        """The results, and what is saved besides arguments. `wanted`: the names of what is trained."""
-        raise NotImplementedError
-
-    def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """By name, whether backward reads an argument; those that are left out it does."""
-        raise NotImplementedError
-
-    def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: dict[str, Any]) -> Tensor:
-        """dy w_e, where x's gradient goes."""
-        dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
-        return grouped_mm(dy, w, **groups, transpose_w=not self.transpose_w, out=dx)
-
-    def weight_gradient(
-        self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: dict[str, Any], dy_rows: Any = None,
-        x_rows: Any = None,
-    ) -> Any:  # fmt: skip
-        """As the weight lies, of a GateUp two. `dy_rows`, `x_rows`: as of grouped_wgrad."""
-        if self.in_halves and name == "w1":
-            whole = dataclasses.replace(self, in_halves=False)
-            halves = dy.chunk(2, dim=1)
-            return [whole.weight_gradient(targets, name, half, x, groups, dy_rows, x_rows) for half in halves]
-        if self.transpose_w:
-            dy, x, dy_rows, x_rows = x, dy, x_rows, dy_rows
-        groups = {**groups, "dy_rows": dy_rows, "x_rows": x_rows}
-        if name in targets.weights:
-            return targets.weights[name](dy, x, groups)
-        return grouped_wgrad(dy, x, **groups, out_dtype=torch.float32 if name in self.wide else None)
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()

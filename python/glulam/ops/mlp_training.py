@@ -1,8 +1,9 @@
 """What a trained MLP is made of: its forward, which keeps the preactivation, and its data gradients.
 
-In 16 bits they serve plans of autograd alone (`backward.planned_mlp`). Those in MXFP8 are operators as well, of torch's
-too, so that a trace sees each as one, but no part of the public interface: they take the weights that are trained, in
-16 bits or float32, and prepare them themselves: forward folds rows, backward folds columns.
+In 16 bits they are launches of planned steps alone (`backward.data_path`), `step` their grouped_mlp's problem. Those in
+MXFP8 are operators as well, of torch's too, so that a trace sees each as one, but no part of the public interface: they
+take the weights that are trained, in 16 bits or float32, and prepare them themselves: forward folds rows, backward
+folds columns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..calls.call import Call
 from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
 from ..calls.front import operator
 from ..calls.launch import Made
-from ..choose.problem import Problem, changed
+from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
 from ..formats.mlp_reference import Weight
 from ..formats.mxfp8.forms import FOLDED_COLUMNS, FOLDED_ROWS
@@ -75,6 +76,9 @@ class KeepsPreact(Call):
 
     is_small: Any = True
 
+    def check(self) -> Problem:
+        return training_parts(self.step).forward
+
     def made(self) -> tuple[Made, ...]:
         return self.makes if self.is_small else (*self.makes, LARGE)
 
@@ -90,6 +94,9 @@ class FoldsRows(Call):
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
+
+    def check(self) -> Problem:
+        return training_parts(self.step).forward
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
@@ -122,7 +129,7 @@ class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
         return returned if self.out is None else (self.out, returned)
 
     def check(self) -> Problem:
-        return changed(super().check(), save_preact=True)
+        return changed(super(FoldsRows, self).check(), save_preact=True)
 
     def prepared(self) -> Any:
         return super(QuantizedMlpCall, self).prepared()
@@ -161,6 +168,9 @@ class GradientsCall(Call):
     )
 
     row_of: Any = None
+
+    def check(self) -> Problem:
+        return training_parts(self.step, self.input_grad).data_gradients
 
     @property
     def wants_d_row_scale(self) -> bool:
@@ -278,10 +288,14 @@ class Mxfp8GradientsCall(FoldsColumns):
 
 
 class WeightGradientCall(GroupedWgradCall):
-    """A weight's, of which an MLP has two by one kernel. `n`, `k`: its sizes."""
+    """A weight's, of which an MLP has two by one kernel."""
+
+    def check(self) -> Problem:
+        gathers = self.dy_rows is not None or self.x_rows is not None
+        return training_parts(self.step, gathers=gathers).weight_gradients
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "out_features": self.n, "in_features": self.k}
+        return {**super().constants(problem), "out_features": self.dy.shape[1], "in_features": self.x.shape[1]}
 
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")

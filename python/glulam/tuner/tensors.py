@@ -78,7 +78,6 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
     }  # fmt: skip
     calls = []
     for sizes in step:
-        of_weight = {"n": sizes["dy"], "k": sizes["x"]} if kind is WeightGradientCall else {}
         given = {name: made(size) for name, size in sizes.items()}
         if kind is QuantizedMlpCall:
             recipe = next(name for name, recipe in RECIPES.items() if recipe.operands == p.operands)
@@ -86,7 +85,7 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
                 parts: tuple[Any, ...] = prepare(FORMS[recipe], Parts(given[name]), report=False)
                 given.update(dict(zip(kind.parts_of(name), parts, strict=False)))
             options["recipe"] = recipe
-        calls.append(call_with(kind, **options, **of_weight, **given))
+        calls.append(call_with(kind, **options, **given))
     return calls
 
 
