@@ -6,7 +6,10 @@ After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_ge
 from __future__ import annotations
 
 import ast
+import gc
+import linecache
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from glulam.calls.call import Call
 from glulam.calls.launch import Plan, Shape
 from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.host import tickets, workspace
+from glulam.host.plans import forget_plans
 from glulam.layer.moe import MoeCall
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.quantized_mlp import QuantizedMlpCall
@@ -184,6 +188,51 @@ CALLS: dict[str, Callable[[], Any]] = {
     "step of a layer in MXFP8": lambda: step(moe, recipe="mxfp8"),
     "step of a GEMM": lambda: mm(w=layer().w1.requires_grad_(), bias=layer().b1).sum().backward(),
 }  # fmt: skip
+
+
+def generated_lines(error: BaseException) -> dict[str, str]:
+    """Lines of a traceback that lie in generated text, by the names of their files without a number."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {frame.filename.split(" #")[0].strip("<>"): str(frame.line) for frame in frames if frame.filename[0] == "<"}
+
+
+def test_a_traceback_shows_the_lines_of_a_front_and_of_a_launch(fake_gpu: FakeGpu) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a function that fails")
+
+    mlp()
+    (plan,) = GroupedMlpCall.plans
+    plan.constants["function"] = fail
+    for _ in range(2):
+        with pytest.raises(KeyError) as raised:
+            mlp()
+        lines = generated_lines(raised.value)
+        assert lines.keys() == {"glulam front of grouped_mlp", "glulam launch of grouped_mlp"}
+        assert lines["glulam front of grouped_mlp"].startswith("return plan.run(x, w1_, w2_,")
+        assert lines["glulam launch of grouped_mlp"] == "function("
+        linecache.checkcache()  # drops what no file has
+
+
+def test_fronts_have_files_of_their_own() -> None:
+    fronts = [kind.operator for kind in library.CALLS]
+    names = {front.__code__.co_filename for front in fronts}
+    assert len(names) == len(fronts)
+    for front in fronts:
+        lines, start = linecache.getlines(front.__code__.co_filename), front.__code__.co_firstlineno
+        assert "".join(lines[start - 1 :]).replace("\n    ", "\n").strip().startswith(front.text)
+
+
+def test_lines_of_a_launch_go_with_its_code(fake_gpu: FakeGpu) -> None:
+    launch._code.cache_clear()
+    before = set(linecache.cache)
+    for residual in (None, layer().x[:TOKENS].contiguous()):
+        moe(residual=residual)
+    made = {name for name in set(linecache.cache) - before if name.startswith("<glulam launch of moe #")}
+    assert len(made) == 2
+    forget_plans()
+    launch._code.cache_clear()
+    gc.collect()
+    assert made.isdisjoint(linecache.cache)
 
 
 def plans_made() -> Iterator[Plan]:

@@ -7,9 +7,11 @@ the plan of the call and runs it, or leaves the call to `Call.answer`. `text_of`
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +22,7 @@ from ..host.plans import unplanned
 from .arguments import GROUPS
 from .call import Call
 from .checks import PLAIN_RECIPE, any_requires_grad
+from .generated import compiled
 from .launch import indented, wrapped
 from .quantized import Quantized
 
@@ -117,9 +120,8 @@ def _front(
     """A function of these lines, and of `names`, which lie in a closure: torch.compile takes globals for a module's."""
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
-    scope: dict[str, Any] = {"__name__": module}
-    exec(compile("\n".join(body), f"<{name}>", "exec"), scope)
-    front: Any = scope["made"](**names)
+    code = compiled("\n".join(body), f"<glulam front of {name}>")
+    front: Any = FunctionType(code, {"__name__": module, "__builtins__": builtins})(**names)
     front.text = "\n".join(text)
     return cast(Callable[..., Any], front)
 

@@ -22,6 +22,7 @@ from ..host import device as gpus
 from ..host import tickets, workspace
 from ..host.experts import ExpertList
 from .checks import ALIGNMENT_ELEMENTS
+from .generated import compiled_one_of_many
 from .memory import check_apart, tensors_of
 
 LINE = 116
@@ -213,9 +214,8 @@ def _makes(shape: Shape) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _code(shape: Shape) -> CodeType:
-    compiled = compile(text_of(shape), "<launch>", "exec")
-    return next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+def _code(op: str, shape: Shape) -> CodeType:
+    return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
 
 def aligned_row(matrix: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class Plan:
         self.apart: set[tuple[int, ...]] = set()
         self.constants = constants
         constants.update(_NAMES)
-        self.run = FunctionType(code or _code(shape), constants, "run", (None,) * len(shape.takes))
+        self.run = FunctionType(code or _code(op, shape), constants, "run", (None,) * len(shape.takes))
         if shape.checked:  # else no plan is part of a circle, which only the collector would free
             constants.update(apart=self.apart, check_apart=self.check_apart)
         if not shape.single_gpu:
