@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
 import linecache
 import os
 import traceback
@@ -22,13 +23,12 @@ from support.inputs import Case, apart, gradient, make_case, preactivation, tran
 from support.routes import some_logits
 
 import glulam
-from cute_kernels.signatures import Argument
 from glulam import library
 from glulam.backward import planned
 from glulam.backward.planned import TrainingPlan
 from glulam.calls import launch
 from glulam.calls.call import Call
-from glulam.calls.launch import Plan, Shape
+from glulam.calls.launch import Plan
 from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.host import tickets, workspace
 from glulam.host.plans import forget_plans
@@ -223,14 +223,14 @@ def test_fronts_have_files_of_their_own() -> None:
 
 
 def test_lines_of_a_launch_go_with_its_code(fake_gpu: FakeGpu) -> None:
-    launch._code.cache_clear()
+    launch.code_of.cache_clear()
     before = set(linecache.cache)
     for residual in (None, layer().x[:TOKENS].contiguous()):
         moe(residual=residual)
     made = {name for name in set(linecache.cache) - before if name.startswith("<glulam launch of moe #")}
     assert len(made) == 2
     forget_plans()
-    launch._code.cache_clear()
+    launch.code_of.cache_clear()
     gc.collect()
     assert made.isdisjoint(linecache.cache)
 
@@ -241,43 +241,51 @@ def plans_made() -> Iterator[Plan]:
             yield from plan.parts.values() if isinstance(plan, TrainingPlan) else [plan]
 
 
-def sources(shape: Shape, argument: Argument) -> list[str]:
-    """What gives an argument of a function its value, of all that might."""
-    name, results = argument.name, {made.name for made in shape.makes}
-    stated = {"text": dict(shape.texts), "scratch": dict(shape.scratch), "constant": shape.constants}
-    found = [kind for kind, names in stated.items() if name in names]
-    found += ["result" for made in shape.makes if made.kernel == name]
-    if found == ["text"]:  # which says what becomes of an argument of the same name
-        return found
-    given = dict(shape.sources).get(name, name)
-    if given in shape.present and given not in results:
-        found.append("argument")
-    for end, kinds in (("_table", shape.lists), ("_up", shape.halves)):
-        if name.endswith(end):
-            of = name.removesuffix(end)
-            own = [made.name for made in shape.makes if made.kernel == of]
-            found += ["list" for one in own or [dict(shape.sources).get(of, of)] if one in kinds]
-    return [*found, *(["tickets"] if name == "tickets" else [])]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGpu) -> None:
+    """Two sources of one argument, or none of one that is needed, are errors of the plan."""
     CALLS[name]()
     plans = list(plans_made())
     assert plans and fake_gpu.launches
     for plan in plans:
-        for argument in plan.shape.arguments:
-            found = sources(plan.shape, argument)
-            assert len(found) == 1 or (not found and argument.optional), (plan.op, argument.name, found)
+        for argument, source in zip(plan.shape.arguments, plan.shape.values, strict=True):
+            unwanted = {made.kernel for made in plan.shape.makes if not made.wanted}
+            may_be_absent = argument.optional or argument.name in unwanted
+            assert source.kind != launch.ABSENT or may_be_absent, (plan.op, argument.name)
 
 
-def test_what_nothing_gives_is_named() -> None:
-    needed = Argument("groups", "address")
-    shape = Shape(
-        **{**dict.fromkeys(Shape._fields, ()), "takes": ("x",), "unpacks": "", "checked": False, "arguments": (needed,)}
-    )
-    with pytest.raises(TypeError, match="nothing gives groups"):
-        launch.text_of(shape)
+class TwoSources(GroupedMlpCall):
+    def constants(self, problem: Any) -> dict[str, Any]:
+        return {**super().constants(problem), "w2": 0}
+
+
+class NoSource(GroupedMlpCall):
+    scratch = {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (TwoSources, r"constant.*given.*give the kernel's argument 'w2'"),
+        (NoSource, "nothing gives mid, which the function needs"),
+    ],
+)
+def test_arguments_with_two_sources_or_none_are_named(kind: Any, message: str, fake_gpu: FakeGpu) -> None:
+    kind.declare(GroupedMlpCall.names)
+    c, defaults = layer(), inspect.signature(glulam.grouped_mlp).parameters
+    given = {name: parameter.default for name, parameter in defaults.items()}
+    call = kind(**{**given, "x": c.x, "w1": c.w1, "w2": c.w2, "offs": c.offs})
+    with pytest.raises(TypeError, match=message):
+        call.execute()
+
+
+def test_addresses_are_read_where_they_are_used(fake_gpu: FakeGpu) -> None:
+    """A launch whose arguments were checked before reads no other address."""
+    step()
+    (plan,) = GroupedMlpCall.plans
+    for part in plan.parts.values():
+        names = {node.id for node in ast.walk(ast.parse(part.text)) if isinstance(node, ast.Name)}
+        assert {name for name in names if name.endswith("_at")} == {f"{name}_at" for name in part.shape.addresses()}
 
 
 @pytest.mark.parametrize("listed", [False, True])
