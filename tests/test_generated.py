@@ -30,7 +30,7 @@ from glulam.calls import launch
 from glulam.calls.call import Call
 from glulam.calls.launch import Plan
 from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
-from glulam.host import tickets, workspace
+from glulam.host import plans, tickets, workspace
 from glulam.host.plans import forget_plans
 from glulam.layer.moe import MoeCall
 from glulam.ops.grouped_mlp import GroupedMlpCall
@@ -235,6 +235,43 @@ def test_lines_of_a_launch_go_with_its_code(fake_gpu: FakeGpu) -> None:
     assert made.isdisjoint(linecache.cache)
 
 
+@pytest.mark.parametrize("bug", [ZeroDivisionError, KeyError, AttributeError])
+@pytest.mark.parametrize("call", [mlp, mm, in_lists, quantize])
+def test_a_bug_in_the_look_up_is_an_error(
+    bug: type[Exception], call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
+) -> None:
+    """It does not become a call without a plan."""
+
+    def described(_: Any) -> None:
+        raise bug("in the look-up")
+
+    monkeypatch.setattr(plans, "described", described)
+    with pytest.raises(bug, match="in the look-up"):
+        call()
+    assert not fake_gpu.launches
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": "text"}, "grouped_mlp: x is a str"),
+        ({"w1": 3}, "grouped_mlp: w1 is"),
+        ({"offs": [[1]]}, "grouped_mlp: offs is a list"),
+        ({"activation": ["swiglu"]}, "grouped_mlp: activation"),
+    ],
+)
+def test_arguments_that_no_look_up_takes_are_named(wrong: dict[str, Any], message: str, fake_gpu: FakeGpu) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        mlp(**wrong)
+    assert raised.value.__suppress_context__ and raised.value.__cause__ is None
+
+
+def test_group_sizes_may_be_integers() -> None:
+    """They have no metadata of a tensor's, and so no plan is looked up by them."""
+    c = layer()
+    assert same_bits(glulam.grouped_mlp(c.x, c.w1, c.w2, splits=SIZES), mlp())
+
+
 def plans_made() -> Iterator[Plan]:
     for kept in (*(kind.plans for kind in library.CALLS), planned.PLANS):
         for plan in kept:
@@ -245,9 +282,9 @@ def plans_made() -> Iterator[Plan]:
 def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGpu) -> None:
     """Two sources of one argument, or none of one that is needed, are errors of the plan."""
     CALLS[name]()
-    plans = list(plans_made())
-    assert plans and fake_gpu.launches
-    for plan in plans:
+    made = list(plans_made())
+    assert made and fake_gpu.launches
+    for plan in made:
         for argument, source in zip(plan.shape.arguments, plan.shape.values, strict=True):
             unwanted = {made.kernel for made in plan.shape.makes if not made.wanted}
             may_be_absent = argument.optional or argument.name in unwanted

@@ -82,10 +82,8 @@ def text_of(kind: type[Call]) -> list[str]:
     inner += wrapped("options = (", options, ")")
     inner.append("key, plan = look_up(given, options)")
     lines += indented(["if not unplanned():", *indented(inner)])
-    lines += [
-        "except ARGUMENT_ERRORS:",
-        "    key = plan = None  # an argument without a tensor's metadata, which checks name",
-    ]
+    check = indented(wrapped("if not kind(", everything, ").may_be_unfound():"))
+    lines += ["except ARGUMENT_ERRORS:", *check, "        raise", "    key = plan = None"]
     run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
     run += ["except ARGUMENT_ERRORS:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
     lines += ["if plan is not None:", *indented(run)]
