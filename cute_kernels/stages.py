@@ -55,7 +55,7 @@ FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
 
 
 def formulas_of(spec: Spec) -> tuple[str, ...]:
-    """The formulas that a stage's kernel may compute, if its module imports READS_FORMULAS."""
+    """Return the formulas that a stage's kernel may compute, if its module imports READS_FORMULAS."""
     if isinstance(spec, (GroupedGluSpec, DgluSpec)):
         return ACTIVATION_FORMS[spec.activation]
     if isinstance(spec, (GroupedMmSpec, GroupedWgradSpec)):

@@ -15,12 +15,12 @@ Statements = Iterable[ast.stmt]
 
 
 def _is_text(node: object) -> bool:
-    """Whether a statement is a string alone: a docstring, or words about the statement before."""
+    """Return True if a statement is a string alone: a docstring, or words about the statement before."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def plain(node: object) -> str:
-    """A syntax tree as text, without places and strings that are statements; the same in all versions of Python."""
+    """Return a syntax tree as text, without positions and docstrings. All versions of Python give the same text."""
     out: list[str] = []
     _write(node, out)
     return "".join(out)
@@ -48,7 +48,7 @@ def _write(node: object, out: list[str]) -> None:
 
 
 def sha256(texts: Iterable[str]) -> str:
-    """Of several texts in their order."""
+    """Return the hash of several texts in their order."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(f"{len(text)}\0{text}".encode())
@@ -112,13 +112,14 @@ class Code:
         return tuple(key for statement in self._statements for key in _rows(statement))
 
     def hash_of_row(self, key: str) -> str:
-        """Of what the tables have under a key, with all definitions that it uses, and of its place among all keys."""
+        """Return the hash of a table's row, of all definitions that the row uses, and of its place among all rows."""
         values = [rows[key] for statement in self._statements if key in (rows := _rows(statement))]
         return sha256([f"{self.row_names().index(key)}", *map(plain, values), *self._texts(self._reached(values))])
 
     def hash_of_rest(self, names: Collection[str]) -> str:
-        """Of these names' definitions, with all that they use, and of statements that define nothing; without tables
-        among `names`, unless another of these statements uses them.
+        """Return the hash of some names' definitions with all that these use, and of statements that define nothing.
+
+        Rows of a table are left out, unless another of these statements uses the table.
         """
         asked = [statement for name in names for statement in self._by_name.get(name, ())]
         loose = [statement for statement in self._statements if not _bound(statement)]
@@ -126,7 +127,7 @@ class Code:
         return sha256([*sorted(names), *self._texts({*others, *self._reached(others)})])
 
     def _reached(self, nodes: Iterable[ast.AST]) -> set[ast.stmt]:
-        """The statements that define what these nodes use, and what that uses in turn."""
+        """Return the statements that define what some nodes use, directly or through other definitions."""
         reached, waiting = set[ast.stmt](), _names(nodes)
         while waiting:
             new = {one for name in waiting for one in self._by_name.get(name, ())} - reached

@@ -152,8 +152,8 @@ class Sources:
         return self._code_hashes[key]
 
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
-        """Hashes of these rows of `stages.FORMULAS`, where the module's closure computes any, and of what else the
-        closure uses of that file; empty where its parts cannot be told apart.
+        """Return hashes of rows of `stages.FORMULAS`, if the closure of `module` computes any, and of what else the
+        closure uses of that file; nothing if the parts of the file cannot be told apart.
         """
         files = self.closure(module)
         of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))
@@ -171,7 +171,7 @@ class Sources:
         return [code.hash_of_rest(sorted(names)), *map(code.hash_of_row, rows)]
 
     def _used(self, module: str, file: Source) -> set[str] | None:
-        """The names of `stages.FORMULAS` that a module's file uses; None where it may use any."""
+        """Return the names of `stages.FORMULAS` that a module's file uses; None if it may use any."""
         names, last = set[str](), stages.FORMULAS.rpartition(".")[2]
         for imported in _read(file)[1]:
             if stages.FORMULAS not in self._meant(imported, _importing(module, file)):
@@ -273,7 +273,7 @@ def behind(tracer: str, known: Sources) -> dict[str, str]:
 
 
 def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
-    """As `behind`, of what these files say and no more (`definitions`): what a stage's object is made of."""
+    """Return hashes of the code that a stage's object is made of; as `behind`, without words (`definitions`)."""
     module = tracer.partition(":")[0]
     formulas = stages.formulas_of(spec) if module.startswith(f"{package_of(None)}.") else None
     return {tracer.replace(":", "."): known.hash_of_code(module, formulas), compiler.__name__: _code_of_makers()}

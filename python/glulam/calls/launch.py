@@ -53,7 +53,7 @@ class Made(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a launch takes the value of a function's argument from.
+    """The source of a kernel argument's value.
 
     Attributes:
         kind: GIVEN: an argument of `run`. TABLE: the table of a list; 0 for other weights. UP: the second half of a
@@ -85,7 +85,7 @@ class Shape(NamedTuple):
         takes: the tensor arguments of `run`; `present`: those that are not None.
         lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, of which no address is taken.
         unpacks: the argument that is all that is made, as a list; empty where none is.
-        arguments: of the function. values: where each one's value comes from.
+        arguments: of the function. values: the source of each.
         makes: see `Made`. scratch: names of the parts of the plan's memory.
         before: lines in front of the call.
         checked: whether new addresses are looked at.

@@ -80,7 +80,7 @@ class Launching(Arguments):
         return ()
 
     def values(self, problem: Problem, names: tuple[str, ...], constants: Collection[str]) -> dict[str, Source]:
-        """Where the values of kernel arguments come from, by the kernel's names.
+        """Return the sources of kernel arguments by the kernel's names.
 
         Args:
             names: of the kernel's arguments.
