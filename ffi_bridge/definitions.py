@@ -87,11 +87,14 @@ class Code:
 
     def __init__(self, text: str) -> None:
         self._statements = [one for one in ast.parse(text).body if not _is_text(one)]
-        self.hash = sha256(map(plain, self._statements))
         self._by_name: dict[str, list[ast.stmt]] = {}
         for statement in self._statements:
             for name in _bound(statement):
                 self._by_name.setdefault(name, []).append(statement)
+
+    def hash_of_all(self) -> str:
+        """Return the hash of the whole file's code."""
+        return sha256(map(plain, self._statements))
 
     def attributes(self, module: str) -> set[str] | None:
         """The attributes that the file uses of a module that it imports under this name; None if it may use others."""

@@ -5,8 +5,8 @@ reach. Where it is not clear what an import means, it means everything: a file t
 serves a kernel of old sources.
 
 Objects are kept by what these files say (`definitions`): without comments, docstrings and layout, which leave no trace
-in an object, and of activations only those that the kernel computes. That takes longer to find out, 1 s for all files,
-which nobody but a compile has to wait for.
+in an object, and of activations only those that the kernel computes. That takes longer to find out, 0.7 s for all
+files, for which nobody but a compile has to wait.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_kernels import stages
 from cute_kernels.specs import ACTIVATIONS, Spec
@@ -82,16 +82,14 @@ def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
 
 
 @functools.cache
-def _code(source: Source) -> Code | None:
-    """The code of a file as it was when `source` was listed; None where it is no Python."""
+def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
+    """The answer of a method of Code, for a file as it was when `source` was listed; None where it is no Python.
+
+    Syntax trees are not kept: those of a kernel's files would take 20 MB of the process that asks for it.
+    """
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):
-        return Code(Path(source.path).read_text(encoding="utf-8"))
+        return question(Code(Path(source.path).read_text(encoding="utf-8")), *about)
     return None
-
-
-def _hash_of_code(source: Source) -> str:
-    code = _code(source)
-    return _read(source)[0].hex() if code is None else code.hash
 
 
 class Sources:
@@ -147,7 +145,7 @@ class Sources:
             left_out = self._modules.get(stages.FORMULAS, []) if parts else []
             for file in self.closure(module):
                 if file not in left_out:
-                    parts += [file.name, _hash_of_code(file)]
+                    parts += [file.name, _ask(file, Code.hash_of_all) or _read(file)[0].hex()]
             self._code_hashes[key] = sha256(parts)
         return self._code_hashes[key]
 
@@ -157,8 +155,10 @@ class Sources:
         """
         files = self.closure(module)
         of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))
-        code = _code(of_formulas[0]) if len(of_formulas) == 1 and of_formulas[0] in files else None
-        if code is None or code.row_names() != ACTIVATIONS:  # `formulas` are of what this process imported
+        if len(of_formulas) != 1 or of_formulas[0] not in files:
+            return []
+        source = of_formulas[0]
+        if _ask(source, Code.row_names) != ACTIVATIONS:  # `formulas` are of what this process imported
             return []
         names = set[str]()
         for name, listed in self._modules.items():
@@ -168,7 +168,8 @@ class Sources:
                     return []
                 names |= used
         rows = formulas if any(file in files for file in readers) else ()
-        return [code.hash_of_rest(sorted(names)), *map(code.hash_of_row, rows)]
+        asked = [(Code.hash_of_rest, tuple(sorted(names))), *((Code.hash_of_row, name) for name in rows)]
+        return [_ask(source, *question) for question in asked]
 
     def _used(self, module: str, file: Source) -> set[str] | None:
         """Return the names of `stages.FORMULAS` that a module's file uses; None if it may use any."""
@@ -179,8 +180,7 @@ class Sources:
             if imported.module.rpartition(".")[2] == last and imported.name not in ("", "*"):
                 names.add(imported.name)
                 continue
-            code = _code(file) if imported.name == last else None
-            attributes = None if code is None else code.attributes(last)
+            attributes = _ask(file, Code.attributes, last) if imported.name == last else None
             if attributes is None:
                 return None
             names |= attributes
@@ -259,7 +259,7 @@ def _makers() -> str:
 
 @functools.cache
 def _code_of_makers() -> str:
-    return sha256(Code(Path(str(module.__file__)).read_text(encoding="utf-8")).hash for module in _MAKERS)
+    return sha256(Code(Path(str(module.__file__)).read_text(encoding="utf-8")).hash_of_all() for module in _MAKERS)
 
 
 def behind(tracer: str, known: Sources) -> dict[str, str]:
