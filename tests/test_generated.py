@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import inspect
 import linecache
 import os
 import traceback
@@ -291,29 +290,20 @@ def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGp
             assert source.kind != launch.ABSENT or may_be_absent, (plan.op, argument.name)
 
 
-class TwoSources(GroupedMlpCall):
-    def constants(self, problem: Any) -> dict[str, Any]:
-        return {**super().constants(problem), "w2": 0}
+DECLARED: dict[str, tuple[str, Any]] = {
+    r"constant.*given.*give the kernel's argument 'w2'": ("constants", lambda call, problem: {"w2": 0}),
+    "nothing gives mid, which the function needs": ("scratch", {}),
+}
 
 
-class NoSource(GroupedMlpCall):
-    scratch = {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (TwoSources, r"constant.*given.*give the kernel's argument 'w2'"),
-        (NoSource, "nothing gives mid, which the function needs"),
-    ],
-)
-def test_arguments_with_two_sources_or_none_are_named(kind: Any, message: str, fake_gpu: FakeGpu) -> None:
-    kind.declare(GroupedMlpCall.names)
-    c, defaults = layer(), inspect.signature(glulam.grouped_mlp).parameters
-    given = {name: parameter.default for name, parameter in defaults.items()}
-    call = kind(**{**given, "x": c.x, "w1": c.w1, "w2": c.w2, "offs": c.offs})
+@pytest.mark.parametrize("message", DECLARED)
+def test_arguments_with_two_sources_or_none_are_named(
+    message: str, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
+) -> None:
+    monkeypatch.setattr(GroupedMlpCall, *DECLARED[message])
     with pytest.raises(TypeError, match=message):
-        call.execute()
+        mlp()
+    assert not fake_gpu.launches
 
 
 def test_addresses_are_read_where_they_are_used(fake_gpu: FakeGpu) -> None:
