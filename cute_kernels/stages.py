@@ -6,6 +6,8 @@ from .arch import FOLDERS, room
 from .chains import stages_of
 from .formats import OPERANDS
 from .specs import (
+    ACTIVATION_FORMS,
+    ACTIVATIONS,
     DgluSpec,
     FoldMxfp8Spec,
     GemmSpec,
@@ -47,6 +49,18 @@ _LAYER = {
     "send_sums": "ranks.send",
 }
 _GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
+
+FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
+"""The module of activations' formulas, and the one through which kernels compute them; others read their names."""
+
+
+def formulas_of(spec: Spec) -> tuple[str, ...]:
+    """Return the formulas that a stage's kernel may compute, if its module imports READS_FORMULAS."""
+    if isinstance(spec, (GroupedGluSpec, DgluSpec)):
+        return ACTIVATION_FORMS[spec.activation]
+    if isinstance(spec, (GroupedMmSpec, GroupedWgradSpec)):
+        return ()
+    return ACTIVATIONS
 
 
 def _module(spec: Spec) -> str:

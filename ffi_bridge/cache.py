@@ -73,15 +73,20 @@ def cache_key(
     return f"{spec.name}-{digest[:16]}"
 
 
-def sources_of(spec: Spec, tracer: str | None = None, known: sources.Sources | None = None) -> dict[str, str]:
+def sources_of(
+    spec: Spec, tracer: str | None = None, known: sources.Sources | None = None, of_object: bool = False
+) -> dict[str, str]:  # fmt: skip
     """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them.
 
     Args:
         tracer: as of `cache_key`.
         known: the sources of the tracers' package, where the caller took them; default, taken once for all stages.
+        of_object: of a stage's object alone, for which comments, docstrings and layout do not count.
     """
     tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
     known = known or sources.of(sources.package_of(tracers[0]))
+    if of_object:
+        return sources.code_behind(spec, tracers[0], known)
     found: dict[str, str] = {}
     for one in tracers:
         found |= sources.behind(one, known)
@@ -224,7 +229,7 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
         if not _is_of(found, key["name"]):
             raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
         raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
-    behind, texts = sources_of(spec), manifest.read(inner).texts
+    behind, texts = sources_of(spec, of_object=form is manifest.OBJECT), manifest.read(inner).texts
     if folder.name != cache_key(spec, behind=behind, has_ptx=bool(texts)):
         raise BundleOutdated(
             f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"

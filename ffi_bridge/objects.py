@@ -152,7 +152,7 @@ class Store:
 
     def behind(self, spec: Spec) -> dict[str, str]:
         """Hashes of what a spec's kernels are made of, as its manifest has them."""
-        return cache.sources_of(spec, self.tracer, self._sources)
+        return cache.sources_of(spec, self.tracer, self._sources, of_object=True)
 
     def _key(self, spec: Spec, behind: dict[str, str] | None = None) -> str:
         """`behind`: of the spec, if the caller took it just now."""

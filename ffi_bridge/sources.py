@@ -1,8 +1,12 @@
 """What a kernel is made of: the module that traces it and what that imports of its package, found without running any.
 
-A hash over these files is what an object's key has of the sources, so that an edit makes those kernels anew that it can
+A hash over these files is what a cached function's key has of the sources, so that an edit makes those anew that it can
 reach. Where it is not clear what an import means, it means everything: a file too many costs a compile, one too few
 serves a kernel of old sources.
+
+Objects are kept by what these files say (`definitions`): without comments, docstrings and layout, which leave no trace
+in an object, and of activations only those that the kernel computes. That takes longer to find out, 0.7 s for all
+files, for which nobody but a compile has to wait.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_kernels import stages
-from cute_kernels.specs import Spec
+from cute_kernels.specs import ACTIVATIONS, Spec
 
 from . import compiler, resources, toolchain
+from .definitions import Code, sha256
 from .errors import ToolchainError
 from .toolchain import Source
 
@@ -76,6 +81,17 @@ def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
     return hashlib.sha256(content).digest(), imports(content.decode(errors="replace"))
 
 
+@functools.cache
+def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
+    """The answer of a method of Code, for a file as it was when `source` was listed; None where it is no Python.
+
+    Syntax trees are not kept: those of a kernel's files would take 20 MB of the process that asks for it.
+    """
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+        return question(Code(Path(source.path).read_text(encoding="utf-8")), *about)
+    return None
+
+
 class Sources:
     """The Python files of a top-level package or module, as they were listed at one moment; read when asked for."""
 
@@ -89,6 +105,7 @@ class Sources:
             self._modules.setdefault(name, []).append(file)
         self._closures: dict[str, list[Source]] = {}
         self._hashes: dict[str, str] = {}
+        self._code_hashes: dict[tuple[str, tuple[str, ...] | None], str] = {}
 
     def closure(self, module: str) -> list[Source]:
         """The files of `module` and of every module of the package that importing and running it may import, sorted.
@@ -116,6 +133,59 @@ class Sources:
             self._hashes[module] = digest.hexdigest()
         return self._hashes[module]
 
+    def hash_of_code(self, module: str, formulas: tuple[str, ...] | None = None) -> str:
+        """sha256 over names and code of the files of `closure`.
+
+        Args:
+            formulas: the rows of `stages.FORMULAS` that count; None: the whole file.
+        """
+        key = module, formulas
+        if key not in self._code_hashes:
+            parts = [] if formulas is None else self._formulas(module, formulas)
+            left_out = self._modules.get(stages.FORMULAS, []) if parts else []
+            for file in self.closure(module):
+                if file not in left_out:
+                    parts += [file.name, _ask(file, Code.hash_of_all) or _read(file)[0].hex()]
+            self._code_hashes[key] = sha256(parts)
+        return self._code_hashes[key]
+
+    def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
+        """Return hashes of rows of `stages.FORMULAS`, if the closure of `module` computes any, and of what else the
+        closure uses of that file; nothing if the parts of the file cannot be told apart.
+        """
+        files = self.closure(module)
+        of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))
+        if len(of_formulas) != 1 or of_formulas[0] not in files:
+            return []
+        source = of_formulas[0]
+        if _ask(source, Code.row_names) != ACTIVATIONS:  # `formulas` are of what this process imported
+            return []
+        names = set[str]()
+        for name, listed in self._modules.items():
+            for file in listed:
+                used = set[str]() if file in of_formulas or file not in files else self._used(name, file)
+                if used is None:
+                    return []
+                names |= used
+        rows = formulas if any(file in files for file in readers) else ()
+        asked = [(Code.hash_of_rest, tuple(sorted(names))), *((Code.hash_of_row, name) for name in rows)]
+        return [_ask(source, *question) for question in asked]
+
+    def _used(self, module: str, file: Source) -> set[str] | None:
+        """Return the names of `stages.FORMULAS` that a module's file uses; None if it may use any."""
+        names, last = set[str](), stages.FORMULAS.rpartition(".")[2]
+        for imported in _read(file)[1]:
+            if stages.FORMULAS not in self._meant(imported, _importing(module, file)):
+                continue
+            if imported.module.rpartition(".")[2] == last and imported.name not in ("", "*"):
+                names.add(imported.name)
+                continue
+            attributes = _ask(file, Code.attributes, last) if imported.name == last else None
+            if attributes is None:
+                return None
+            names |= attributes
+        return names
+
     def _on_the_way(self, name: str) -> Iterator[str]:
         """The modules that `import <name>` runs: the packages that it is in, and itself. `name` may be no module's."""
         parts = name.split(".")
@@ -126,7 +196,7 @@ class Sources:
     def _imported_by(self, module: str) -> Iterator[str]:
         for file in self._modules[module]:
             for imported in _read(file)[1]:
-                yield from self._meant(imported, module if file.name.endswith("__init__.py") else _parent(module))
+                yield from self._meant(imported, _importing(module, file))
 
     def _meant(self, imported: Import, package: str) -> Iterator[str]:
         """The modules that an import in a module of `package` runs."""
@@ -141,6 +211,11 @@ class Sources:
             yield from (name for name in self._modules if _parent(name) == base)
         elif imported.name:
             yield from self._on_the_way(f"{base}.{imported.name}")
+
+
+def _importing(module: str, file: Source) -> str:
+    """The package from which relative imports of a module's file start."""
+    return module if file.name.endswith("__init__.py") else _parent(module)
 
 
 def _parent(module: str) -> str:
@@ -182,6 +257,11 @@ def _makers() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _code_of_makers() -> str:
+    return sha256(Code(Path(str(module.__file__)).read_text(encoding="utf-8")).hash_of_all() for module in _MAKERS)
+
+
 def behind(tracer: str, known: Sources) -> dict[str, str]:
     """All that a tracer's kernels are made of, hashed, by name: its closure, and what compiles it.
 
@@ -190,3 +270,10 @@ def behind(tracer: str, known: Sources) -> dict[str, str]:
         known: the sources of its package.
     """
     return {tracer.replace(":", "."): known.hash_of(tracer.partition(":")[0]), compiler.__name__: _makers()}
+
+
+def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
+    """Return hashes of the code that a stage's object is made of; as `behind`, without words (`definitions`)."""
+    module = tracer.partition(":")[0]
+    formulas = stages.formulas_of(spec) if module.startswith(f"{package_of(None)}.") else None
+    return {tracer.replace(":", "."): known.hash_of_code(module, formulas), compiler.__name__: _code_of_makers()}

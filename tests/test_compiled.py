@@ -162,7 +162,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         assert "glulam.compile made it the preferred" in told["why"]
 
     def test_compiling_leaves_the_caller_as_it_was(self, compiled: dict[str, Any]) -> None:
-        assert compiled["grown"] < 16 << 20, "the compiler takes some 250 MB"
+        assert compiled["grown"] < 20 << 20, "the compiler takes some 250 MB"
         assert not compiled["cutlass"]
 
     def test_finding_a_compiled_kernel_looks_at_the_sources_once(

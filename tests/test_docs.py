@@ -40,6 +40,7 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples")
 PAGES = [page for pattern in ("*.md", "docs/*.md", "perf/README.md") for page in sorted(REPOSITORY.glob(pattern))]
 README, OPERATORS = REPOSITORY / "README.md", REPOSITORY / "docs/operators.md"
+DESIGN = REPOSITORY / "docs/design.md"
 CONTRIBUTING, CHANGELOG = REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -472,6 +473,32 @@ def test_functions_are_counted() -> None:
 def test_kernels_of_the_demo_are_counted(page: Path) -> None:
     kernels = profiles.all_stages(profiles.shipped_specs("sm_90a", "demo"))
     assert f"{NUMBERS[len(kernels)]} kernels of" in " ".join(page.read_text().split())
+
+
+def test_functions_that_a_page_places_are_there() -> None:
+    """`Class.function` in `folder/file.py`."""
+    placed = re.findall(r"`(?:\w+\.)?(\w+)` in\s+`(\w+/\w+\.py)`", DESIGN.read_text())
+    assert len(placed) > 10
+    for name, path in placed:
+        tree = ast.parse((REPOSITORY / "python/glulam" / path).read_text())
+        kinds = ast.FunctionDef, ast.ClassDef
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+        made = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert name in defined | made, f"{name} is not in {path}"
+
+
+def test_autograd_functions_are_listed() -> None:
+    found = {
+        (node.name, file.relative_to(REPOSITORY / "python/glulam").as_posix())
+        for file in (REPOSITORY / "python").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases)
+    }
+    page = " ".join(DESIGN.read_text().split())
+    listed = page[page.index("share one `torch.autograd.Function`") : page.index("which refuses second derivatives")]
+    assert f"There are {NUMBERS[len(found) - 1]} more" in listed
+    for name, path in found:
+        assert f"`{name}`" in listed and f"`{path}`" in listed
 
 
 def test_versions_of_torch_are_named() -> None:

@@ -6,7 +6,10 @@ After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_ge
 from __future__ import annotations
 
 import ast
+import gc
+import linecache
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,15 @@ from support.inputs import Case, apart, gradient, make_case, preactivation, tran
 from support.routes import some_logits
 
 import glulam
-from cute_kernels.signatures import Argument
 from glulam import library
 from glulam.backward import planned
 from glulam.backward.planned import PlannedStep
 from glulam.calls import launch
 from glulam.calls.call import Call
-from glulam.calls.launch import Plan, Shape
+from glulam.calls.launch import Plan
 from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
-from glulam.host import tickets, workspace
+from glulam.host import plans, tickets, workspace
+from glulam.host.plans import forget_plans
 from glulam.layer.moe import MoeCall
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.quantized_mlp import QuantizedMlpCall
@@ -185,6 +188,88 @@ CALLS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def generated_lines(error: BaseException) -> dict[str, str]:
+    """Lines of a traceback that lie in generated text, by the names of their files without a number."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {frame.filename.split(" #")[0].strip("<>"): str(frame.line) for frame in frames if frame.filename[0] == "<"}
+
+
+def test_a_traceback_shows_the_lines_of_a_front_and_of_a_launch(fake_gpu: FakeGpu) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a function that fails")
+
+    mlp()
+    (plan,) = GroupedMlpCall.plans
+    plan.constants["function"] = fail
+    for _ in range(2):
+        with pytest.raises(KeyError) as raised:
+            mlp()
+        lines = generated_lines(raised.value)
+        assert lines.keys() == {"glulam front of grouped_mlp", "glulam launch of grouped_mlp"}
+        assert lines["glulam front of grouped_mlp"].startswith("return plan.run(x, w1_, w2_,")
+        assert lines["glulam launch of grouped_mlp"] == "function("
+        linecache.checkcache()  # drops what no file has
+
+
+def test_fronts_have_files_of_their_own() -> None:
+    fronts = [kind.operator for kind in library.CALLS]
+    names = {front.__code__.co_filename for front in fronts}
+    assert len(names) == len(fronts)
+    for front in fronts:
+        lines, start = linecache.getlines(front.__code__.co_filename), front.__code__.co_firstlineno
+        assert "".join(lines[start - 1 :]).replace("\n    ", "\n").strip().startswith(front.text)
+
+
+def test_lines_of_a_launch_go_with_its_code(fake_gpu: FakeGpu) -> None:
+    launch.code_of.cache_clear()
+    before = set(linecache.cache)
+    for residual in (None, layer().x[:TOKENS].contiguous()):
+        moe(residual=residual)
+    made = {name for name in set(linecache.cache) - before if name.startswith("<glulam launch of moe #")}
+    assert len(made) == 2
+    forget_plans()
+    launch.code_of.cache_clear()
+    gc.collect()
+    assert made.isdisjoint(linecache.cache)
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError, KeyError, AttributeError])
+@pytest.mark.parametrize("call", [mlp, mm, in_lists, quantize])
+def test_a_bug_in_the_look_up_is_an_error(
+    bug: type[Exception], call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
+) -> None:
+    """It does not become a call without a plan."""
+
+    def described(_: Any) -> None:
+        raise bug("in the look-up")
+
+    monkeypatch.setattr(plans, "described", described)
+    with pytest.raises(bug, match="in the look-up"):
+        call()
+    assert not fake_gpu.launches
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": "text"}, "grouped_mlp: x is a str"),
+        ({"w1": 3}, "grouped_mlp: w1 is"),
+        ({"offs": [[1]]}, "grouped_mlp: offs is a list"),
+        ({"activation": ["swiglu"]}, "grouped_mlp: activation"),
+    ],
+)
+def test_arguments_that_no_look_up_takes_are_named(wrong: dict[str, Any], message: str, fake_gpu: FakeGpu) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        mlp(**wrong)
+    assert raised.value.__suppress_context__ and raised.value.__cause__ is None
+
+
+def test_group_sizes_may_be_integers() -> None:
+    """They have no metadata of a tensor's, and so no plan is looked up by them."""
+    c = layer()
+    assert same_bits(glulam.grouped_mlp(c.x, c.w1, c.w2, splits=SIZES), mlp())
+
+
 def plans_made() -> Iterator[Plan]:
     for kept in (*(kind.plans for kind in library.CALLS), planned.PLANS):
         for plan in kept:
@@ -193,43 +278,42 @@ def plans_made() -> Iterator[Plan]:
             )
 
 
-def sources(shape: Shape, argument: Argument) -> list[str]:
-    """What gives an argument of a function its value, of all that might."""
-    name, results = argument.name, {made.name for made in shape.makes}
-    stated = {"text": dict(shape.texts), "scratch": dict(shape.scratch), "constant": shape.constants}
-    found = [kind for kind, names in stated.items() if name in names]
-    found += ["result" for made in shape.makes if made.kernel == name]
-    if found == ["text"]:  # which says what becomes of an argument of the same name
-        return found
-    given = dict(shape.sources).get(name, name)
-    if given in shape.present and given not in results:
-        found.append("argument")
-    for end, kinds in (("_table", shape.lists), ("_up", shape.halves)):
-        if name.endswith(end):
-            of = name.removesuffix(end)
-            own = [made.name for made in shape.makes if made.kernel == of]
-            found += ["list" for one in own or [dict(shape.sources).get(of, of)] if one in kinds]
-    return [*found, *(["tickets"] if name == "tickets" else [])]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGpu) -> None:
+    """Two sources of one argument, or none of one that is needed, are errors of the plan."""
     CALLS[name]()
-    plans = list(plans_made())
-    assert plans and fake_gpu.launches
-    for plan in plans:
-        for argument in plan.shape.arguments:
-            found = sources(plan.shape, argument)
-            assert len(found) == 1 or (not found and argument.optional), (plan.op, argument.name, found)
+    made = list(plans_made())
+    assert made and fake_gpu.launches
+    for plan in made:
+        for argument, source in zip(plan.shape.arguments, plan.shape.values, strict=True):
+            unwanted = {made.kernel for made in plan.shape.makes if not made.wanted}
+            may_be_absent = argument.optional or argument.name in unwanted
+            assert source.kind != launch.ABSENT or may_be_absent, (plan.op, argument.name)
 
 
-def test_what_nothing_gives_is_named() -> None:
-    needed = Argument("groups", "address")
-    shape = Shape(
-        **{**dict.fromkeys(Shape._fields, ()), "takes": ("x",), "unpacks": "", "checked": False, "arguments": (needed,)}
-    )
-    with pytest.raises(TypeError, match="nothing gives groups"):
-        launch.text_of(shape)
+DECLARED: dict[str, tuple[str, Any]] = {
+    r"constant.*given.*give the kernel's argument 'w2'": ("constants", lambda call, problem: {"w2": 0}),
+    "nothing gives mid, which the function needs": ("scratch", {}),
+}
+
+
+@pytest.mark.parametrize("message", DECLARED)
+def test_arguments_with_two_sources_or_none_are_named(
+    message: str, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
+) -> None:
+    monkeypatch.setattr(GroupedMlpCall, *DECLARED[message])
+    with pytest.raises(TypeError, match=message):
+        mlp()
+    assert not fake_gpu.launches
+
+
+def test_addresses_are_read_where_they_are_used(fake_gpu: FakeGpu) -> None:
+    """A launch whose arguments were checked before reads no other address."""
+    step()
+    (plan,) = GroupedMlpCall.plans
+    for part in plan.parts.values():
+        names = {node.id for node in ast.walk(ast.parse(part.text)) if isinstance(node, ast.Name)}
+        assert {name for name in names if name.endswith("_at")} == {f"{name}_at" for name in part.shape.addresses()}
 
 
 @pytest.mark.parametrize("listed", [False, True])

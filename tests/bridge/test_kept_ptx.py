@@ -17,7 +17,7 @@ from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.objects import Store
 from ffi_bridge.worker import Worker
 from glulam.command import cli
-from toys import TOY_SPECS, TOY_TRACER
+from toys import TOY_SPECS, TOY_TRACER, object_key
 
 ARCH = "sm_90a"
 MM, _, WGRAD = TOY_SPECS
@@ -52,7 +52,7 @@ def _obtain(spec: Spec, into: Path, worker: Callable[[], Worker], keep_ptx: bool
 
 
 def _stored(root: Path, spec: Spec = MM) -> Path:
-    return root / "objects" / cache.cache_key(spec, TOY_TRACER, has_ptx=True) / ARCH
+    return root / "objects" / object_key(spec, has_ptx=True) / ARCH
 
 
 def _refuse() -> Worker:
@@ -114,11 +114,11 @@ def test_a_stored_one_comes_back(keeping: Worker, tmp_path: Path) -> None:
 
 def test_keys_without_ptx_are_as_they_were(keeping: Worker, root: Path, tmp_path: Path) -> None:
     """Objects with and without PTX lie beside each other, and only the former have a field more."""
-    assert cache.cache_key(MM, TOY_TRACER) != cache.cache_key(MM, TOY_TRACER, has_ptx=True)
+    assert object_key(MM) != object_key(MM, has_ptx=True)
     _obtain(MM, tmp_path, lambda: keeping)
     assert Store(TOY_TRACER).take(MM, tmp_path) is None
     _obtain(MM, tmp_path, lambda: keeping, keep_ptx=False)
-    plain = root / "objects" / cache.cache_key(MM, TOY_TRACER) / ARCH
+    plain = root / "objects" / object_key(MM) / ARCH
     assert sorted(file.name for file in plain.iterdir()) == ["glulam_sm_90a.o", manifest.FILE]
     described, with_ptx = (json.loads((folder / manifest.FILE).read_text()) for folder in (plain, _stored(root)))
     assert with_ptx.keys() - described.keys() == {"texts"}

@@ -24,7 +24,7 @@ from cute_kernels.specs import GroupedMmSpec, Spec
 from ffi_bridge import BundleForeign, CompileError, build, cache, jit, loader, manifest, objects, sources
 from ffi_bridge.compiler import KernelArtifact
 from glulam.command import cli
-from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, wait_until
+from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, object_key, wait_until
 
 ARCH = "sm_90a"
 SPEC = TOY_SPECS[0]
@@ -43,7 +43,7 @@ def _build(specs: list[Spec], out: Path, tracer: str | None = TOY_TRACER) -> dic
 
 
 def _entry(root: Path, spec: Spec = SPEC) -> Path:
-    return root / "objects" / cache.cache_key(spec, TOY_TRACER)
+    return root / "objects" / object_key(spec)
 
 
 def _object(root: Path, spec: Spec = SPEC) -> Path:
@@ -150,7 +150,11 @@ def test_a_second_build_compiles_nothing_and_makes_the_same_bytes(
 
 KINDS = {
     "__init__.py": "",
-    "stages.py": "def tracer_of(spec):\n    return f'kinds.{spec.op}:trace'\n",
+    "stages.py": (
+        "FORMULAS, READS_FORMULAS = 'kinds.formulas', 'kinds.activation'\n"
+        "def tracer_of(spec):\n    return f'kinds.{spec.op}:trace'\n"
+        "def formulas_of(spec):\n    return ()\n"
+    ),
     "shared.py": "import os\nfrom pathlib import Path\nfrom toy_kernels import trace\n",
     "grouped_mm.py": (
         "from .shared import Path, os, trace as trace_toy\n"
@@ -181,8 +185,8 @@ def kinds(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _edit(file: Path) -> None:
-    file.write_text(f"{file.read_text()}# edited\n")
+def _edit(file: Path, line: str = "edited = True") -> None:
+    file.write_text(f"{file.read_text()}{line}\n")
 
 
 def test_an_edit_compiles_what_can_reach_it(kinds: Path, tmp_path: Path, copied: list[str]) -> None:
@@ -200,6 +204,16 @@ def test_an_edit_compiles_what_can_reach_it(kinds: Path, tmp_path: Path, copied:
         (kinds / name).write_text(content)
     _build(TOY_SPECS, tmp_path / "out", None)
     assert not copied, "the objects from before the edits"
+
+
+def test_comments_and_docstrings_compile_nothing(kinds: Path, tmp_path: Path, copied: list[str]) -> None:
+    before = _build(TOY_SPECS, tmp_path / "out", None)
+    copied.clear()
+    for name in KINDS:
+        _edit(kinds / name, "# a comment")
+    (kinds / "shared.py").write_text('"""A docstring."""\n\n' + KINDS["shared.py"].replace("import os", "import  os"))
+    assert _build(TOY_SPECS, tmp_path / "out", None).keys() == before.keys()
+    assert not copied
 
 
 def test_what_is_edited_while_it_is_compiled_is_not_kept(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec, Spec
-from ffi_bridge import toolchain
+from ffi_bridge import cache, toolchain
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -19,6 +19,11 @@ MANY_SPECS: list[Spec] = [*TOY_SPECS, *(GroupedMmSpec("float16", transpose_w=fli
 
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))  # where the loader's check of the sources finds toy_kernels
+
+
+def object_key(spec: Spec, tracer: str | None = TOY_TRACER, has_ptx: bool = False) -> str:
+    """The name of an object's folder in the store."""
+    return cache.cache_key(spec, tracer, cache.sources_of(spec, tracer, of_object=True), has_ptx)
 
 
 def library_in(folder: Path) -> Path:

@@ -31,13 +31,16 @@ from .checks import (
     runs_kernels,
     shape_text,
 )
-from .launch import Made, Plan, Shape
+from .launch import MATRIX, OWN_NAMES, Made, Plan, Shape, code_of
 
 MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
 """Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
 would take several times as long: better to pad C than to be slow in silence."""
+
+IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
+"""Keyed by the annotations of tensors."""
 
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
@@ -126,7 +129,7 @@ class AddressedCall(Call):
     @classmethod
     def declare(cls, parameters: Any) -> None:
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
-        tensors = [name for name, of in annotations.items() if of.startswith("Tensor")]
+        tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
         cls.torch_types = {name: of.replace(" | None", "?") for name, of in annotations.items()}
         super().declare(tuple(parameters))
@@ -141,7 +144,7 @@ class AddressedCall(Call):
         cls.scales = tuple(name for name in cls.reads if name in cls.unaligned)
         cls.weights = cls.biases = cls.of_tokens = cls.of_any_rows = ()
         cls.rowwise = tuple(name for name in cls.given if name not in cls.shared)
-        cls.optional = tuple(name for name in cls.given if annotations[name] != "Tensor")
+        cls.optional = tuple(name for name in cls.given if IS_OPTIONAL[annotations[name]])
         kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
         cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
 
@@ -254,20 +257,23 @@ class AddressedCall(Call):
     def _numbers(self) -> dict[str, Any]:
         return self.numbers(gpus.gpu(self.lead.get_device()))
 
-    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+    def texts(self, problem: Problem) -> dict[str, str]:
+        absent = [name for name in self.reads if getattr(self, name) is None]
+        if not self._numbers.get("workspace"):
+            absent.append("workspace")
+        return {"stream": "raw_stream(index)", **dict.fromkeys(absent, "0")}
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        return {"workspace": MATRIX} if self._numbers.get("workspace") else {}
+
+    def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
         """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""
-        form = constants["rank"], bool(constants["memory"])
-        if form in serving.launches:
-            shape, code = serving.launches[form]
-            return super()._plan(shape, constants, serving, code)
-        texts = {"stream": "raw_stream(index)", **{name: "0" for name in self.reads if getattr(self, name) is None}}
-        scratch = (("workspace", "matrix"),) if form[1] else ()
-        if not scratch:
-            texts["workspace"] = "0"
-        shape = shape._replace(texts=tuple(texts.items()), scratch=scratch, makes=self.made())
-        plan = super()._plan(shape, constants, serving)
-        serving.launches[form] = shape, plan.run.__code__
-        return plan
+        key, known = (constants["rank"], bool(constants["memory"])), like.serving.launches
+        if key not in known:
+            signature, names = like.serving.at(problem.rows).signature, constants.keys() - OWN_NAMES
+            shape = self._shape(problem, signature, names, like.shape.checked)
+            known[key] = shape, code_of(self.op, shape)
+        return known[key]
 
     # Gradients:
 

@@ -93,6 +93,23 @@ class Call(Launching):
                 return self.differentiate(key)
         return self.settle(key, known)
 
+    def may_be_unfound(self) -> bool:
+        """Check a call whose look-up raised, as look-ups do of what has no metadata of a tensor's. Return True if the
+        call has no plan: tensors of traced calls have no address, and group sizes may be a list of integers. False:
+        all arguments are right, so the error is not theirs.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        splits = getattr(self, "splits", None)
+        if self.is_traced() or not (splits is None or isinstance(splits, Tensor)):
+            return True
+        try:
+            self.judge()
+        except Exception as wrong:
+            raise wrong from None
+        return False
+
     def differentiate(self, key: Hashable = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it

@@ -7,9 +7,11 @@ the plan of the call and runs it, or leaves the call to `Call.answer`. `text_of`
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +22,7 @@ from ..host.plans import unplanned
 from .arguments import GROUPS
 from .call import Call
 from .checks import PLAIN_RECIPE, any_requires_grad
+from .generated import compiled
 from .launch import indented, wrapped
 from .quantized import Quantized
 
@@ -79,10 +82,8 @@ def text_of(kind: type[Call]) -> list[str]:
     inner += wrapped("options = (", options, ")")
     inner.append("key, plan = look_up(given, options)")
     lines += indented(["if not unplanned():", *indented(inner)])
-    lines += [
-        "except ARGUMENT_ERRORS:",
-        "    key = plan = None  # an argument without a tensor's metadata, which checks name",
-    ]
+    check = indented(wrapped("if not kind(", everything, ").may_be_unfound():"))
+    lines += ["except ARGUMENT_ERRORS:", *check, "        raise", "    key = plan = None"]
     run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
     run += ["except ARGUMENT_ERRORS:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
     lines += ["if plan is not None:", *indented(run)]
@@ -117,9 +118,8 @@ def _front(
     """A function of these lines, and of `names`, which lie in a closure: torch.compile takes globals for a module's."""
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
-    scope: dict[str, Any] = {"__name__": module}
-    exec(compile("\n".join(body), f"<{name}>", "exec"), scope)
-    front: Any = scope["made"](**names)
+    code = compiled("\n".join(body), f"<glulam front of {name}>")
+    front: Any = FunctionType(code, {"__name__": module, "__builtins__": builtins})(**names)
     front.text = "\n".join(text)
     return cast(Callable[..., Any], front)
 

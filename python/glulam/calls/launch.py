@@ -22,10 +22,10 @@ from ..host import device as gpus
 from ..host import tickets, workspace
 from ..host.experts import ExpertList
 from .checks import ALIGNMENT_ELEMENTS
+from .generated import compiled_one_of_many
 from .memory import check_apart, tensors_of
 
 LINE = 116
-TICKETS = "tickets.counters(device, index) if draws_tickets else 0"
 
 
 class Made(NamedTuple):
@@ -52,6 +52,32 @@ class Made(NamedTuple):
     wanted: bool = True
 
 
+class Source(NamedTuple):
+    """The source of a kernel argument's value.
+
+    Attributes:
+        kind: GIVEN: an argument of `run`. TABLE: the table of a list; 0 for other weights. UP: the second half of a
+            GateUp; 0 for other weights. RESULT: what is made. MATRIX, BYTES: the plan's memory, as a tensor or as an
+            address. CONSTANT: of the plan. TICKETS: counters. TEXT: Python. ABSENT: nothing; the function gets 0.
+        name: of the argument of `run`, the result, the memory or the constant; the text.
+    """
+
+    kind: str
+    name: str = ""
+
+
+GIVEN, TABLE, UP, RESULT, MATRIX, BYTES, CONSTANT, TICKETS, TEXT, ABSENT = (
+    "given", "table", "up", "result", "matrix", "bytes", "constant", "tickets", "text", "absent",
+)  # fmt: skip
+
+
+class Line(NamedTuple):
+    """A line in front of a function's call. `addresses`: arguments whose addresses the text uses, as `<name>_at`."""
+
+    text: str
+    addresses: tuple[str, ...] = ()
+
+
 class Shape(NamedTuple):
     """What the text of a launch depends on.
 
@@ -59,10 +85,8 @@ class Shape(NamedTuple):
         takes: the tensor arguments of `run`; `present`: those that are not None.
         lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, of which no address is taken.
         unpacks: the argument that is all that is made, as a list; empty where none is.
-        arguments: of the function.
-        sources: by the function's name of an argument, the operator's; `texts`: or the text of its value.
-        makes: see `Made`. scratch: by the function's names, whether it is a "matrix" or "bytes" of the plan's memory.
-        constants: names.
+        arguments: of the function. values: the source of each.
+        makes: see `Made`. scratch: names of the parts of the plan's memory.
         before: lines in front of the call.
         checked: whether new addresses are looked at.
         single_gpu: whether the process sees one GPU; `aligned`: whether a matrix may have one row, of any stride.
@@ -76,72 +100,48 @@ class Shape(NamedTuple):
     loose: frozenset[str]
     unpacks: str
     arguments: tuple[Argument, ...]
-    sources: tuple[tuple[str, str], ...]
-    texts: tuple[tuple[str, str], ...]
+    values: tuple[Source, ...]
     makes: tuple[Made, ...]
-    scratch: tuple[tuple[str, str], ...]
-    constants: frozenset[str]
-    before: tuple[str, ...]
+    scratch: tuple[str, ...]
+    before: tuple[Line, ...]
     checked: bool
     single_gpu: bool
     aligned: bool
     result: str
 
+    def text_of(self, argument: Argument, source: Source) -> str:
+        """An argument's value, as Python."""
+        kind, name = source
+        is_address = argument.kind == ADDRESS
+        if kind == GIVEN and is_address:
+            return "0" if name in self.lists else f"{name}_at"
+        if kind == GIVEN:
+            return f"{name}.gate" if name in self.halves else self._tensor(name, argument)
+        if kind == RESULT:
+            return f"{name}.data_ptr()" if is_address else self._tensor(name, argument)
+        if kind == TABLE:
+            return f"{name}.address" if name in self.lists else "0"
+        if kind == UP:
+            return f"{name}.up.data_ptr()" if name in self.halves else "0"
+        if kind in (MATRIX, BYTES):
+            return f"{name}_memory" + ".data_ptr()" * (is_address and kind == MATRIX)
+        if kind == TICKETS:
+            return "tickets.counters(device, index) if draws_tickets else 0"
+        return str(argument.absent) if kind == ABSENT else name
 
-class _Values:
-    """Texts of the values that a function's arguments get."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.sources, self.texts, self.scratch = dict(shape.sources), dict(shape.texts), dict(shape.scratch)
-        self.made = {made.kernel: made for made in shape.makes}
-        self.results = {made.name for made in shape.makes}
-
-    def of(self, argument: Argument) -> str:
-        name = argument.name
-        if name in self.texts:
-            return self.texts[name]
-        if name in self.scratch:
-            return f"{name}_memory" + ".data_ptr()" * (argument.kind == ADDRESS and self.scratch[name] == "matrix")
-        if name in self.made:
-            return self._result(self.made[name], argument)
-        if name in self.shape.constants:
-            return name
-        if name == "tickets":
-            return TICKETS
-        for end, kinds, part in (("_table", self.shape.lists, "address"), ("_up", self.shape.halves, "up.data_ptr()")):
-            if name.endswith(end):
-                source = self._source(name.removesuffix(end))
-                return f"{source}.{part}" if source in kinds else "0"
-        return self._given(argument)
-
-    def _source(self, name: str) -> str:
-        return self.made[name].name if name in self.made else self.sources.get(name, name)
-
-    def _result(self, made: Made, argument: Argument) -> str:
-        if not made.wanted:
-            return "0"
-        if argument.kind == ADDRESS:
-            return f"{made.name}.data_ptr()"
-        return self._tensor(made.name, argument)
-
-    def _given(self, argument: Argument) -> str:
-        name = self._source(argument.name)
-        if name not in self.shape.present or name in self.results:  # a buffer is where what it is for is made
-            if not argument.optional:
-                raise TypeError(f"nothing gives {argument.name}, which the function needs")
-            return str(argument.absent)
-        if argument.kind == ADDRESS:
-            return "0" if name in self.shape.lists else f"{name}_at"
-        return f"{name}.gate" if name in self.shape.halves else self._tensor(name, argument)
+    def addresses(self) -> set[str]:
+        """Arguments of `run` whose addresses the function's call, or a line before it, uses."""
+        pairs = zip(self.arguments, self.values, strict=True)
+        used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
+        return used.union(*[line.addresses for line in self.before])
 
     def returned(self, made: Made) -> str:
-        return f"{made.name}.tensors" if made.name in self.shape.lists else made.name
+        return f"{made.name}.tensors" if made.name in self.lists else made.name
 
     def _tensor(self, name: str, argument: Argument) -> str:
-        if name in self.shape.lists:
+        if name in self.lists:
             return f"{name}.lowest"
-        has_any_stride = self.shape.aligned and name in self.shape.present and len(argument.shape) == 2
+        has_any_stride = self.aligned and name in self.present and len(argument.shape) == 2
         return f"aligned_row({name})" if has_any_stride else name
 
 
@@ -164,12 +164,12 @@ def indented(lines: list[str]) -> list[str]:
 @functools.lru_cache(maxsize=4096)
 def text_of(shape: Shape) -> str:
     """The function `run`, as Python."""
-    values = _Values(shape)
-    call = [*shape.before, *wrapped("function(", [values.of(argument) for argument in shape.arguments], ")")]
-    returned = ", ".join(values.returned(made) for made in shape.makes if made.returned)
+    passed = list(map(shape.text_of, shape.arguments, shape.values))
+    returned = ", ".join(shape.returned(made) for made in shape.makes if made.returned)
     lines = [
-        *_on_its_device(shape), *_looks(shape, "\n".join(call)), *_makes(shape),
-        *call, f"return {shape.result}({returned})" if shape.result else f"return {returned}",
+        *_on_its_device(shape), *_looks(shape), *_makes(shape), *[line.text for line in shape.before],
+        *wrapped("function(", passed, ")"),
+        f"return {shape.result}({returned})" if shape.result else f"return {returned}",
     ]  # fmt: skip
     takes = [f"{name}=None" for name in shape.takes]
     return "\n".join([*wrapped("def run(", takes, "):"), *indented(lines)])
@@ -181,13 +181,14 @@ def _on_its_device(shape: Shape) -> list[str]:
     return ["if gpus.current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
 
 
-def _looks(shape: Shape, call: str) -> list[str]:
+def _looks(shape: Shape) -> list[str]:
     """Takes addresses, of which new ones are looked at, unless nobody else could have given them."""
     outs = [made.name for made in shape.makes if made.name in shape.present]
     read = [name for name in shape.takes if name in shape.present and name not in (*outs, shape.unpacks)]
     names = [name for name in read if name not in shape.loose] + outs
     if not shape.checked:
-        names = [name for name in names if f"{name}_at" in call]
+        used = shape.addresses()
+        names = [name for name in names if name in used]
     lines = [f"{', '.join(outs)} = {shape.unpacks}"] if shape.unpacks else []
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
     if shape.checked:
@@ -208,14 +209,14 @@ def _makes(shape: Shape) -> list[str]:
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
     if shape.scratch:
-        lines.append("".join(f"{name}_memory, " for name, _ in shape.scratch) + "= workspace.take(memory)")
+        lines.append("".join(f"{name}_memory, " for name in shape.scratch) + "= workspace.take(memory)")
     return lines
 
 
 @functools.lru_cache(maxsize=4096)
-def _code(shape: Shape) -> CodeType:
-    compiled = compile(text_of(shape), "<launch>", "exec")
-    return next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+def code_of(op: str, shape: Shape) -> CodeType:
+    """The function `run`, compiled."""
+    return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
 
 def aligned_row(matrix: Tensor) -> Tensor:
@@ -237,6 +238,8 @@ _NAMES: dict[str, Any] = {
 }
 
 
+OWN_NAMES = frozenset((*_NAMES, "apart", "check_apart", "run"))
+"""Names that a plan adds to its constants."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
 """Constants that a number of rows tells."""
 
@@ -277,7 +280,7 @@ class Plan:
         self.apart: set[tuple[int, ...]] = set()
         self.constants = constants
         constants.update(_NAMES)
-        self.run = FunctionType(code or _code(shape), constants, "run", (None,) * len(shape.takes))
+        self.run = FunctionType(code or code_of(op, shape), constants, "run", (None,) * len(shape.takes))
         if shape.checked:  # else no plan is part of a circle, which only the collector would free
             constants.update(apart=self.apart, check_apart=self.check_apart)
         if not shape.single_gpu:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import CodeType
 from typing import Any, ClassVar
 
-from cute_kernels.signatures import Signature
+from cute_kernels.signatures import Argument, Signature
 
 from ..choose import kernels
 from ..choose.problem import Problem
@@ -14,7 +15,23 @@ from ..host import device as gpus
 from ..host import groups, workspace
 from ..host.experts import ExpertList, GateUp
 from .arguments import Arguments
-from .launch import Bare, Made, Plan, Shape, launch_nothing
+from .launch import (
+    ABSENT,
+    CONSTANT,
+    GIVEN,
+    RESULT,
+    TABLE,
+    TEXT,
+    TICKETS,
+    UP,
+    Bare,
+    Line,
+    Made,
+    Plan,
+    Shape,
+    Source,
+    launch_nothing,
+)
 from .memory import check_alignment, tensors_of
 
 
@@ -23,7 +40,7 @@ class Launching(Arguments):
 
     Attributes:
         sources: by the kernel's names of arguments, the operator's, where they differ.
-        makes: what a launch makes. `scratch`: what it needs besides, by the kernel's names: a "matrix", or "bytes".
+        makes: what a launch makes. `scratch`: memory that it needs besides, by the kernel's names: MATRIX or BYTES.
     """
 
     sources: ClassVar[dict[str, str]] = {}
@@ -55,12 +72,42 @@ class Launching(Arguments):
         return {}
 
     def texts(self, problem: Problem) -> dict[str, str]:
-        """Values of a function's arguments that are none of those, as text."""
+        """Values of kernel arguments, as Python source, in place of arguments of the same names."""
         return {}
 
-    def before(self, problem: Problem) -> tuple[str, ...]:
+    def before(self, problem: Problem) -> tuple[Line, ...]:
         """Lines in front of the function's call."""
         return ()
+
+    def values(self, problem: Problem, names: tuple[str, ...], constants: Collection[str]) -> dict[str, Source]:
+        """Return the sources of kernel arguments by the kernel's names.
+
+        Args:
+            names: of the kernel's arguments.
+            constants: names of the plan's constants.
+
+        Raises:
+            TypeError: two sources give one argument.
+        """
+        texts, made = self.texts(problem), [made for made in self.made() if made.kernel in names]
+        renamed, results = {of: name for name, of in self.sources.items()}, {made.name for made in made}
+        stated = [(name, Source(TEXT, text)) for name, text in texts.items()]
+        stated += [(name, Source(kind, name)) for name, kind in self.scratch_of(problem).items()]
+        stated += [(made.kernel, Source(RESULT, made.name) if made.wanted else Source(ABSENT)) for made in made]
+        stated += [(name, Source(CONSTANT, name)) for name in constants]
+        stated.append(("tickets", Source(TICKETS)))
+        for of in self._present():
+            name = renamed.get(of, of)
+            if name not in texts and of not in results:  # a buffer is where what it is for is made
+                stated.append((name, Source(GIVEN, of)))
+        for name, (kind, of) in list(stated):
+            if kind in (GIVEN, RESULT):
+                stated += [(f"{name}_table", Source(TABLE, of)), (f"{name}_up", Source(UP, of))]
+        found: dict[str, Source] = {}
+        for name, source in stated:
+            if name in names and found.setdefault(name, source) is not source:
+                raise TypeError(f"{self.op}: both {found[name]} and {source} give the kernel's argument {name!r}")
+        return found
 
     @classmethod
     def look(cls, op: str, outs: list[Any], **read: Any) -> None:
@@ -125,7 +172,12 @@ class Launching(Arguments):
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
         """A plan for another number of rows."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
-        return self._plan(like.shape, constants, like.serving, like.run.__code__)
+        shape, code = self.resized_shape(like, problem, constants)
+        return self._plan(shape, constants, like.serving, code)
+
+    def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
+        """The shape of a launch with another number of rows, and its code."""
+        return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
         try:
@@ -162,9 +214,10 @@ class Launching(Arguments):
         plain = (list, tuple)
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
-    def _shape(self, problem: Problem, signature: Signature, constants: dict[str, Any], checked: bool) -> Shape:
+    def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
         values = {name: getattr(self, name) for name in self._present()}
         makes = tuple(made for made in self.made() if made.kernel in signature.names)
+        sources = self.values(problem, signature.names, constants)
         unpacks = "out" if values.get("out").__class__ is list else ""
         kinds = {
             kind: frozenset(name for name, v in values.items() if v.__class__ is kind) for kind in (ExpertList, GateUp)
@@ -177,14 +230,17 @@ class Launching(Arguments):
             loose=self._loose(),
             unpacks=unpacks,
             arguments=signature.arguments,
-            sources=tuple(self.sources.items()),
-            texts=tuple(self.texts(problem).items()),
+            values=tuple(self._source(argument, sources) for argument in signature.arguments),
             makes=makes,
-            scratch=tuple(self.scratch_of(problem).items()),
-            constants=frozenset(constants),
+            scratch=tuple(self.scratch_of(problem)),
             before=self.before(problem),
             checked=checked,
             single_gpu=gpus.is_only_one(),
             aligned=checked and (problem.rows == 1 or self.may_read_fewer),
             result="result" if "result" in constants else "",
         )
+
+    def _source(self, argument: Argument, sources: dict[str, Source]) -> Source:
+        if argument.name not in sources and not argument.optional:
+            raise TypeError(f"{self.op}: nothing gives {argument.name}, which the function needs")
+        return sources.get(argument.name, Source(ABSENT))

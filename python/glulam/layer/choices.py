@@ -13,6 +13,7 @@ from cute_kernels.chains import SORTED_EXPERTS
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
 from ..calls.front import operator
+from ..calls.launch import BYTES, MATRIX
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
 from ..formats.mxfp8 import MXFP8Tensor
@@ -110,8 +111,8 @@ class OfChoices(OfTokens):
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
-        routing = dict.fromkeys(("groups", "rows", "scale", "row_of"), "bytes")
-        return {**super().scratch_of(problem), "y": "matrix", **routing}
+        routing = dict.fromkeys(("groups", "rows", "scale", "row_of"), BYTES)
+        return {**super().scratch_of(problem), "y": MATRIX, **routing}
 
     def memory(self, problem: Problem) -> list[Any]:
         y = (problem.rows, problem.out_features), self.result_dtype

@@ -27,7 +27,7 @@ MOST_ROUTED = 16
 def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`."""
     return (
-        0 < len(x) <= MOST_ROUTED
+        0 < x.shape[0] <= MOST_ROUTED
         and runs_kernels(x)
         and x.dtype in KERNEL_DTYPES
         and dtype in (x.dtype, torch.float32)
@@ -60,7 +60,7 @@ def route_few(
         x, weight, weight_bias, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale,
         dtype is torch.float32,
     )  # fmt: skip
-    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, len(weight), logits=logits, score=score)
+    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, weight.shape[0], logits=logits, score=score)
 
 
 class RouterCall(RouteCall):

@@ -71,7 +71,8 @@ def moe(
         }  # fmt: skip
         return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
-    if recipe not in (BF16.name, BF16) and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
+    is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
+    if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
         with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
             y = grouped_mlp(
                 x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ..calls.checks import any_requires_grad
 from ..host.groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
-from .options import check_options, check_placement, shown_options
+from .options import check_options, check_placement, held, shown_options
 from .state import Converts, Move, layout_move
 from .weight_gradients import DelaysWeightGradients, Put, grad_writer, run
 
@@ -87,12 +87,13 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     def parameter_list(self, name: str) -> list[Parameter]:
         """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
-        return [self._parameters[label] for label in self._labels[name]]  # type: ignore[misc]
+        return [held(self, self._parameters, label) for label in self._labels[name]]
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
         if self.packed:
-            return self._parameters[name]
+            parameters = self._parameters  # as `held`, without a frame
+            return parameters[name] if name in parameters else getattr(self, name)
         return self.parameter_list(name) or None
 
     def forward(
@@ -129,7 +130,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
-        if put is None and self.packed and getattr(self._parameters["weight"], "main_grad", None) is None:
+        if put is None and self.packed and getattr(self._parameters.get("weight"), "main_grad", None) is None:
             return None  # as in most calls
         weights = self.parameter_list("weight")
         if not torch.is_grad_enabled() or not any_requires_grad(weights):

@@ -132,7 +132,8 @@ class GroupedMLP(DelaysWeightGradients):
 
     def arguments(self) -> dict[str, Any]:
         """Weights and options, as operators take them."""
-        fc1, fc2 = self.fc1, self.fc2
+        layers: Any = self._modules
+        fc1, fc2 = layers["fc1"], layers["fc2"]
         return {
             "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
             "b2": fc2.experts("bias"), **self.call_options,
@@ -140,9 +141,16 @@ class GroupedMLP(DelaysWeightGradients):
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
         """Other ways than autograd's for the gradients of weights, by the operators' names, in a forward of x."""
+        found: dict[str, Callable[..., Any]] = {}
+        if not torch.is_grad_enabled():
+            return found
+        layers: Any = self._modules
         put = self.new_pass() if self.delay_wgrad else None
-        found = {"w1": self.fc1.grad_writer("fc1.weight", x, put), "w2": self.fc2.grad_writer("fc2.weight", x, put)}
-        return {name: writer for name, writer in found.items() if writer is not None}
+        if (writer := layers["fc1"].grad_writer("fc1.weight", x, put)) is not None:
+            found["w1"] = writer
+        if (writer := layers["fc2"].grad_writer("fc2.weight", x, put)) is not None:
+            found["w2"] = writer
+        return found
 
     def extra_repr(self) -> str:
         return shown_options(GroupedMLP, **self.call_options, delay_wgrad=self.delay_wgrad)

@@ -20,7 +20,7 @@ from ..layer.moe import moe_call, rows_of_experts
 from ..layer.routing import LOGITS_DTYPES, check_rule
 from . import dialects
 from .mlp import GroupedMLP
-from .options import check_options, check_placement, shown_options
+from .options import check_options, check_placement, held, shown_options
 from .state import Converts, Move
 from .weight_gradients import run
 
@@ -152,26 +152,36 @@ class MoE(Converts):
         Raises:
             ValueError, TypeError: x has another width or dtype; as of `glulam.route` and `glulam.moe`.
         """
-        with nullcontext() if self.parallel is None else self.parallel.refusing():
+        y, routing = self._alone(x, num_tokens) if self.parallel is None else self._among_ranks(x, num_tokens)
+        if x.dim() != 2:
+            y = y.view(x.shape)
+        self._keep(routing, y)
+        return y
+
+    def _alone(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
+        """Return the result [N, H] and the routing, all experts being here."""
+        tokens = self._tokens(x)
+        routing = self.route(tokens, num_tokens)
+        given = self._modules["experts"].arguments()  # type: ignore[union-attr, operator]
+        return self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens)), routing
+
+    def _among_ranks(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
+        """Return the result [N, H] and the routing, with experts on several ranks."""
+        assert self.parallel is not None
+        with self.parallel.refusing():
             tokens = self._tokens(x)
             routing = self.route(tokens, num_tokens)
             given = self.experts.arguments()
-        if self.parallel is None:
-            y = self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens))
-        else:
-            shared = None if self.shared is None else self._shared
-            experts = partial(self._of_ranks, given)
-            y = self.parallel.layer(NAME, self.experts.recipe, experts, given, tokens, routing, shared=shared)
-        y = y.view(x.shape)
-        self._keep(routing, y)
-        return y
+        shared, experts = None if self.shared is None else self._shared, partial(self._of_ranks, given)
+        y = self.parallel.layer(NAME, self.experts.recipe, experts, given, tokens, routing, shared=shared)
+        return y, routing
 
     def _tokens(self, x: Any) -> Tensor:
         """x as a matrix [N, H]. Raises ValueError where it is no tensor of this width."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
             shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
-        return x.reshape(-1, self.hidden_size).contiguous()
+        return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, self.hidden_size).contiguous()
 
     def _keep(self, routing: Routing, y: Tensor) -> None:
         """Keep the routing of a forward that returns y.
@@ -179,12 +189,13 @@ class MoE(Converts):
         A forward within a backward is a checkpoint's recomputation. No backward walks its graph, so everything saved
         before the router would stay in memory as long as the module held the routing; y's graph holds it instead.
         """
-        is_recomputed = not is_dynamo_compiling() and torch._C._current_graph_task_id() >= 0
-        if is_recomputed and y.grad_fn is not None:
+        if is_dynamo_compiling():
+            self.routing = routing
+        elif torch._C._current_graph_task_id() >= 0 and y.grad_fn is not None:
             y.grad_fn.metadata[NAME] = routing  # type: ignore[index]  # a dictionary of the node, for anyone's use
             self._recomputed = weakref.ref(routing)
-        else:
-            self._routing, self._recomputed = routing, None
+        else:  # without the 4 us of `Module.__setattr__`
+            self.__dict__.update(_routing=routing, _recomputed=None)
 
     def _experts(
         self, given: dict[str, Any], tokens: Tensor, routing: Routing, residual: Tensor | None = None
@@ -205,22 +216,25 @@ class MoE(Converts):
         """Which experts tokens [N, H] go to."""
         weight, weight_bias = self._router()
         dtype = self.router_dtype or tokens.dtype
-        bias = None if self.choice_bias is None else self.choice_bias.float()
-        options = {"bias": bias, "num_tokens": num_tokens, **self.rule}
+        bias = held(self, self._buffers, "choice_bias")
+        options = {"bias": None if bias is None else bias.float(), "num_tokens": num_tokens, **self.rule}
         if routes_few(tokens, weight, weight_bias, dtype):
             return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
         return route(_linear(tokens, self.router, dtype), self.top_k, **options)
 
     def _router(self) -> tuple[Tensor, Tensor | None]:
         """The router's parameters. Raises TypeError or ValueError where it is no Linear of this module's sizes."""
-        weight = getattr(self.router, "weight", None)
+        router: Any = self._modules["router"]
+        parameters = router._parameters if router.__class__ is nn.Linear else {}
+        weight = parameters["weight"] if "weight" in parameters else getattr(router, "weight", None)
+        bias = parameters["bias"] if "bias" in parameters else getattr(router, "bias", None)
         if not isinstance(weight, Tensor):
-            kind = type(self.router).__name__
+            kind = type(router).__name__
             raise TypeError(f"{NAME}: router is a {kind} without a weight; give a torch.nn.Linear")
         if weight.shape != (self.num_experts, self.hidden_size):
             wanted = self.num_experts, self.hidden_size
             mismatch(NAME, "router.weight", weight.shape, wanted, "it has a row of hidden_size for each expert")
-        return weight, getattr(self.router, "bias", None)
+        return weight, bias
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.formats import WORD_ELEMENTS
 
@@ -21,9 +23,11 @@ from ..formats.mxfp4.form import Mxfp4
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.mxfp8.reference import E4M3_MAX
 from ..formats.nvfp4.form import Nvfp4
-from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts, bytes_of_floats
+from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts, Scaled, bytes_of_floats
 from ..formats.words import WORD_DTYPE, bytes_of, words_of
+from ..host.device import PLAIN_TENSORS
 from .linear import GroupedLinear
+from .options import held
 from .state import Move, layout_move
 
 SCALE_DTYPES = torch.uint8, SCALE_DTYPE
@@ -31,6 +35,32 @@ E4M3_NAN = 0x7F
 """The bits of a NaN, without its sign."""
 Buffer = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
+
+
+class _Kept:
+    """A quantised weight's tensor, and the buffers that it was made of.
+
+    Writes into buffers need no notice: parts of the tensor are views of them. One that is set to other memory, as by
+    `buffer.data = ...`, has another address.
+    """
+
+    __slots__ = ("addresses", "parts", "tensor")
+
+    def __init__(self, parts: list[Tensor], tensor: Scaled) -> None:
+        self.parts, self.tensor = parts, tensor
+        self.addresses = [part.data_ptr() for part in parts]
+
+    def is_of(self, parts: list[Tensor]) -> bool:
+        """Return True if the buffers are still these."""
+        for kept, part, address in zip(self.parts, parts, self.addresses, strict=True):
+            if part is not kept or part.data_ptr() != address:
+                return False
+        return True
+
+
+def _is_memory(part: Tensor) -> bool:
+    """Return True for a tensor with memory; fake tensors and those of transforms must not outlive their mode."""
+    return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
 class QuantizedLinear(GroupedLinear):
@@ -54,6 +84,7 @@ class QuantizedLinear(GroupedLinear):
     """Whether a scale belongs to one row, so that rows may be put in another order with their scales."""
     weight: Tensor
     weight_scale: Tensor
+    _kept: _Kept | None = None
 
     def __init__(self, *args: Any, form: Form, halves: int = 1, **options: Any) -> None:
         self.form, self.halves = form, halves
@@ -82,9 +113,31 @@ class QuantizedLinear(GroupedLinear):
         raise NotImplementedError
 
     def experts(self, name: str) -> Any:
-        if name == "weight":
-            return self.form.tensor_of(Parts(*[getattr(self, name) for name in self.weight_names]))
-        return super().experts(name)
+        if name != "weight":
+            return held(self, self._parameters, name)
+        parts = [held(self, self._buffers, part) for part in self.weight_names]
+        if is_dynamo_compiling():
+            return self.form.tensor_of(Parts(*parts))
+        kept = self._kept
+        if kept is not None and kept.is_of(parts):
+            return kept.tensor
+        with torch.inference_mode(False):  # views that are made within it cannot be saved for a backward
+            made = self.form.tensor_of(Parts(*parts))
+        if all(part is None or _is_memory(part) for part in (*parts, *made.parts)):
+            self.__dict__["_kept"] = _Kept(parts, made)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.weight_names:
+            self.forget()
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": None}
+
+    def forget(self) -> None:
+        """Drop the tensor that a forward kept, and with it the buffers that are about to be replaced."""
+        self.__dict__["_kept"] = None
 
     def grad_writer(self, *_: Any) -> None:
         """Nothing is trained."""
@@ -129,6 +182,7 @@ class QuantizedLinear(GroupedLinear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         """Casts reach biases alone: float32 scales stay what they are."""
+        self.forget()
         before = {name: getattr(self, name) for name in self.weight_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -239,6 +293,7 @@ def _read(
 
     Where a part is missing, or has another dtype or shape, that is an error, and the layer keeps all parts that it has.
     """
+    layer.forget()
     given = {name: state[prefix + name] for name in layer.weight_names if prefix + name in state}
     if not given:
         return

@@ -13,7 +13,7 @@ from ..activations import ActivationParams
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_rows_like, check_width, intermediate_width, mismatch, runs_kernels
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import MATRIX, Made
 from ..choose.problem import Problem
 from ..host.groups import Splits
 from ..reference import take_rows
@@ -56,7 +56,7 @@ class GroupedDgluCall(Call):
         Made("act", "act", ("num_rows", "intermediate")),
         Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True),
     )
-    scratch = {"partials": "matrix"}
+    scratch = {"partials": MATRIX}
 
     @property
     def wants_d_row_scale(self) -> bool:

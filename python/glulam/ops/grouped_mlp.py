@@ -12,7 +12,7 @@ from ..activations import kernel_params
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import MATRIX, Made
 from ..choose.problem import Problem
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
@@ -33,7 +33,7 @@ class GroupedMlpCall(Call):
     differentiable = True
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features")),)
-    scratch = {"mid": "matrix"}
+    scratch = {"mid": MATRIX}
 
     def again(self) -> Any:
         check_recipe(self.op, self.recipe)

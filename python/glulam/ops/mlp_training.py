@@ -21,7 +21,7 @@ from ..activations import kernel_params
 from ..calls.call import Call
 from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import BYTES, MATRIX, Line, Made
 from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
 from ..formats.mlp_reference import Weight
@@ -101,8 +101,8 @@ class FoldsRows(Call):
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
 
-    def before(self, problem: Problem) -> tuple[str, ...]:
-        return ("folded_w1, folded_w2 = folded_rows(w1, w2, trained)",)
+    def before(self, problem: Problem) -> tuple[Line, ...]:
+        return (Line("folded_w1, folded_w2 = folded_rows(w1, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
         return _FOLDED
@@ -184,7 +184,7 @@ class GradientsCall(Call):
         return dpreact, act, *(dx_of if self.input_grad else ()), *((d_row_scale,) if self.wants_d_row_scale else ())
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return {"partials": "matrix"} if self.wants_d_row_scale and problem.rows else {}
+        return {"partials": MATRIX} if self.wants_d_row_scale and problem.rows else {}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         params = kernel_params(self.activation, self.glu_layout, self.params)._asdict()
@@ -221,15 +221,15 @@ class FoldsColumns(GradientsCall):
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         """dy and the gradient of h in MXFP8, and partial sums of d_row_scale."""
         names = ["dy8", *(["dpreact8"] if self.input_grad else [])]
-        quantised = {key: kind for name in names for key, kind in ((name, "matrix"), (f"{name}_scale", "bytes"))}
+        quantised = {key: kind for name in names for key, kind in ((name, MATRIX), (f"{name}_scale", BYTES))}
         return {**quantised, **super().scratch_of(problem)}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "trained": self.trained, "folded_columns": folded_columns}
 
-    def before(self, problem: Problem) -> tuple[str, ...]:
+    def before(self, problem: Problem) -> tuple[Line, ...]:
         w1 = "w1" if self.input_grad else "None"
-        return (f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)",)
+        return (Line(f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
         return _FOLDED

@@ -20,7 +20,7 @@ from ..calls.checks import (
     mismatch,
     runs_kernels,
 )
-from ..calls.launch import Made, launch_nothing
+from ..calls.launch import BYTES, MATRIX, Line, Made, launch_nothing
 from ..calls.quantized import Quantized
 from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
@@ -98,9 +98,9 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def part_of_workspace(rows: Format, shape: tuple[int, int], kind: str, dtype: torch.dtype = DATA_DTYPE) -> Any:
-    """Rows' elements, or where `kind` is "bytes" their scales, as `Launching.memory` lists them."""
+    """Rows' elements, or where `kind` is BYTES their scales, as `Launching.memory` lists them."""
     count, columns = shape
-    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8 if kind == "bytes" else (shape, dtype)
+    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8 if kind == BYTES else (shape, dtype)
 
 
 class QuantizedMlpCall(Quantized):
@@ -233,10 +233,10 @@ class QuantizedMlpCall(Quantized):
     def _rows_between(self, problem: Problem) -> dict[str, str]:
         """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
         if OPERANDS[problem.operands].has_scaled_rows:
-            quantised = {"mid": "matrix", "mid_scale": "bytes"}
-            return quantised if problem.quantized else {"x8": "matrix", "x8_scale": "bytes", **quantised}
-        rows = {"rounded": "matrix"} if problem.operands == "mxfp8_exact" else {}
-        return {"mid": "matrix", **rows, **({"copied": "matrix"} if self.of_tokens else {})}
+            quantised = {"mid": MATRIX, "mid_scale": BYTES}
+            return quantised if problem.quantized else {"x8": MATRIX, "x8_scale": BYTES, **quantised}
+        rows = {"rounded": MATRIX} if problem.operands == "mxfp8_exact" else {}
+        return {"mid": MATRIX, **rows, **({"copied": MATRIX} if self.of_tokens else {})}
 
     def memory(self, problem: Problem) -> list[Any]:
         x, of_rows = (self.x.shape[0], problem.in_features), (problem.rows, problem.in_features)
@@ -255,14 +255,14 @@ class QuantizedMlpCall(Quantized):
             return {"x": "copied_memory", "x_tokens": f"{rows}.data_ptr()"}
         return {"x": rows} if "rounded" in names else {}
 
-    def before(self, problem: Problem) -> tuple[str, ...]:
+    def before(self, problem: Problem) -> tuple[Line, ...]:
         names = self.scratch_of(problem)
         if "rounded" in names:
             until = self.offs is not None and self.rows is None
             end = {"offs": "groups_at", "num_groups": "num_groups"} if until else {"offs": "0", "num_groups": "1"}
             given = signature_of(QuantizeMxfp8Spec(rounded=True)).pack(x="aligned_row(x)", out="rounded_memory", **end)
-            return (f"round({', '.join(given)})",)
-        return ("x = x if x.is_contiguous() else x.contiguous()",) if "copied" in names else ()
+            return (Line(f"round({', '.join(given)})", ("groups",) if until else ()),)
+        return (Line("x = x if x.is_contiguous() else x.contiguous()"),) if "copied" in names else ()
 
     def kernels(self, problem: Problem) -> dict[str, Any]:
         """`round`: what rounds x to values of MXFP8."""
