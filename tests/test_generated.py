@@ -155,8 +155,9 @@ def test_launches_of_a_training_step(fake_gpu: FakeGpu) -> None:
     step()
     (plan,) = GroupedMlpCall.plans
     assert isinstance(plan, PlannedStep)
-    parts = plan.path.launches.plans.items()
-    check_golden("launch-training-step", "\n\n".join(f"# {name}\n{readable(part)}" for name, (part, _) in parts))
+    check_golden(
+        "launch-training-step", "\n\n".join(f"# {name}\n{readable(part)}" for name, part in plan.parts.items())
+    )
 
 
 CALLS: dict[str, Callable[[], Any]] = {

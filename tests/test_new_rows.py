@@ -215,7 +215,7 @@ def fields(plan: Any) -> dict[str, Any]:
         constants = {name: told(plan.constants[name]) for name in used & plan.constants.keys()}
         return {"shape": plan.shape, "extents": (plan.extents, plan.out_extents), "constants": constants}
 
-    launches = {part: (fields(one), problem) for part, (one, problem) in plan.path.launches.plans.items()}
+    launches = {part: fields(launch) for part, launch in plan.parts.items()}
     own = {
         name: value
         for name, value in vars(plan).items()

@@ -61,7 +61,7 @@ class DataPath(Path):
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
         copies_forward: whether forward reads copies of rows where backward does.
-        fuses: whether a direction's data path may be one launch.
+        reads_by_index: whether GEMMs can; fuses: whether a direction's data path may be one launch.
         form: the activation and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`. tokens: of a layer.
         kind: of the call, and `problem`, of a planned step; is_copied: whether GEMMs read copies of a layer's rows;
@@ -71,6 +71,7 @@ class DataPath(Path):
     inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
     need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
     copies_forward: ClassVar[bool] = True
+    reads_by_index: ClassVar[bool] = True
     fuses: ClassVar[bool] = True
     gradients_kind: ClassVar[type[Call]] = GradientsCall
     form: dict[str, Any]
@@ -82,7 +83,9 @@ class DataPath(Path):
     is_small: bool = False
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
-        is_copied = self.copies(call.x, getattr(call, "row_of", None), call.w2)
+        """Tokens with padding, which the kernel that copies does not know, are read by index where kernels can."""
+        may_copy = call.x.is_contiguous() or not self.reads_by_index
+        is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
         made = dataclasses.replace(self, kind=type(call), problem=problem, is_copied=is_copied, is_small=is_small)
         if like is not None and like.by_rows() != made.by_rows():

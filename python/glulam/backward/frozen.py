@@ -113,7 +113,7 @@ class FrozenPath(Frozen, DataPath):
     """Of rows in 16 bits by a recipe that decodes weights. GEMMs read copies of a layer's rows."""
 
     need_preact = BEHIND_THE_ACTIVATION - {"w1"}
-    fuses = False
+    reads_by_index = fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         return self.tokens is not None

@@ -18,6 +18,7 @@ from torch import Tensor, is_grad_enabled
 from ..calls.autograd import taken
 from ..calls.call import Call, checking
 from ..calls.checks import ALIGNMENT_BYTES, LOWEST_ADDRESS
+from ..calls.launch import Plan
 from ..calls.memory import check_apart
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem
@@ -86,6 +87,12 @@ class PlannedStep(Step):
         self.index, self.only = call.lead.get_device(), gpus.is_only_one()
         self.rows, self.extents = problem.rows, call.extents(self.present)
         self.apart: set[tuple[Any, ...]] = set()
+
+    @property
+    def parts(self) -> dict[str, Plan]:
+        """The launches that were planned so far."""
+        assert self.path.launches is not None
+        return {name: plan for name, (plan, _) in self.path.launches.plans.items()}
 
     def run(self, *given: Any) -> Tensor:
         """`given`: the call's tensors and `out`, which is None."""
