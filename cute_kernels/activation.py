@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .device.select import select
-from .formulas import GATED, UNGATED
+from .formulas import FORMULAS, MOST_NUMBERS
 from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634
@@ -27,17 +27,15 @@ ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 class ActivationParams(NamedTuple):
-    """Which activation (specs.KINDS), and the floats of clamped_swiglu, which the others ignore."""
+    """Which activation (specs.KINDS), and its numbers in their order; after them anything."""
 
     kind: Int32
-    limit: Float32
-    alpha: Float32
-    offset: Float32
+    numbers: tuple[Float32, ...]
 
 
 def no_params() -> ActivationParams:
-    """Those of a kernel that has no activation."""
-    return ActivationParams(Int32(0), *(Float32(0.0) for _ in range(3)))
+    """Parameters of a kernel that has no activation."""
+    return ActivationParams(Int32(0), tuple(Float32(0.0) for _ in range(MOST_NUMBERS)))
 
 
 def _at_most(x: Float32, bound: Float32) -> Float32:
@@ -103,12 +101,13 @@ def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, p
 
 
 def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParams) -> None:
-    formula = (GATED if len(parts) == 2 else UNGATED)[name]
+    formula = FORMULAS[name]
+    numbers = params.numbers[: len(formula.numbers)]
     for i in range(cute.size(outputs)):
-        outputs[i] = formula.value(DEVICE, *(part[i] for part in parts), params)
+        outputs[i] = formula.value(DEVICE, *(part[i] for part in parts), *numbers)
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
     """An activation of (a, u), or of a, and its derivatives by each."""
-    formula = (GATED if len(parts) == 2 else UNGATED)[name]
-    return formula.with_slopes(DEVICE, *parts, params)
+    formula = FORMULAS[name]
+    return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

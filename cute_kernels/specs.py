@@ -10,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from . import formulas
 from .formats import DECODED as DECODED
 from .formats import OPERANDS as OPERANDS
 from .formats import next_operands
+from .formulas import FORMULAS
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
 FOLD_AXES = ("row", "col")
-GATED, UNGATED = tuple(formulas.GATED), tuple(formulas.UNGATED)
-ACTIVATIONS = GATED + UNGATED
+ACTIVATIONS = tuple(FORMULAS)
+GATED = tuple(name for name, formula in FORMULAS.items() if formula.is_gated)
+UNGATED = tuple(name for name in ACTIVATIONS if name not in GATED)
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
 LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}

@@ -80,7 +80,7 @@ class Gate(_Gate):
         limit: Float32, alpha: Float32, offset: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            params = ActivationParams(kind, limit, alpha, offset)
+            params = ActivationParams(kind, (limit, alpha, offset))
             self._launch((preact, row_scale, out, width // self.count, params, glu_layout), tokens, stream)
 
     @cute.kernel
@@ -116,7 +116,7 @@ class GateBackward(_Gate):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            params = ActivationParams(kind, limit, alpha, offset)
+            params = ActivationParams(kind, (limit, alpha, offset))
             vectors = width // self.count
             self._launch((d_act, preact, row_scale, d_preact, d_row_scale, vectors, params, glu_layout), tokens, stream)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import packed
 from ..calls.arguments import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
@@ -140,7 +141,7 @@ class FrozenPath(DataPath):
         if not keep_preact:
             of_rows = {name: given.get(name) for name in QuantizedMlpCall.names}
             fixed = {"recipe": self.recipe, "recompute": False, "rows": None, "out": out}
-            y: Tensor = QuantizedMlpCall.operator(**{**of_rows, **self.form, **fixed, **groups})
+            y: Tensor = QuantizedMlpCall.operator(**{**of_rows, **packed(self.form), **fixed, **groups})
             return y, {}
         preact = self._new_preact(given)
         act = gate(preact, given["row_scale"], **self.form)

@@ -246,7 +246,7 @@ def weight_part(call: Call, problem: Problem, shape: tuple[int, int], **rows: Te
 
 def _key_of(call: Call) -> Hashable:
     """None where there are lists, which are not common."""
-    return None if any(isinstance(value, (list, tuple)) for value in vars(call).values()) else key_of(call)
+    return None if any(isinstance(getattr(call, name), (list, tuple)) for name in call.given) else key_of(call)
 
 
 def is_common(call: Call) -> bool:

@@ -21,7 +21,7 @@ from .parts import Targets, contracted
 from .paths import path_of
 from .planned import Part, TrainingPlan, is_common, requires, weight_part
 
-OF_GRADIENTS = ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")
+OF_GRADIENTS = ("w2", "row_scale", "activation", "glu_layout", "numbers")
 
 
 class Options(NamedTuple):

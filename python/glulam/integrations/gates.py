@@ -12,14 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.formulas import FORMULAS
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 
-from ..activations import ActivationParams, activate, join_halves, split_halves
+from ..activations import Activation, activate, join_halves, split_halves
 
 Function = Callable[[Tensor], Tensor]
 
@@ -34,29 +35,21 @@ TOLERANCE = 1e-5  # functions may compute in float32
 DIGITS = 9  # of what follows from values in float64
 
 
-class Form(NamedTuple):
-    """An activation as operators are told of it."""
-
-    activation: str
-    glu_layout: str
-    params: ActivationParams
-
-
-def gate_of(function: Function, device: torch.device) -> Form | None:
+def gate_of(function: Function, device: torch.device) -> Activation | None:
     """The gated activation [T, 2I] -> [T, I] that a function is; None where it is none that Glulam has."""
     for layout in GLU_LAYOUTS:
-        plain = (Form(name, layout, ActivationParams()) for name in GATED if name != CLAMPED)
+        plain = (Activation.named(name, layout) for name in GATED if not FORMULAS[name].numbers)
         if found := _equal(function, itertools.chain(plain, _clamped(function, layout, device)), device):
             return found
     return None
 
 
-def activation_of(function: Function, device: torch.device) -> Form | None:
+def activation_of(function: Function, device: torch.device) -> Activation | None:
     """The same of one without a gate, [T, I] -> [T, I]."""
-    return _equal(function, (Form(name, "concat", ActivationParams()) for name in UNGATED), device)
+    return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
-def _equal(function: Function, forms: Iterable[Form], device: torch.device) -> Form | None:
+def _equal(function: Function, forms: Iterable[Activation], device: torch.device) -> Activation | None:
     probes = _probes(device)
     values = [function(h) for h in probes]
     for form in forms:
@@ -78,18 +71,18 @@ def _probes(device: torch.device) -> list[Tensor]:
     return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
 
 
-def _is_value(got: Tensor, h: Tensor, form: Form) -> bool:
+def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
     """Return True if a form has these values at preactivations h."""
-    wanted = activate(h, form.activation, form.glu_layout, form.params)
+    wanted = activate(h, *form)
     if got.shape != wanted.shape:
         return False
     scale = torch.ones_like(wanted)
-    if form.activation in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
+    if form.name in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
         scale = (split_halves(h, form.glu_layout)[1].abs() / UP_OF_ONE).clamp(min=1.0)
     return torch.allclose(got.to(wanted.dtype) / scale, wanted / scale, TOLERANCE, TOLERANCE)
 
 
-def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Form]:
+def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
     """The clamped SwiGLU of a layout that has the function's values at three points, if there is one."""
 
     def at(gate: float, up: float) -> float:
@@ -102,4 +95,4 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
         offset = at_zero / slope
         reached = at_far / slope - offset
         numbers = math.inf if reached > UNCLAMPED else reached, math.log(slope / (1.0 - slope)), offset
-        yield Form(CLAMPED, layout, ActivationParams(*(round(number, DIGITS) for number in numbers)))
+        yield Activation(CLAMPED, layout, tuple(round(number, DIGITS) for number in numbers))

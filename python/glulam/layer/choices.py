@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cute_kernels.chains import SORTED_EXPERTS
 
+from ..activations import DEFAULTS, NamedNumbers, Numbers, packer, with_numbers
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
 from ..calls.front import operator
@@ -22,11 +23,18 @@ from . import reference
 from .moe import MoeCall, OfTokens, QuantizedMoeCall, moe
 from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+_packed = packer("moe_of_choices")
+
+
+@with_numbers
 def moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None,
-    activation: str = "swiglu", glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702,
-    offset: float = 1.0, recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    activation: str = "swiglu", glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """`moe(x, Routing.from_topk(ids, weights, num_experts), w1, w2, ...)`, bit for bit, in one call where these are
     two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at most
@@ -46,10 +54,11 @@ def moe_of_choices(
     if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
         return moe(
             x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
-            glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, transpose_w=transpose_w,
+            glu_layout=glu_layout, recipe=recipe, transpose_w=transpose_w, **numbers,
         )  # fmt: skip
+    packed = _packed(**numbers) if numbers else DEFAULTS
     return layer_of_choices(
-        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w
+        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, packed, recipe, transpose_w
     )
 
 
@@ -146,7 +155,7 @@ class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
 @operator(MoeOfChoicesCall, quantized=QuantizedMoeOfChoicesCall)
 def layer_of_choices(
     x: Tensor, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
-    glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any, transpose_w: bool,
+    glu_layout: str, numbers: Numbers, recipe: Any, transpose_w: bool,
 ) -> Any:  # fmt: skip
     """moe, and its routing."""
     raise NotImplementedError  # `front` writes the body

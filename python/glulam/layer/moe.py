@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.formats import DECODED
 
 from .. import recipes
+from ..activations import DEFAULTS, NamedNumbers, Numbers, packed, packer, with_numbers
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.call import Call
@@ -27,6 +28,9 @@ from ..recipes import BF16, Recipe
 from .routing import Routing, check_row_of
 from .rows import combine, combine_rows, permute, permute_tokens, row_indices
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
 """With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
 longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + backward of 8192 rows of Mixtral-8x7B (I
@@ -34,11 +38,14 @@ longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + bac
 """
 
 
+_packed = packer("moe")
+
+
+@with_numbers
 def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
-    glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0,
-    recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False, residual: Tensor | None = None,
-    out: Tensor | None = None, parallel: Any = None,
+    glu_layout: str = "concat", recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False,
+    residual: Tensor | None = None, out: Tensor | None = None, parallel: Any = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
@@ -66,8 +73,8 @@ def moe(
     """
     if parallel is not None:
         options: dict[str, Any] = {
-            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha,
-            "offset": offset, "recipe": recipe, "recompute": recompute, "transpose_w": transpose_w,
+            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
+            "recompute": recompute, "transpose_w": transpose_w, **numbers,
         }  # fmt: skip
         return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
@@ -75,14 +82,14 @@ def moe(
         with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
             y = grouped_mlp(
                 x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
-                transpose_w=transpose_w,
+                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w, **numbers,
             )  # fmt: skip
             return combine(y, routing, residual, out=out)
     return layer(
         x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
-        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout,
+        numbers=_packed(**numbers) if numbers else DEFAULTS, recipe=recipe, recompute=recompute,
+        transpose_w=transpose_w, out=out,
     )  # fmt: skip
 
 
@@ -142,7 +149,7 @@ def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: An
     given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
-        return MoeCall(**{"transpose_w": False, **given}, recipe=found.name)
+        return MoeCall(**packed({"transpose_w": False, **given}), recipe=found.name)
     return QuantizedMoeCall(**QuantizedMoeCall.unwrapped(found, given))
 
 
@@ -245,8 +252,8 @@ class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
 @operator(MoeCall, quantized=QuantizedMoeCall)
 def layer(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
-    b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any,
-    recompute: bool, transpose_w: bool, out: Any,
+    b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool,
+    transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .. import reference
-from ..activations import kernel_params
+from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_out, check_w1
 from ..calls.front import operator
@@ -16,6 +16,9 @@ from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import Splits
 from ..reference import take_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GroupedGluCall(Call):
@@ -54,14 +57,13 @@ class GroupedGluCall(Call):
     def reference(self, problem: Problem) -> Any:
         results = self.results(problem)
         out, preact = results if self.return_preact else (results, None)
-        form = (self.activation, self.glu_layout, self.params)
         x = self.x if self.rows is None else take_rows(self.x, self.rows)
         ends = self.host_ends()
-        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, form, out, preact, self.transpose_w)
+        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, self.function, out, preact, self.transpose_w)
         return results
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return kernel_params(self.activation, self.glu_layout, self.params)._asdict()
+        return self.function.kernel_params
 
 
 @operator(GroupedGluCall)
@@ -76,12 +78,10 @@ def grouped_glu(
     row_scale: Tensor | None = None,
     activation: str = "swiglu",
     glu_layout: str = "concat",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
     return_preact: bool = False,
     transpose_w: bool = False,
     out: Tensor | None = None,
+    **numbers: Unpack[NamedNumbers],
 ) -> Any:
     """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
 
