@@ -2,8 +2,8 @@
 
 A formula is given what computes, `m`: `activation.DEVICE` in kernels, `glulam.activations.TORCH` for tensors. Both have
 
-    number(x), of a Python number; sigmoid(x), relu(x), at_most(x, bound), select(condition, if_true, if_false),
-    gelu_tanh(x), and with_d_gelu_tanh(x), with its slope,
+    number(x), of a Python number; sigmoid(x), tanh(x), relu(x), reciprocal(x), at_most(x, bound),
+    select(condition, if_true, if_false), gelu_tanh(x), and with_d_gelu_tanh(x), with its slope,
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
 `a` is the activated half (the gate), or all there is, `u` the linear half; a formula's own numbers follow. Plain
@@ -12,6 +12,7 @@ Python: names are asked for where no compiler is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ class Number(NamedTuple):
     Attributes:
         default: the value if none is given.
         is_valid: whether a formula can compute with a value; `remedy`: why it cannot, and what to give instead.
+        none: the value that None stands for; None: a number must be given.
     """
 
     default: float
     is_valid: Callable[[float], bool] = lambda value: True
     remedy: str = ""
+    none: float | None = None
 
 
 class Formula(NamedTuple):
@@ -39,12 +42,14 @@ class Formula(NamedTuple):
         value: a function of (m, a[, u], *numbers).
         with_slopes: a function of the same: the value, and its derivatives by a[ and by u].
         numbers: by keyword, in the order in which `value` takes them; at most MOST_NUMBERS.
+        is_merged: whether kernels that choose among formulas at run time have this one; else it has kernels of its own.
     """
 
     is_gated: bool
     value: Callable[..., Any]
     with_slopes: Callable[..., tuple[Any, ...]]
     numbers: Mapping[str, Number] = {}
+    is_merged: bool = True
 
 
 def _silu(m: Any, a: Any) -> Any:
@@ -102,6 +107,27 @@ def _d_gelu(m: Any, a: Any) -> tuple[Any, Any]:
     return a * cdf, cdf + a * density * m.number(INV_SQRT_2_PI)
 
 
+def _capped(m: Any, x: Any, cap: Any) -> tuple[Any, Any]:
+    """cap tanh(x / cap), and its slope; x and 1 if the cap is infinite."""
+    tanh, is_capped = m.tanh(x * m.reciprocal(cap)), cap < m.number(math.inf)
+    return m.select(is_capped, cap * tanh, x), m.select(is_capped, m.number(1.0) - tanh * tanh, m.number(1.0))
+
+
+def _situ(m: Any, a: Any, u: Any, gate_cap: Any, up_cap: Any) -> Any:
+    return _capped(m, a, gate_cap)[0] * m.sigmoid(a) * _capped(m, u, up_cap)[0]
+
+
+def _d_situ(m: Any, a: Any, u: Any, gate_cap: Any, up_cap: Any) -> tuple[Any, Any, Any]:
+    (gate, d_gate), (linear, d_linear) = _capped(m, a, gate_cap), _capped(m, u, up_cap)
+    sigmoid = m.sigmoid(a)
+    gated = gate * sigmoid
+    return gated * linear, (d_gate * sigmoid + gated * (m.number(1.0) - sigmoid)) * linear, gated * d_linear
+
+
+def _is_positive(value: float) -> bool:
+    return value > 0.0
+
+
 FORMULAS: dict[str, Formula] = {
     "swiglu": Formula(True, lambda m, a, u: _silu(m, a) * u, _d_swiglu),
     "clamped_swiglu": Formula(
@@ -122,6 +148,18 @@ FORMULAS: dict[str, Formula] = {
     "silu": Formula(False, lambda m, a: _silu(m, a), lambda m, a: _with_d_silu(m, a)),
     "gelu": Formula(False, lambda m, a: a * m.normal(a)[0], _d_gelu),
     "none": Formula(False, lambda m, a: a, lambda m, a: (a, m.number(1.0))),
+    "situ": Formula(
+        True,
+        _situ,
+        _d_situ,
+        {
+            "gate_cap": Number(4.0, _is_positive, "the gate stays within it, so give a number above 0"),
+            "up_cap": Number(
+                25.0, _is_positive, "the linear half stays within it, so give a number above 0, or None", none=math.inf
+            ),
+        },
+        is_merged=False,  # others' kernels would hold registers for its two tanh
+    ),
 }
 """By name. A new formula goes to the end: kernels that choose at run time hold the place of each that they serve."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}

@@ -27,7 +27,11 @@ GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
 LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}
 """What a function is told of its activation and its gate layout, whether its kernel is compiled for them or not."""
-ACTIVATION_FORMS = {"gated": GATED, "ungated": UNGATED} | {name: (name,) for name in ACTIVATIONS}
+_MERGED = {
+    kind: tuple(name for name in names if FORMULAS[name].is_merged)
+    for kind, names in (("gated", GATED), ("ungated", UNGATED))
+}
+ACTIVATION_FORMS = _MERGED | {name: (name,) for name in ACTIVATIONS}
 LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
 """What a kernel is compiled for, and those that it serves; which of several, it is told at run time.
 
@@ -99,6 +103,11 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
 def is_gated(activation: str) -> bool:
     """Of an activation, or of a form of several."""
     return ACTIVATION_FORMS[activation][0] in GATED
+
+
+def form_of_several(activation: str) -> str:
+    """The form that serves an activation besides others, "gated" or "ungated"; itself if it is in neither."""
+    return next((form for form, names in _MERGED.items() if activation in names), activation)
 
 
 def _check_activation(activation: str, glu_layout: str) -> None:

@@ -28,7 +28,7 @@ from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 from examples import finetune_moe, generate_moe
 from glulam import MXFP4Tensor
 from glulam.activations import Activation, activate
-from glulam.integrations.gates import CLAMPED, activation_of, gate_of
+from glulam.integrations.gates import CAPPED, CLAMPED, activation_of, gate_of
 
 transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("glulam.integrations.transformers")
@@ -131,6 +131,7 @@ EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniMaxM3VLExperts": ("minimax_m3_vl", {"swiglu_limit": 1.25, "swiglu_alpha": 1.3}),
     "OpenAIPrivacyFilterExperts": ("openai_privacy_filter", {"swiglu_limit": 2.0, "swiglu_alpha": 1.702}),
     "MuseSparkExperts": ("muse_spark", {"moe_hidden_size": HIDDEN, "post_norm_eps": 1e-5}),
+    "Inkling2Experts": ("inkling2", {"mlp_gate_softcap": 1.5, "mlp_up_softcap": 2.5}),
     "AriaExperts": ("aria", {"moe_num_experts": EXPERTS, "intermediate_size": INTER}),
     "NemotronHExperts": ("nemotron_h", {"moe_latent_size": None, "mlp_hidden_act": "relu2"}),
     "Qwen3MoeExperts": ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -620,6 +621,7 @@ def test_quantised_experts_neither_train_nor_are_traced_first() -> None:
 NUMBERS_OF: dict[str, list[tuple[float, ...]]] = {
     **dict.fromkeys(GATED, [()]),
     CLAMPED: [(7.0, 1.702, 1.0), (1.5, 1.0, 0.0), (10.0, 0.7, 0.25), (100.0, 1.0, 0.0)],
+    CAPPED: [(4.0, 25.0), (1.0, math.inf), (30.0, 0.5), (math.inf, 50.0), (1000.0, 1e5)],
 }
 
 
@@ -669,6 +671,9 @@ def test_activations_are_told_by_what_they_compute(name: str) -> None:
         lambda a, u: torch.nn.functional.silu(a.clamp(max=1e6)) * u.clamp(-60, 60),
         lambda a, u: torch.nn.functional.gelu(a) * u.clamp(-100, 100),
         lambda a, u: torch.nn.functional.silu(a) * torch.where(a > 60, 0, u),
+        lambda a, u: torch.tanh(a) * torch.sigmoid(a) * 2 * torch.tanh(u),
+        lambda a, u: torch.tanh(a) * torch.sigmoid(1.01 * a) * torch.tanh(u),
+        lambda a, u: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * u.clamp(-25, 25),
         lambda a, u: torch.nn.functional.silu(a) * (u if len(u) > 1 else 2 * u),
         lambda a, u: torch.nn.functional.silu(a) * (u if len(u) < 200 else 2 * u),
         lambda a, u: torch.nn.functional.silu(a) * (u if u.shape[1] < 100 else 2 * u),

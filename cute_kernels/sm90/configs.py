@@ -29,6 +29,7 @@ from ..specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     Spec,
+    form_of_several,
     is_gated,
 )
 from ..tiles import TileConfig
@@ -113,12 +114,12 @@ def glu_form(
     Of transposed weights each layout is loaded another way (natural_order.py), and activations are merged on all tiles.
     """
     merged = MERGED.get((operands, tile, save_preact), ())
-    kind = "gated" if is_gated(activation) else "ungated"
+    kind = form_of_several(activation)
     layout = glu_layout
     if transpose_w:
         is_alone = not merged and (activation, layout) == ALONE_TRANSPOSED
         return activation if is_alone else kind, layout
-    if kind == "gated" and "layouts" in merged:
+    if is_gated(activation) and "layouts" in merged:
         layout = "strided" if width % BLOCK_ROWS else "blocked"
     return kind if kind in merged else activation, layout
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.formulas import FORMULAS, NUMBERS
+from cute_kernels.formulas import FORMULAS, NUMBERS, Number
 from cute_kernels.signatures import PARAMS
 from cute_kernels.specs import GATED, KINDS, LAYOUTS
 
@@ -35,6 +35,8 @@ class NamedNumbers(TypedDict, total=False):
     limit: float
     alpha: float
     offset: float
+    gate_cap: float
+    up_cap: float | None
 
 
 class Activation(NamedTuple):
@@ -51,14 +53,15 @@ class Activation(NamedTuple):
     numbers: Numbers
 
     @classmethod
-    def named(cls, name: str, glu_layout: str = "concat", **numbers: float) -> Activation:
+    def named(cls, name: str, glu_layout: str = "concat", **numbers: float | None) -> Activation:
         """Return an activation with the defaults of numbers that are not given."""
-        return cls(name, glu_layout, tuple(numbers.get(n, d.default) for n, d in FORMULAS[name].numbers.items()))
+        return cls.of(name, glu_layout, _pack(**numbers))
 
     @classmethod
     def of(cls, name: str, glu_layout: str, numbers: Numbers) -> Activation:
         """Return an activation with its own of the numbers of all formulas."""
-        return cls.named(name, glu_layout, **named_numbers(numbers))
+        named = named_numbers(numbers)
+        return cls(name, glu_layout, tuple(named[own] for own in FORMULAS[name].numbers))
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -83,12 +86,20 @@ def named_numbers(numbers: Numbers) -> dict[str, float]:
     return dict(zip(NUMBERS, numbers, strict=True))
 
 
+def _as_a_number(name: str, number: Number) -> str:
+    return name if number.none is None else f"{number.none!r} if {name} is None else {name}"
+
+
+TEXT = f"({', '.join(_as_a_number(*one) for one in NUMBERS.items())})"
+"""The numbers of all formulas as one, of variables that are called as they are. `inf` is one more name in it."""
+
+
 def packer(name: str) -> Callable[..., Numbers]:
     """Return a function of numbers by keyword, which returns the numbers of all formulas, and names itself `name` in
     the TypeError that an unknown keyword raises.
     """
     parameters = ", ".join(f"{keyword}={number.default!r}" for keyword, number in NUMBERS.items())
-    made: Any = eval(f"lambda *, {parameters}: ({', '.join(NUMBERS)},)")
+    made: Any = eval(f"lambda *, {parameters}: {TEXT}", {"inf": math.inf})
     made.__name__ = made.__qualname__ = name
     packed: Callable[..., Numbers] = made
     return packed
@@ -104,6 +115,10 @@ def packed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "numbers": _pack(**own)}
 
 
+def _annotation(number: Number) -> str:
+    return "float" if number.none is None else "float | None"
+
+
 def with_numbers(function: Function) -> Function:
     """Decorator of a function whose `**numbers` are NamedNumbers: its signature shows these after `glu_layout`."""
     signature = inspect.signature(function)
@@ -111,19 +126,25 @@ def with_numbers(function: Function) -> Function:
     assert last.kind is inspect.Parameter.VAR_KEYWORD
     place = 1 + [parameter.name for parameter in parameters].index("glu_layout")
     parameters[place:place] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=number.default, annotation="float")
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=number.default, annotation=_annotation(number))
         for name, number in NUMBERS.items()
     ]
     shown: Any = function
     shown.__signature__ = signature.replace(parameters=parameters)
     annotations = dict(function.__annotations__)
     del annotations[last.name]
-    function.__annotations__ = {**annotations, **dict.fromkeys(NUMBERS, "float")}
+    function.__annotations__ = {**annotations, **{name: _annotation(number) for name, number in NUMBERS.items()}}
     return function
 
 
 def _at_most(x: Tensor, bound: float) -> Tensor:
     return x.clamp(max=bound)
+
+
+def _select(condition: Tensor | bool, if_true: Any, if_false: Any) -> Any:
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return torch.where(condition, if_true, if_false)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -142,8 +163,8 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 TORCH = SimpleNamespace(
-    number=float, sigmoid=torch.sigmoid, relu=F.relu, at_most=_at_most, select=torch.where, gelu_tanh=_gelu_tanh,
-    with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
+    number=float, sigmoid=torch.sigmoid, tanh=torch.tanh, relu=F.relu, reciprocal=lambda x: 1.0 / x, at_most=_at_most,
+    select=_select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
 """What formulas compute with."""
 

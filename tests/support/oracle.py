@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PLACES = {"clamped_swiglu": ("limit", "alpha", "offset")}
+PLACES = {"clamped_swiglu": ("limit", "alpha", "offset"), "situ": ("gate_cap", "up_cap")}
 """The numbers of an activation, in the order in which kernels take them."""
-Params = Mapping[str, float]
-DEFAULTS: Params = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
+Params = Mapping[str, Any]
+DEFAULTS: Params = {"limit": 7.0, "alpha": 1.702, "offset": 1.0, "gate_cap": 4.0, "up_cap": 25.0}
 
 
 def params_of(name: str, floats: Sequence[float]) -> Params:
@@ -46,6 +46,12 @@ def _at_most(z: Tensor, bound: float) -> Tensor:
     return torch.where(z > bound, torch.full_like(z, bound), z)
 
 
+def _capped(z: Tensor, cap: float | None) -> Tensor:
+    if cap in (None, math.inf):
+        return z
+    return cap * (2 * _sigmoid(2 * z / cap) - 1)
+
+
 def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
     """The formulas, spelled out."""
     p = SimpleNamespace(**{**DEFAULTS, **params})
@@ -63,6 +69,8 @@ def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> 
         return _gelu_tanh(a) * u
     if name == "reglu":
         return _positive(a) * u
+    if name == "situ":
+        return _capped(a, p.gate_cap) * _sigmoid(a) * _capped(u, p.up_cap)
     assert name == "clamped_swiglu"
     gate = _at_most(a, p.limit)
     linear = -_at_most(-_at_most(u, p.limit), p.limit)
@@ -80,6 +88,9 @@ def torch_activation(h: Tensor, name: str, layout: str, params: Params = DEFAULT
     if name == "clamped_swiglu":
         a, u = a.clamp(max=p.limit), u.clamp(-p.limit, p.limit)
         return a * torch.sigmoid(a * p.alpha) * (u + p.offset)
+    if name == "situ":
+        linear = u if p.up_cap in (None, math.inf) else p.up_cap * torch.tanh(u / p.up_cap)
+        return p.gate_cap * torch.tanh(a / p.gate_cap) * torch.sigmoid(a) * linear
     gate = {"swiglu": F.silu, "geglu": lambda z: F.gelu(z, approximate="tanh"), "reglu": F.relu}[name]
     return gate(a) * u
 

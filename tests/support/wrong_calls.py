@@ -168,7 +168,7 @@ OWN: dict[str, Callable[[str], Arguments]] = {
 _FLAG, _NUMBER = (2, "x", None), ("7", None, float("nan"), [7.0], torch.tensor(7.0, device="cpu"))
 WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "glu_layout", "recipe", "score", "axis", "block", "scale_layout"), ("x", 3, None)),
-    **dict.fromkeys(NUMBERS, _NUMBER),
+    **{name: tuple(one for one in _NUMBER if one is not None or n.none is None) for name, n in NUMBERS.items()},
     **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
     **dict.fromkeys(("row_scale_grad", "report", "in_halves"), _FLAG),
     **dict.fromkeys(("eps", "sinkhorn_eps"), (-1.0, "x", None)),

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
-from cute_kernels.formulas import NUMBERS
-
-from ..activations import with_numbers
+from ..activations import TEXT, with_numbers
 from ..errors import ARGUMENT_ERRORS
 from ..host import experts
 from ..host.plans import unplanned
@@ -153,6 +152,7 @@ def _names(kind: type[Call]) -> dict[str, Any]:
         "ready_as": getattr(kind, "ready_as", None),
         "look_up": kind.plans.look_up,
         "ARGUMENT_ERRORS": ARGUMENT_ERRORS,
+        "inf": math.inf,
     }
 
 
@@ -184,7 +184,7 @@ def operator(
                 plain=quantized.recipe_of(kind.op, PLAIN_RECIPE),
             )  # fmt: skip
         if kind.takes_keywords:
-            lines = [f"numbers = ({', '.join(NUMBERS)})", *lines]
+            lines = [f"numbers = {TEXT}", *lines]
         front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)
         kind.operator = staticmethod(front)
         return cast(Function, front)

@@ -43,7 +43,7 @@ def moe_of_choices(
     Args:
         x: tokens [N, H], as of `moe`.
         ids, weights, num_experts: [N, K] and the experts here, as of `Routing.from_topk`.
-        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w: as of `moe`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w: as of `moe`.
 
     Returns:
         [N, H'] in x's dtype.

@@ -40,7 +40,7 @@ class GroupedMLP(DelaysWeightGradients):
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
         out_features: of the result, H by default.
         bias: whether both layers have one.
-        activation, glu_layout, limit, alpha, offset: as of `glulam.grouped_glu`.
+        activation, glu_layout, **numbers: as of `glulam.grouped_glu`.
         packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
         recompute: save x and row_scale only, and make the preactivation again in backward; with recipe "mxfp8" by a
             whole forward, which FC2 is part of.

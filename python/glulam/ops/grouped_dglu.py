@@ -141,7 +141,7 @@ def grouped_dglu(
         rows: int32 [T] on dy's device: row t is dy[rows[t]], dy is [N, H], and no copy of the rows is made. An index
             out of range is clamped.
         row_scale: float32 [T], as in the forward.
-        activation, glu_layout, limit, alpha, offset: as in the forward; see `grouped_glu`. The gradient is zero where
+        activation, glu_layout, **numbers: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
         row_scale_grad: False leaves d_row_scale out. It is left out without a row_scale, too.
         transpose_w: of y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. No copy of it is made.

@@ -99,12 +99,14 @@ def grouped_glu(
             of range is clamped. There is no gradient with it.
         bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows.
         row_scale: float32 [T], a factor for the activation of each row.
-        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu"; without "srelu" (squared
-            relu), "silu", "gelu" (erf form), "none".
+        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu", "situ" (SwiGLU with caps);
+            without "srelu" (squared relu), "silu", "gelu" (erf form), "none".
         glu_layout: how the activated half a and the linear half u lie along the rows of w1: "concat" (a, then u),
             "interleaved" (a0 u0 a1 u1 ...) or "interleaved32" (32 of a, 32 of u, repeating; I a multiple of 32).
-        limit, alpha, offset: of clamped_swiglu: with a' = min(a, limit) it is
+        limit, alpha, offset: numbers of clamped_swiglu: with a' = min(a, limit) it is
             a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset).
+        gate_cap, up_cap: numbers of situ: with a' = gate_cap tanh(a / gate_cap) and u' = up_cap tanh(u / up_cap), or
+            u' = u if up_cap is None, it is a' sigmoid(a) u'.
         return_preact: return h as well.
         transpose_w: h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and its columns lie as else its rows. No copy
             of it is made.

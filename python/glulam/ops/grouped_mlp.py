@@ -132,7 +132,7 @@ def grouped_mlp(
             with it.
         row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
-        activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
+        activation, glu_layout, **numbers: as of `grouped_glu`.
         recipe: a name of `glulam.recipes.RECIPES`, or one of those objects. Products are accumulated in float32.
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.

@@ -27,7 +27,7 @@ RULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 Told = tuple[str, str, Numbers]
 """An activation, its layout and the numbers of all."""
-NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5)
+NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
 """Weights are float32's."""
 assert max(FULL.tokens) * TOP_K > MOST_SORTED
