@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.metadata
 import json
+import math
 import pickle
 import subprocess
 import sys

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +60,15 @@ class Activation(NamedTuple):
     @classmethod
     def of(cls, name: str, glu_layout: str, numbers: Numbers) -> Activation:
         """Return an activation with its own of the numbers of all formulas."""
-        named = named_numbers(numbers)
+        named: Mapping[str, Any] = named_numbers(numbers)
         return cls(name, glu_layout, tuple(named[own] for own in FORMULAS[name].numbers))
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords by which operators and modules take this activation."""
+        """The keywords by which operators and modules take this activation; numbers that are defaults need none."""
         own = zip(FORMULAS[self.name].numbers, self.numbers, strict=True)
-        return {"activation": self.name, "glu_layout": self.glu_layout, **dict(own)}
+        others = {name: value for name, value in own if value != NUMBERS[name].default}
+        return {"activation": self.name, "glu_layout": self.glu_layout, **others}
 
     @property
     def params(self) -> dict[str, float]:
@@ -81,9 +82,9 @@ class Activation(NamedTuple):
         return {"kind": KINDS[self.name], "glu_layout": LAYOUTS[self.glu_layout], **self.params}
 
 
-def named_numbers(numbers: Numbers) -> dict[str, float]:
+def named_numbers(numbers: Numbers) -> NamedNumbers:
     """The numbers of all formulas, by keyword."""
-    return dict(zip(NUMBERS, numbers, strict=True))
+    return cast(NamedNumbers, dict(zip(NUMBERS, numbers, strict=True)))
 
 
 def _as_a_number(name: str, number: Number) -> str:

@@ -190,3 +190,19 @@ def operator(
         return cast(Function, front)
 
     return made
+
+
+def passed_to(function: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Decorator of a function that passes its arguments to another, in their order, with numbers as one.
+
+    Keywords of its own spare a warm call the 0.6 us that Python takes for `**numbers`.
+    """
+
+    def made(public: Function) -> Function:
+        arguments, module = list(_of_calls(public)), public.__module__
+        shown = with_numbers(public)
+        lines = [f"numbers = {TEXT}", *wrapped("return function(", arguments, ")")]
+        front = _front(public.__name__, _parameters(shown), lines, module, {"function": function, "inf": math.inf})
+        return cast(Function, functools.update_wrapper(front, shown))
+
+    return made

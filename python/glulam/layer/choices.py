@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cute_kernels.chains import SORTED_EXPERTS
 
-from ..activations import DEFAULTS, NamedNumbers, Numbers, packer, with_numbers
+from ..activations import NamedNumbers, Numbers, named_numbers
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
-from ..calls.front import operator
+from ..calls.front import operator, passed_to
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
 from ..formats.mxfp8 import MXFP8Tensor
@@ -27,10 +27,23 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_packed = packer("moe_of_choices")
+def _moe_of_choices(
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
+    glu_layout: str, numbers: Numbers, recipe: str | Recipe, transpose_w: bool,
+) -> Tensor:  # fmt: skip
+    """`moe_of_choices`, with all arguments in order."""
+    if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
+        return moe(
+            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
+            glu_layout=glu_layout, recipe=recipe, transpose_w=transpose_w,
+            **named_numbers(numbers),
+        )  # fmt: skip
+    return layer_of_choices(
+        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, numbers, recipe, transpose_w
+    )
 
 
-@with_numbers
+@passed_to(_moe_of_choices)
 def moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None,
     activation: str = "swiglu", glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
@@ -51,15 +64,7 @@ def moe_of_choices(
     Raises:
         As `moe` and `Routing.from_topk`.
     """
-    if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
-        return moe(
-            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
-            glu_layout=glu_layout, recipe=recipe, transpose_w=transpose_w, **numbers,
-        )  # fmt: skip
-    packed = _packed(**numbers) if numbers else DEFAULTS
-    return layer_of_choices(
-        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, packed, recipe, transpose_w
-    )
+    raise NotImplementedError  # `passed_to` writes the body
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:

@@ -12,12 +12,12 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.formats import DECODED
 
 from .. import recipes
-from ..activations import DEFAULTS, NamedNumbers, Numbers, packed, packer, with_numbers
+from ..activations import NamedNumbers, Numbers, named_numbers, packed
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_text
-from ..calls.front import operator
+from ..calls.front import operator, passed_to
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..formats.mxfp8 import MXFP8Tensor
@@ -38,10 +38,35 @@ longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + bac
 """
 
 
-_packed = packer("moe")
+def _moe(
+    x: Tensor, routing: Routing, w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
+    recipe: str | Recipe, recompute: bool, transpose_w: bool, residual: Tensor | None, out: Tensor | None,
+    parallel: Any,
+) -> Tensor:  # fmt: skip
+    """`moe`, with all arguments in order."""
+    if parallel is not None:
+        options: dict[str, Any] = {
+            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
+            "recompute": recompute, "transpose_w": transpose_w, **named_numbers(numbers),
+        }  # fmt: skip
+        return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
+    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
+    if recipe not in (BF16.name, BF16) and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
+            y = grouped_mlp(
+                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
+                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
+                **named_numbers(numbers),
+            )  # fmt: skip
+            return combine(y, routing, residual, out=out)
+    return layer(
+        x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
+        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, numbers=numbers,
+        recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+    )  # fmt: skip
 
 
-@with_numbers
+@passed_to(_moe)
 def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
     glu_layout: str = "concat", recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False,
@@ -58,8 +83,7 @@ def moe(
     Args:
         x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
-        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w: as of
-            `grouped_mlp`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w: as of `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
@@ -71,26 +95,7 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    if parallel is not None:
-        options: dict[str, Any] = {
-            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
-            "recompute": recompute, "transpose_w": transpose_w, **numbers,
-        }  # fmt: skip
-        return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
-    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
-    if recipe not in (BF16.name, BF16) and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
-        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            y = grouped_mlp(
-                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w, **numbers,
-            )  # fmt: skip
-            return combine(y, routing, residual, out=out)
-    return layer(
-        x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
-        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout,
-        numbers=_packed(**numbers) if numbers else DEFAULTS, recipe=recipe, recompute=recompute,
-        transpose_w=transpose_w, out=out,
-    )  # fmt: skip
+    raise NotImplementedError  # `passed_to` writes the body
 
 
 def _residual_alone_is_trained(residual: Tensor | None, *others: Any) -> bool:
