@@ -30,6 +30,7 @@ from examples import finetune_moe, generate_moe
 from glulam import MXFP4Tensor
 from glulam.activations import Activation, activate
 from glulam.integrations.gates import CAPPED, CLAMPED, activation_of, gate_of
+from glulam.layer import choices
 
 transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("glulam.integrations.transformers")
@@ -382,8 +383,8 @@ def test_few_tokens_are_one_call(name: str, recipe: str, fake_gpu: FakeGpu, monk
     experts = experts_of(name, intermediate_size=64, moe_intermediate_size=64).to(torch.bfloat16).eval()
     integration.register(recipe=recipe)
     made = []
-    for most in (integration.moe_of_choices.__globals__["MOST_SORTED"], 0):
-        monkeypatch.setitem(integration.moe_of_choices.__globals__, "MOST_SORTED", most)
+    for most in (choices.MOST_SORTED, 0):
+        monkeypatch.setattr(choices, "MOST_SORTED", most)
         for of_weights in (torch.float32, torch.bfloat16):
             given = {key: value.detach() for key, value in routed().items()}
             given["top_k_index"][::3, 1] = EXPERTS
