@@ -100,7 +100,7 @@ def routed(ids: Tensor | None = None) -> dict[str, Tensor]:
 
 def expected(
     experts: Any, given: dict[str, Tensor], dtype: torch.dtype, limit: float = 0.0,
-    caps: tuple[float, float] = (math.inf, math.inf),
+    caps: tuple[float, ...] = (),
 ) -> Tensor:  # fmt: skip
     """Experts of SwiGLU, by torch's operators in a dtype, their weights rounded to bfloat16; scaled rows: float64."""
     x, ids, weights = given.values()
@@ -111,10 +111,11 @@ def expected(
         gate, up = (x[token].to(dtype) @ w1[expert].T).chunk(2, dim=1)
         if limit:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        capped, up = (
-            x if cap == math.inf else cap * torch.tanh(x / cap) for x, cap in zip((gate, up), caps, strict=True)
-        )
-        rows = (capped * torch.sigmoid(gate) * up) @ w2[expert].T
+        act = nn.functional.silu(gate) * up
+        if caps:
+            act = math.prod(cap * torch.tanh(x / cap) for x, cap in zip((gate, up), caps, strict=True))
+            act = act * torch.sigmoid(gate)
+        rows = act @ w2[expert].T
         rows = rows * weights[token, choice, None].to(dtype)
         out.index_add_(0, token, rows.double())
     return out.to(dtype)

@@ -138,7 +138,10 @@ _SPILLING: list[Spec] = [
         DgluSpec(dtype, *form, LARGE, transpose_w=True)
         for dtype, form in product(DTYPES, product(GATED, ("concat", "interleaved32")))
     ),
-    *(GroupedGluSpec(dtype, "gated", "interleaved", True, LARGE8, operands="mxfp8") for dtype in DTYPES),
+    *(
+        GroupedGluSpec(dtype, form, "interleaved", True, LARGE8, operands="mxfp8")
+        for dtype, form in product(DTYPES, sorted({form_of_several(activation) for activation in GATED}))
+    ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
 """Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
