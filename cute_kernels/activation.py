@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .device.select import select
-from .formulas import GATED, UNGATED
+from .formulas import FORMULAS, MOST_NUMBERS
 from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634
@@ -24,20 +24,22 @@ SQRT_HALF = 0.7071067811865476
 # Abramowitz and Stegun 7.1.26: erfc(z) = exp(-z^2) (c1 t + ... + c5 t^5), t = 1 / (1 + step z), to 1.5e-7.
 ERFC_STEP = 0.3275911
 ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+# tanh x = x + x^3 (c1 + c2 x^2 + ...) up to NEAR_0, to 2^-24 of its value. Beyond, what is subtracted from 1 is less
+# than a half, so that 2^-23 is the error; nearer to 0 all digits would cancel.
+NEAR_0 = 0.55
+TANH = (-0.33332946598706675, 0.1332072434610987, -0.05267177420885967, 0.01643751419837277)
 
 
 class ActivationParams(NamedTuple):
-    """Which activation (specs.KINDS), and the floats of clamped_swiglu, which the others ignore."""
+    """Which activation (specs.KINDS), and its numbers in their order; after them anything."""
 
     kind: Int32
-    limit: Float32
-    alpha: Float32
-    offset: Float32
+    numbers: tuple[Float32, ...]
 
 
 def no_params() -> ActivationParams:
-    """Those of a kernel that has no activation."""
-    return ActivationParams(Int32(0), *(Float32(0.0) for _ in range(3)))
+    """Parameters of a kernel that has no activation."""
+    return ActivationParams(Int32(0), tuple(Float32(0.0) for _ in range(MOST_NUMBERS)))
 
 
 def _at_most(x: Float32, bound: Float32) -> Float32:
@@ -50,6 +52,16 @@ def _relu(x: Float32) -> Float32:
 
 def _sigmoid(x: Float32) -> Float32:
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2_E), fastmath=True))
+
+
+def _tanh(x: Float32) -> Float32:
+    magnitude, square = cute.arch.fmax(x, -x, nan=True), x * x
+    cubic = Float32(0.0)
+    for coefficient in reversed(TANH):
+        cubic = cubic * square + Float32(coefficient)
+    power = cute.math.exp2(magnitude * Float32(2.0 * LOG2_E), fastmath=True)
+    far = Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(Float32(1.0) + power)
+    return select(magnitude < Float32(NEAR_0), x + x * square * cubic, select(x < Float32(0.0), -far, far))
 
 
 def _gelu_tanh(x: Float32) -> Float32:
@@ -78,16 +90,21 @@ def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
 
 
 DEVICE = SimpleNamespace(
-    number=Float32, sigmoid=_sigmoid, relu=_relu, at_most=_at_most, select=select, gelu_tanh=_gelu_tanh,
-    with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
+    number=Float32, sigmoid=_sigmoid, tanh=_tanh, relu=_relu, reciprocal=cute.arch.rcp_approx, at_most=_at_most,
+    select=select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
 """What formulas compute with."""
 
 
 def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
     """The activation of each (a, u), or of each a: that which `served` names, or one of its several, float32."""
+    return activate_one_of(ACTIVATION_FORMS[served], parts, params)
+
+
+def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
+    """The same of one of these, which `params` names."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
-    _fill_one_of(outputs, ACTIVATION_FORMS[served], parts, params)
+    _fill_one_of(outputs, names, parts, params)
     return outputs
 
 
@@ -103,12 +120,13 @@ def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, p
 
 
 def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParams) -> None:
-    formula = (GATED if len(parts) == 2 else UNGATED)[name]
+    formula = FORMULAS[name]
+    numbers = params.numbers[: len(formula.numbers)]
     for i in range(cute.size(outputs)):
-        outputs[i] = formula.value(DEVICE, *(part[i] for part in parts), params)
+        outputs[i] = formula.value(DEVICE, *(part[i] for part in parts), *numbers)
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
     """An activation of (a, u), or of a, and its derivatives by each."""
-    formula = (GATED if len(parts) == 2 else UNGATED)[name]
-    return formula.with_slopes(DEVICE, *parts, params)
+    formula = FORMULAS[name]
+    return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

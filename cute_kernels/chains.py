@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from .formats import FP8_ROWS, OPERANDS
-from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
+from .signatures import ADDRESS, KINDS, MHC, NAMES_OF_PARAMS, TENSOR, Argument, Signature, stage_signature
 from .specs import (
     DgluSpec,
     GroupedDgluSpec,
@@ -92,7 +92,6 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
 
 
 _GROUPS = "groups group_form num_groups tickets num_sms"
-_PARAMS = "limit alpha offset"
 SORTED_EXPERTS = 256
 """The most experts of a layer that sorts its choices itself. Its kernel of one CTA keeps a count of each expert for
 each of its warps: 32 KiB of shared memory."""
@@ -167,7 +166,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
         *copied,
         *first,
         _step(
-            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
+            fc1, f"{_GROUPS} kind glu_layout {NAMES_OF_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
             **_scales(fc1.operands, x, "w1"), **own,
         ),
@@ -189,7 +188,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     steps = [_quantized(spec, spec.operands, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(
         _step(
-            DgluSpec(**fields), f"{_GROUPS} {_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
+            DgluSpec(**fields), f"{_GROUPS} {NAMES_OF_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
             **_scales(spec.operands, dy, "w2"),
         )
     )  # fmt: skip

@@ -2,27 +2,54 @@
 
 A formula is given what computes, `m`: `activation.DEVICE` in kernels, `glulam.activations.TORCH` for tensors. Both have
 
-    number(x), of a Python number; sigmoid(x), relu(x), at_most(x, bound), select(condition, if_true, if_false),
-    gelu_tanh(x), and with_d_gelu_tanh(x), with its slope,
+    number(x), of a Python number; sigmoid(x), tanh(x), relu(x), reciprocal(x), at_most(x, bound),
+    select(condition, if_true, if_false), gelu_tanh(x), and with_d_gelu_tanh(x), with its slope,
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
-`a` is the activated half (the gate), or all there is, `u` the linear half, `p` the numbers of clamped_swiglu. Plain
+`a` is the activated half (the gate), or all there is, `u` the linear half; a formula's own numbers follow. Plain
 Python: names are asked for where no compiler is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 INV_SQRT_2_PI = 0.3989422804014327
 
 
-class Formula(NamedTuple):
-    """value: of (m, a[, u], p). with_slopes: of the same, the value and its derivatives by a[ and by u]."""
+class Number(NamedTuple):
+    """A number of a formula. Operators and modules take it by its name, at run time.
 
+    Attributes:
+        default: the value if none is given.
+        is_valid: whether a formula can compute with a value; `remedy`: why it cannot, and what to give instead.
+        none: the value that None stands for; None: a number must be given.
+    """
+
+    default: float
+    is_valid: Callable[[float], bool] = lambda value: True
+    remedy: str = ""
+    none: float | None = None
+
+
+class Formula(NamedTuple):
+    """An activation, all of it.
+
+    Attributes:
+        is_gated: whether it has two halves, a and u.
+        value: a function of (m, a[, u], *numbers).
+        with_slopes: a function of the same: the value, and its derivatives by a[ and by u].
+        numbers: by keyword, in the order in which `value` takes them; at most MOST_NUMBERS.
+        is_merged: whether kernels that choose among formulas at run time have this one; else it has kernels of its own.
+    """
+
+    is_gated: bool
     value: Callable[..., Any]
     with_slopes: Callable[..., tuple[Any, ...]]
+    numbers: Mapping[str, Number] = {}
+    is_merged: bool = True
 
 
 def _silu(m: Any, a: Any) -> Any:
@@ -35,61 +62,107 @@ def _with_d_silu(m: Any, a: Any) -> tuple[Any, Any]:
     return silu, sigmoid + silu * (m.number(1.0) - sigmoid)
 
 
-def _d_swiglu(m: Any, a: Any, u: Any, p: Any) -> tuple[Any, Any, Any]:
+def _d_swiglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
     silu, slope = _with_d_silu(m, a)
     return silu * u, u * slope, silu
 
 
-def _clamped_swiglu(m: Any, a: Any, u: Any, p: Any) -> Any:
-    gate = m.at_most(a, p.limit)
-    linear = -m.at_most(-m.at_most(u, p.limit), p.limit)
-    return gate * m.sigmoid(p.alpha * gate) * (linear + p.offset)
+def _clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> Any:
+    gate = m.at_most(a, limit)
+    linear = -m.at_most(-m.at_most(u, limit), limit)
+    return gate * m.sigmoid(alpha * gate) * (linear + offset)
 
 
-def _d_clamped_swiglu(m: Any, a: Any, u: Any, p: Any) -> tuple[Any, Any, Any]:
+def _d_clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> tuple[Any, Any, Any]:
     """Zero where it clamps."""
     zero = m.number(0.0)
-    gate = m.at_most(a, p.limit)
-    linear = -m.at_most(-m.at_most(u, p.limit), p.limit)
-    sigmoid = m.sigmoid(p.alpha * gate)
-    d_gate = sigmoid + p.alpha * gate * sigmoid * (m.number(1.0) - sigmoid)
-    d_a = m.select(a > p.limit, zero, (linear + p.offset) * d_gate)
-    d_u = m.select(u > p.limit, zero, m.select(u < -p.limit, zero, gate * sigmoid))
-    return gate * sigmoid * (linear + p.offset), d_a, d_u
+    gate = m.at_most(a, limit)
+    linear = -m.at_most(-m.at_most(u, limit), limit)
+    sigmoid = m.sigmoid(alpha * gate)
+    d_gate = sigmoid + alpha * gate * sigmoid * (m.number(1.0) - sigmoid)
+    d_a = m.select(a > limit, zero, (linear + offset) * d_gate)
+    d_u = m.select(u > limit, zero, m.select(u < -limit, zero, gate * sigmoid))
+    return gate * sigmoid * (linear + offset), d_a, d_u
 
 
-def _d_geglu(m: Any, a: Any, u: Any, p: Any) -> tuple[Any, Any, Any]:
+def _d_geglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
     gelu, slope = m.with_d_gelu_tanh(a)
     return gelu * u, u * slope, gelu
 
 
-def _d_reglu(m: Any, a: Any, u: Any, p: Any) -> tuple[Any, Any, Any]:
+def _d_reglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
     """Zero at the kink."""
     relu = m.relu(a)
     return relu * u, m.select(a > m.number(0.0), u, m.number(0.0)), relu
 
 
-def _d_srelu(m: Any, a: Any, p: Any) -> tuple[Any, Any]:
+def _d_srelu(m: Any, a: Any) -> tuple[Any, Any]:
     relu = m.relu(a)
     return relu * relu, m.number(2.0) * relu
 
 
-def _d_gelu(m: Any, a: Any, p: Any) -> tuple[Any, Any]:
+def _d_gelu(m: Any, a: Any) -> tuple[Any, Any]:
     """gelu = a Phi(a); derivative Phi(a) + a phi(a)."""
     cdf, density = m.normal(a)
     return a * cdf, cdf + a * density * m.number(INV_SQRT_2_PI)
 
 
-GATED: dict[str, Formula] = {
-    "swiglu": Formula(lambda m, a, u, p: _silu(m, a) * u, _d_swiglu),
-    "clamped_swiglu": Formula(_clamped_swiglu, _d_clamped_swiglu),
-    "geglu": Formula(lambda m, a, u, p: m.gelu_tanh(a) * u, _d_geglu),
-    "reglu": Formula(lambda m, a, u, p: m.relu(a) * u, _d_reglu),
-}
+def _capped(m: Any, x: Any, cap: Any) -> tuple[Any, Any]:
+    """cap tanh(x / cap), and its slope; x and 1 if the cap is infinite."""
+    tanh, is_capped = m.tanh(x * m.reciprocal(cap)), cap < m.number(math.inf)
+    return m.select(is_capped, cap * tanh, x), m.select(is_capped, m.number(1.0) - tanh * tanh, m.number(1.0))
 
-UNGATED: dict[str, Formula] = {
-    "srelu": Formula(lambda m, a, p: m.relu(a) * m.relu(a), _d_srelu),
-    "silu": Formula(lambda m, a, p: _silu(m, a), lambda m, a, p: _with_d_silu(m, a)),
-    "gelu": Formula(lambda m, a, p: a * m.normal(a)[0], _d_gelu),
-    "none": Formula(lambda m, a, p: a, lambda m, a, p: (a, m.number(1.0))),
+
+def _situ(m: Any, a: Any, u: Any, gate_cap: Any, up_cap: Any) -> Any:
+    return _capped(m, a, gate_cap)[0] * m.sigmoid(a) * _capped(m, u, up_cap)[0]
+
+
+def _d_situ(m: Any, a: Any, u: Any, gate_cap: Any, up_cap: Any) -> tuple[Any, Any, Any]:
+    (gate, d_gate), (linear, d_linear) = _capped(m, a, gate_cap), _capped(m, u, up_cap)
+    sigmoid = m.sigmoid(a)
+    gated = gate * sigmoid
+    return gated * linear, (d_gate * sigmoid + gated * (m.number(1.0) - sigmoid)) * linear, gated * d_linear
+
+
+def _is_positive(value: float) -> bool:
+    return value > 0.0
+
+
+FORMULAS: dict[str, Formula] = {
+    "swiglu": Formula(True, lambda m, a, u: _silu(m, a) * u, _d_swiglu),
+    "clamped_swiglu": Formula(
+        True,
+        _clamped_swiglu,
+        _d_clamped_swiglu,
+        {
+            "limit": Number(
+                7.0, lambda value: value >= 0.0, "values are clamped to [-limit, limit], so give 0 or more"
+            ),
+            "alpha": Number(1.702),
+            "offset": Number(1.0),
+        },
+    ),
+    "geglu": Formula(True, lambda m, a, u: m.gelu_tanh(a) * u, _d_geglu),
+    "reglu": Formula(True, lambda m, a, u: m.relu(a) * u, _d_reglu),
+    "srelu": Formula(False, lambda m, a: m.relu(a) * m.relu(a), _d_srelu),
+    "silu": Formula(False, lambda m, a: _silu(m, a), lambda m, a: _with_d_silu(m, a)),
+    "gelu": Formula(False, lambda m, a: a * m.normal(a)[0], _d_gelu),
+    "none": Formula(False, lambda m, a: a, lambda m, a: (a, m.number(1.0))),
+    "situ": Formula(
+        True,
+        _situ,
+        _d_situ,
+        {
+            "gate_cap": Number(4.0, _is_positive, "the gate stays within it, so give a number above 0"),
+            "up_cap": Number(
+                25.0, _is_positive, "the linear half stays within it, so give a number above 0, or None", none=math.inf
+            ),
+        },
+        is_merged=False,  # others' kernels would hold registers for its two tanh
+    ),
 }
+"""By name. A new formula goes to the end: kernels that choose at run time hold the place of each that they serve."""
+NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
+"""The numbers of all formulas, by keyword."""
+MOST_NUMBERS = 3
+"""Numbers that an exported function takes."""

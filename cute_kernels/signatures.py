@@ -111,8 +111,11 @@ GROUPS = (
     *_each(ADDRESS, "tickets", optional=True),
 )
 """Group sizes, how to read them (`schedule.groups`), how many; counters to draw tiles by, 0 to deal them."""
-PARAMS = _each(FLOAT32, "limit alpha offset", optional=True)
-"""Of clamped_swiglu; the other activations ignore them."""
+NAMES_OF_PARAMS = "limit alpha offset"
+PARAMS = _each(FLOAT32, NAMES_OF_PARAMS, optional=True)
+"""An activation's numbers in their order, whichever activation that is; what follows them is ignored. The names are
+clamped_swiglu's because a function's argument names are part of its object.
+"""
 ACTIVATION = (*_each(INT32, "kind glu_layout", optional=True), *PARAMS)
 """Which of its activations (`specs.KINDS`) and gate layouts (`specs.LAYOUTS`) a kernel of several computes."""
 LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
@@ -309,9 +312,9 @@ LAYER: dict[str, Signature] = {
     "permute": _numbers("x row_of out", "tokens k width position"),
     "combine": _numbers("y row_of residual out", "tokens k width bound position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k bound"),
-    "gate": _numbers("preact row_scale out", "tokens width kind glu_layout", "limit alpha offset"),
+    "gate": _numbers("preact row_scale out", "tokens width kind glu_layout", NAMES_OF_PARAMS),
     "gate_backward": _numbers(
-        "d_act preact row_scale d_preact d_row_scale", "tokens width kind glu_layout", "limit alpha offset"
+        "d_act preact row_scale d_preact d_row_scale", "tokens width kind glu_layout", NAMES_OF_PARAMS
     ),
     "send_tokens": _numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms"),
     "send_sums": _numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms"),

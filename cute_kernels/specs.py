@@ -10,23 +10,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from . import formulas
 from .formats import DECODED as DECODED
 from .formats import OPERANDS as OPERANDS
 from .formats import next_operands
+from .formulas import FORMULAS
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
 FOLD_AXES = ("row", "col")
-GATED, UNGATED = tuple(formulas.GATED), tuple(formulas.UNGATED)
-ACTIVATIONS = GATED + UNGATED
+ACTIVATIONS = tuple(FORMULAS)
+GATED = tuple(name for name, formula in FORMULAS.items() if formula.is_gated)
+UNGATED = tuple(name for name in ACTIVATIONS if name not in GATED)
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
 LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}
 """What a function is told of its activation and its gate layout, whether its kernel is compiled for them or not."""
-ACTIVATION_FORMS = {"gated": GATED, "ungated": UNGATED} | {name: (name,) for name in ACTIVATIONS}
+_MERGED = {
+    kind: tuple(name for name in names if FORMULAS[name].is_merged)
+    for kind, names in (("gated", GATED), ("ungated", UNGATED))
+}
+ACTIVATION_FORMS = _MERGED | {name: (name,) for name in ACTIVATIONS}
 LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
 """What a kernel is compiled for, and those that it serves; which of several, it is told at run time.
 
@@ -98,6 +103,11 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
 def is_gated(activation: str) -> bool:
     """Of an activation, or of a form of several."""
     return ACTIVATION_FORMS[activation][0] in GATED
+
+
+def form_of_several(activation: str) -> str:
+    """The form that serves an activation besides others, "gated" or "ungated"; itself if it is in neither."""
+    return next((form for form, names in _MERGED.items() if activation in names), activation)
 
 
 def _check_activation(activation: str, glu_layout: str) -> None:

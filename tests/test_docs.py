@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensorMode
 
 import glulam
 import glulam.distributed
-from cute_kernels.formulas import GATED, UNGATED
+from cute_kernels.formulas import FORMULAS
 from ffi_bridge import profiles
 from glulam.command import cli
 from perf import __main__ as perf
@@ -442,7 +442,7 @@ def test_commands_for_builders_are_run_in_the_environment_that_make_installs() -
 
 
 def test_activations_are_listed_and_counted() -> None:
-    names = {*GATED, *UNGATED}
+    names = set(FORMULAS)
     table = OPERATORS.read_text().partition("## Activations")[2].partition("\n\n`glu_layout`")[0]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert listed == names

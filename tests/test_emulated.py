@@ -35,7 +35,8 @@ TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"), i
 ONE_OF_EACH = (
     "grouped_mm_bf16_nt_*", "grouped_mm_bf16_nn_t*", "grouped_mm_f16_nt_*", "grouped_glu_bf16_gated_blocked_*",
     "grouped_glu_bf16_gated_strided_preact_*", "grouped_mlp_bf16_ungated_*", "grouped_dglu_bf16_swiglu_concat_t*",
-    "grouped_dglu_bf16_clamped_swiglu_interleaved_nt_*", "grouped_wgrad_bf16_bf16_*", "grouped_wgrad_bf16_f32_*",
+    "grouped_dglu_bf16_clamped_swiglu_interleaved_nt_*", "grouped_mlp_bf16_situ_*",
+    "grouped_dglu_bf16_situ_interleaved_t*", "grouped_wgrad_bf16_bf16_*", "grouped_wgrad_bf16_f32_*",
     "grouped_mm_mxfp4w_bf16_nt_*", "grouped_mm_mxfp4w_bf16_nn_*", "grouped_mm_mxfp8w_bf16_nn_*",
     "grouped_mm_nvfp4w_bf16_nn_*", "grouped_mm_fp8blockw_bf16_nn_*", "grouped_mlp_mxfp8w_*_gated_*",
     "grouped_mlp_mxfp4w_*_gated_*",

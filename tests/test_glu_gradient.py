@@ -12,7 +12,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
-from glulam.activations import ActivationParams, activate
+from glulam.activations import Activation, activate
 
 pytest_plugins = ["support.fixtures"]
 
@@ -41,7 +41,7 @@ def offs() -> Tensor:
 def definition(form: tuple[str, str], x: Tensor, w1: Tensor, bias: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
     """act and h of the groups' rows."""
     h = torch.cat([one @ w.mT + b for one, w, b in zip(x.split(SIZES), w1, bias, strict=True)])
-    return activate(h, *form, ActivationParams()) * row_scale[:, None], h
+    return activate(h, *Activation.named(*form)) * row_scale[:, None], h
 
 
 def trained(given: dict[str, Tensor]) -> dict[str, Tensor]:

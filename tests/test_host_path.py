@@ -100,7 +100,7 @@ def test_params_reach_the_kernel(fake_gpu: FakeGpu) -> None:
     for params in ((1, 2, 0), (1.5, 1.25, 0.5)):
         named = dict(zip(("limit", "alpha", "offset"), params, strict=True))
         act = glulam.grouped_glu(c.x, c.w1, offs=c.offs, activation="clamped_swiglu", **named)
-        check_glu(c, act, None, ("clamped_swiglu", "concat"), params=params)
+        check_glu(c, act, None, ("clamped_swiglu", "concat"), params=named)
 
 
 @pytest.mark.parametrize("padding", [0, 8])

@@ -52,7 +52,7 @@ def test_params_reach_dglu(fake_gpu: FakeGpu) -> None:
     for params in ((1, 2, 0), (1.5, 1.25, 0.5)):
         named = dict(zip(("limit", "alpha", "offset"), params, strict=True))
         got = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, activation=form[0], **named)
-        check_dglu(c, dy, h, got, form, params=params)
+        check_dglu(c, dy, h, got, form, params=named)
 
 
 def test_row_sums_are_asked_for_only_where_needed(fake_gpu: FakeGpu) -> None:

@@ -107,7 +107,7 @@ class TestGradients:
             named = dict(zip(("limit", "alpha", "offset"), params, strict=True))
             given = leaves(c)
             step(c, given, activation="clamped_swiglu", **named)
-            oracle.check(c, gradient(c), grads(given), ("clamped_swiglu", "concat"), params=params)
+            oracle.check(c, gradient(c), grads(given), ("clamped_swiglu", "concat"), params=named)
 
     @pytest.mark.parametrize("recompute", [False, True])
     def test_lists(self, place: str, recompute: bool) -> None:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.metadata
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 from examples import finetune_moe, generate_moe
 from glulam import MXFP4Tensor
-from glulam.activations import ActivationParams, activate
-from glulam.integrations.gates import CLAMPED, Form, activation_of, gate_of
+from glulam.activations import Activation, activate
+from glulam.integrations.gates import CAPPED, CLAMPED, activation_of, gate_of
+from glulam.layer import choices
 
 transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("glulam.integrations.transformers")
@@ -131,6 +133,7 @@ EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniMaxM3VLExperts": ("minimax_m3_vl", {"swiglu_limit": 1.25, "swiglu_alpha": 1.3}),
     "OpenAIPrivacyFilterExperts": ("openai_privacy_filter", {"swiglu_limit": 2.0, "swiglu_alpha": 1.702}),
     "MuseSparkExperts": ("muse_spark", {"moe_hidden_size": HIDDEN, "post_norm_eps": 1e-5}),
+    "Inkling2Experts": ("inkling2", {"mlp_gate_softcap": 1.5, "mlp_up_softcap": 2.5}),
     "AriaExperts": ("aria", {"moe_num_experts": EXPERTS, "intermediate_size": INTER}),
     "NemotronHExperts": ("nemotron_h", {"moe_latent_size": None, "mlp_hidden_act": "relu2"}),
     "Qwen3MoeExperts": ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -380,8 +383,8 @@ def test_few_tokens_are_one_call(name: str, recipe: str, fake_gpu: FakeGpu, monk
     experts = experts_of(name, intermediate_size=64, moe_intermediate_size=64).to(torch.bfloat16).eval()
     integration.register(recipe=recipe)
     made = []
-    for most in (integration.moe_of_choices.__globals__["MOST_SORTED"], 0):
-        monkeypatch.setitem(integration.moe_of_choices.__globals__, "MOST_SORTED", most)
+    for most in (choices.MOST_SORTED, 0):
+        monkeypatch.setattr(choices, "MOST_SORTED", most)
         for of_weights in (torch.float32, torch.bfloat16):
             given = {key: value.detach() for key, value in routed().items()}
             given["top_k_index"][::3, 1] = EXPERTS
@@ -617,42 +620,44 @@ def test_quantised_experts_neither_train_nor_are_traced_first() -> None:
         integration.register(recipe="mxfp8_exact")
 
 
+NUMBERS_OF: dict[str, list[tuple[float, ...]]] = {
+    **dict.fromkeys(GATED, [()]),
+    CLAMPED: [(7.0, 1.702, 1.0), (1.5, 1.0, 0.0), (10.0, 0.7, 0.25), (100.0, 1.0, 0.0)],
+    CAPPED: [(4.0, 25.0), (1.0, math.inf), (30.0, 0.5), (math.inf, 50.0), (1000.0, 1e5)],
+}
+
+
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)
 @pytest.mark.parametrize("name", GATED)
 def test_gates_are_told_by_what_they_compute(name: str, layout: str) -> None:
-    for params in (ActivationParams(), ActivationParams(1.5, 1.0, 0.0), ActivationParams(10.0, 0.7, 0.25)):
-        found = gate_of(lambda h, p=params: activate(h, name, layout, p), CPU)
-        assert found == Form(name, layout, params if name == CLAMPED else ActivationParams())
+    for numbers in NUMBERS_OF[name]:
+        gate = Activation(name, layout, numbers)
+        assert gate_of(lambda h, gate=gate: activate(h, *gate), CPU) == gate
 
 
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)
 @pytest.mark.parametrize("limit", [50.0, 60.0, 100.0, 1000.0, 7000.0, 1e6])
 def test_a_large_limit_is_found(limit: float, layout: str) -> None:
     """SwiGLU that is clamped far out is plain SwiGLU nearly everywhere."""
-    for params in (ActivationParams(limit, 1.0, 0.0), ActivationParams(limit, 1.702, 1.0)):
-        found = gate_of(lambda h, p=params: activate(h, CLAMPED, layout, p), CPU)
-        assert found is not None and found.activation == CLAMPED and found.glu_layout == layout
-        torch.testing.assert_close(tuple(found.params), tuple(params), rtol=1e-8, atol=1e-8)
+    for numbers in ((limit, 1.0, 0.0), (limit, 1.702, 1.0)):
+        found = gate_of(lambda h, n=numbers: activate(h, CLAMPED, layout, n), CPU)
+        assert found is not None and found[:2] == (CLAMPED, layout)
+        torch.testing.assert_close(found.numbers, numbers, rtol=1e-8, atol=1e-8)
 
 
 def test_gates_that_compute_in_float32_are_found() -> None:
-    for params in (ActivationParams(7.0, 1.702, 1.0), ActivationParams(100.0, 1.0, 0.0)):
-        found = gate_of(lambda h, p=params: activate(h.float(), CLAMPED, "concat", p), CPU)
-        assert found is not None and found.activation == CLAMPED
-        torch.testing.assert_close(tuple(found.params), tuple(params), rtol=1e-5, atol=1e-5)
-    for name in (name for name in GATED if name != CLAMPED):
-        found = gate_of(lambda h, n=name: activate(h.float(), n, "concat", ActivationParams()), CPU)
-        assert found == Form(name, "concat", ActivationParams())
+    for name, several in NUMBERS_OF.items():
+        for numbers in several:
+            found = gate_of(lambda h, n=name, p=numbers: activate(h.float(), n, "concat", p), CPU)
+            assert found is not None and found.name == name
+            torch.testing.assert_close(found.numbers, numbers, rtol=1e-5, atol=1e-5)
     for name in UNGATED:
-        found = activation_of(lambda h, n=name: activate(h.float(), n, "concat", ActivationParams()), CPU)
-        assert found == Form(name, "concat", ActivationParams())
+        assert activation_of(lambda h, n=name: activate(h.float(), n, "concat", ()), CPU) == Activation.named(name)
 
 
 @pytest.mark.parametrize("name", UNGATED)
 def test_activations_are_told_by_what_they_compute(name: str) -> None:
-    assert activation_of(lambda h: activate(h, name, "concat", ActivationParams()), CPU) == Form(
-        name, "concat", ActivationParams()
-    )
+    assert activation_of(lambda h: activate(h, name, "concat", ()), CPU) == Activation.named(name)
 
 
 @pytest.mark.parametrize(
@@ -668,6 +673,9 @@ def test_activations_are_told_by_what_they_compute(name: str) -> None:
         lambda a, u: torch.nn.functional.silu(a.clamp(max=1e6)) * u.clamp(-60, 60),
         lambda a, u: torch.nn.functional.gelu(a) * u.clamp(-100, 100),
         lambda a, u: torch.nn.functional.silu(a) * torch.where(a > 60, 0, u),
+        lambda a, u: torch.tanh(a) * torch.sigmoid(a) * 2 * torch.tanh(u),
+        lambda a, u: torch.tanh(a) * torch.sigmoid(1.01 * a) * torch.tanh(u),
+        lambda a, u: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * u.clamp(-25, 25),
         lambda a, u: torch.nn.functional.silu(a) * (u if len(u) > 1 else 2 * u),
         lambda a, u: torch.nn.functional.silu(a) * (u if len(u) < 200 else 2 * u),
         lambda a, u: torch.nn.functional.silu(a) * (u if u.shape[1] < 100 else 2 * u),
@@ -680,7 +688,7 @@ def test_what_is_nearly_one_is_none(gate: Any) -> None:
 @pytest.mark.parametrize("limit", [60.0, 100.0, 1000.0, 1e6])
 @pytest.mark.parametrize("name", UNGATED)
 def test_a_clamped_activation_without_a_gate_is_none(name: str, limit: float) -> None:
-    clamped = lambda h: activate(h.clamp(max=limit), name, "concat", ActivationParams())  # noqa: E731
+    clamped = lambda h: activate(h.clamp(max=limit), name, "concat", ())  # noqa: E731
     assert activation_of(clamped, CPU) is None
 
 

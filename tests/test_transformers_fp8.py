@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,7 +98,10 @@ def routed(ids: Tensor | None = None) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def expected(experts: Any, given: dict[str, Tensor], dtype: torch.dtype, limit: float = 0.0) -> Tensor:
+def expected(
+    experts: Any, given: dict[str, Tensor], dtype: torch.dtype, limit: float = 0.0,
+    caps: tuple[float, ...] = (),
+) -> Tensor:  # fmt: skip
     """Experts of SwiGLU, by torch's operators in a dtype, their weights rounded to bfloat16; scaled rows: float64."""
     x, ids, weights = given.values()
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
@@ -107,7 +111,11 @@ def expected(experts: Any, given: dict[str, Tensor], dtype: torch.dtype, limit: 
         gate, up = (x[token].to(dtype) @ w1[expert].T).chunk(2, dim=1)
         if limit:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        rows = (nn.functional.silu(gate) * up) @ w2[expert].T
+        act = nn.functional.silu(gate) * up
+        if caps:
+            act = math.prod(cap * torch.tanh(x / cap) for x, cap in zip((gate, up), caps, strict=True))
+            act = act * torch.sigmoid(gate)
+        rows = act @ w2[expert].T
         rows = rows * weights[token, choice, None].to(dtype)
         out.index_add_(0, token, rows.double())
     return out.to(dtype)
@@ -182,6 +190,20 @@ def test_limits_of_a_gate_are_seen() -> None:
     assert not torch.allclose(exact, expected(experts, given, torch.float64), rtol=0.1)
 
 
+@pytest.mark.usefixtures("weight_only")
+@pytest.mark.skipif(
+    "gate_softcap" not in inspect.getsource(finegrained.FP8Experts), reason="FP8Experts has no such gate"
+)
+def test_caps_of_a_gate_are_seen() -> None:
+    caps = 0.75, 1.25
+    experts, given = experts_of(config={"mlp_gate_softcap": caps[0], "mlp_up_softcap": caps[1]}), routed()
+    with torch.no_grad():
+        got = experts(*given.values())
+    exact, same = (expected(experts, given, dtype, caps=caps) for dtype in (torch.float64, BF16))
+    assert_close(got, exact, same, TOKENS)
+    assert not torch.allclose(exact, expected(experts, given, torch.float64), rtol=0.1)
+
+
 def test_threads_may_make_the_first_call_at_once() -> None:
     """One makes the scales, the others wait for it."""
     given, threads = routed(), 4
@@ -243,17 +265,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"width": 160}, r"FP8Experts\.gate_up_proj_scale_inv: halves of 160 rows end inside a block.*load_experts"
     ),
     "halves of less than a block": ({"width": 64}, r"gate_up_proj_scale_inv: halves of 64 rows end inside a block"),
-    "a softcapped gate": (
-        {"config": {"mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0}}, r"FP8Experts\._apply_gate is no activation"
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     options, message = REFUSED[name]
-    if "config" in options and "gate_softcap" not in inspect.getsource(finegrained.FP8Experts):
-        pytest.skip("FP8Experts has no such gate in this version")
     experts = experts_of(**copy.deepcopy(options))
     with torch.no_grad(), pytest.raises(NotImplementedError, match=f"glulam: .*{message}") as raised:
         experts(*routed().values())

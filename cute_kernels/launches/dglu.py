@@ -32,7 +32,7 @@ class Dglu:
         if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
             optional = OptionalInputs(Int64(0), Int64(0), scale)
-            params = ActivationParams(Int32(0), limit, alpha, offset)
+            params = ActivationParams(Int32(0), (limit, alpha, offset))
             inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)

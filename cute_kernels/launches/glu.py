@@ -32,7 +32,7 @@ class Glu:
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
+            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
             inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
@@ -50,7 +50,7 @@ class GluPreact(Glu):
         offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
+            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
             inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)

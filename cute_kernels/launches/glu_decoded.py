@@ -26,7 +26,7 @@ class Glu:
         limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            params, gate = ActivationParams(kind, (limit, alpha, offset)), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
@@ -41,7 +41,7 @@ class GluWithGlobalScales(Glu):
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            params, gate = ActivationParams(kind, (limit, alpha, offset)), gate_rows(glu_layout, w.shape[1])
             optional = OptionalInputs(bias, bias_table, scale)
             global_scales = GlobalScales(w_global_scale, w_global_count)
             inputs = Inputs(optional, params, w.shape[1], w_scale, gate=gate, global_scales=global_scales)

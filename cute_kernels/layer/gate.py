@@ -69,6 +69,12 @@ class _Gate(Invariant):
             second[i] = select(is_mixed, turns[self.count + i], u[i])
         return first, second
 
+    def _is_gated(self, params: ActivationParams) -> Boolean:
+        found = params.kind == KINDS[GATED[0]]
+        for name in GATED[1:]:
+            found = found | (params.kind == KINDS[name])
+        return found
+
     def _load(self, address: Int64, index: Int64) -> cute.Tensor:
         return floats(load_vector(self.dtype, address, index))
 
@@ -80,7 +86,7 @@ class Gate(_Gate):
         limit: Float32, alpha: Float32, offset: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            params = ActivationParams(kind, limit, alpha, offset)
+            params = ActivationParams(kind, (limit, alpha, offset))
             self._launch((preact, row_scale, out, width // self.count, params, glu_layout), tokens, stream)
 
     @cute.kernel
@@ -95,14 +101,14 @@ class Gate(_Gate):
         for vector in cutlass.range(thread, vectors, THREADS, unroll=1):
             index = Int64(row) * vectors + vector
             values = cute.make_rmem_tensor(self.count, Float32)
-            if params.kind < len(GATED):
+            if self._is_gated(params):
                 first, second = self._places(vector, vectors, glu_layout)
                 begin = Int64(row) * (2 * vectors)
                 two = self._load(preact, begin + first), self._load(preact, begin + second)
                 a, u = self._halves(*two, glu_layout == LAYOUTS["interleaved"])
-                values.store(act.activate("gated", (a, u), params).load())
+                values.store(act.activate_one_of(GATED, (a, u), params).load())
             else:
-                values.store(act.activate("ungated", (self._load(preact, index),), params).load())
+                values.store(act.activate_one_of(UNGATED, (self._load(preact, index),), params).load())
             for i in cutlass.range_constexpr(self.count):
                 values[i] *= factor
             store_vector(self.dtype, out, index, values)
@@ -116,7 +122,7 @@ class GateBackward(_Gate):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            params = ActivationParams(kind, limit, alpha, offset)
+            params = ActivationParams(kind, (limit, alpha, offset))
             vectors = width // self.count
             self._launch((d_act, preact, row_scale, d_preact, d_row_scale, vectors, params, glu_layout), tokens, stream)
 
@@ -134,19 +140,19 @@ class GateBackward(_Gate):
         for vector in cutlass.range(thread, vectors, THREADS, unroll=1):
             index = Int64(row) * vectors + vector
             dm = self._load(d_act, index)
-            if params.kind < len(GATED):
+            if self._is_gated(params):
                 first, second = self._places(vector, vectors, glu_layout)
                 begin = Int64(row) * (2 * vectors)
                 two = self._load(preact, begin + first), self._load(preact, begin + second)
                 is_mixed = glu_layout == LAYOUTS["interleaved"]
                 parts = self._halves(*two, is_mixed)
-                self._through(tuple(GATED), parts, dm, factor, total, params)
+                self._through(GATED, parts, dm, factor, total, params)
                 two = self._in_turns(*parts, is_mixed)
                 store_vector(self.dtype, d_preact, begin + first, two[0])
                 store_vector(self.dtype, d_preact, begin + second, two[1])
             else:
                 alone = self._load(preact, index)
-                self._through(tuple(UNGATED), (alone,), dm, factor, total, params)
+                self._through(UNGATED, (alone,), dm, factor, total, params)
                 store_vector(self.dtype, d_preact, index, alone)
         if d_scale != 0:
             self._store_sum(total[0], d_scale, row)

@@ -12,7 +12,7 @@ from ..shipped import (
     mhc_specs,
     quantizing_specs,
 )
-from ..specs import BLOCK_ROWS, DTYPES, MhcSpec, Spec, is_gated
+from ..specs import BLOCK_ROWS, DTYPES, MhcSpec, Spec, form_of_several, is_gated
 from ..tiles import TileConfig
 
 LARGE = TileConfig(m=128, n=128, k=64, schedule="warps")
@@ -25,14 +25,14 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it: all those with
-    a gate or without one, and all layouts but of transposed weights, each of which is loaded another way.
+    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it: all merged
+    activations with a gate or without one, and all layouts but of transposed weights, each of which is loaded another
+    way.
     """
-    if not is_gated(activation):
-        return "ungated", "concat"
-    if transpose_w:
-        return "gated", glu_layout
-    return "gated", "strided" if width % BLOCK_ROWS else "blocked"
+    form = form_of_several(activation)
+    if not is_gated(activation) or transpose_w:
+        return form, glu_layout
+    return form, "strided" if width % BLOCK_ROWS else "blocked"
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:

@@ -29,6 +29,7 @@ from ..specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     Spec,
+    form_of_several,
     is_gated,
 )
 from ..tiles import TileConfig
@@ -113,12 +114,12 @@ def glu_form(
     Of transposed weights each layout is loaded another way (natural_order.py), and activations are merged on all tiles.
     """
     merged = MERGED.get((operands, tile, save_preact), ())
-    kind = "gated" if is_gated(activation) else "ungated"
+    kind = form_of_several(activation)
     layout = glu_layout
     if transpose_w:
         is_alone = not merged and (activation, layout) == ALONE_TRANSPOSED
         return activation if is_alone else kind, layout
-    if kind == "gated" and "layouts" in merged:
+    if is_gated(activation) and "layouts" in merged:
         layout = "strided" if width % BLOCK_ROWS else "blocked"
     return kind if kind in merged else activation, layout
 
@@ -137,7 +138,10 @@ _SPILLING: list[Spec] = [
         DgluSpec(dtype, *form, LARGE, transpose_w=True)
         for dtype, form in product(DTYPES, product(GATED, ("concat", "interleaved32")))
     ),
-    *(GroupedGluSpec(dtype, "gated", "interleaved", True, LARGE8, operands="mxfp8") for dtype in DTYPES),
+    *(
+        GroupedGluSpec(dtype, form, "interleaved", True, LARGE8, operands="mxfp8")
+        for dtype, form in product(DTYPES, sorted({form_of_several(activation) for activation in GATED}))
+    ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
 """Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values

@@ -1,50 +1,151 @@
-"""What activations of the CPU reference are made of, and how two halves lie along 2I columns.
+"""Activations as Python has them: their numbers, their values on tensors, and how two halves lie along 2I columns.
 
-Those are the columns of a gated layer, as `split_halves` splits them. Plain torch operators, in whatever dtype they are
-given; `cute_kernels.formulas` has the activations themselves.
+`cute_kernels.formulas` declares activations and their numbers. Public functions take numbers by keyword; inside, a
+call's numbers are one tuple. Columns are those of a gated layer, as `split_halves` splits them. Values are made by
+plain torch operators in the dtype of their arguments: they are the CPU reference.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.formulas import GATED, UNGATED
-from cute_kernels.specs import KINDS, LAYOUTS
+from cute_kernels.formulas import FORMULAS, NUMBERS, Number
+from cute_kernels.signatures import PARAMS
+from cute_kernels.specs import GATED, KINDS, LAYOUTS
 
 INTERLEAVED32_BLOCK = 32
-FORMULAS = {**GATED, **UNGATED}
+
+Numbers = tuple[float, ...]
+"""The numbers of all formulas, in the order of NUMBERS."""
+DEFAULTS: Numbers = tuple(number.default for number in NUMBERS.values())
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class ActivationParams(NamedTuple):
-    """Run-time numbers of clamped_swiglu; the other activations ignore them."""
+class NamedNumbers(TypedDict, total=False):
+    """The numbers of all formulas as keywords, for type checkers."""
 
-    limit: float = 7.0
-    alpha: float = 1.702
-    offset: float = 1.0
-
-
-class KernelParams(NamedTuple):
-    """What kernels are told of an activation: its number and its gate layout's, and `ActivationParams` as floats."""
-
-    kind: int
-    glu_layout: int
     limit: float
     alpha: float
     offset: float
+    gate_cap: float
+    up_cap: float | None
 
 
-def kernel_params(activation: str, glu_layout: str, params: ActivationParams) -> KernelParams:
-    return KernelParams(KINDS[activation], LAYOUTS[glu_layout], *map(float, params))
+class Activation(NamedTuple):
+    """An activation of a preactivation.
+
+    Attributes:
+        name: of ACTIVATIONS.
+        glu_layout: how the halves lie if it is gated.
+        numbers: its own, in the order in which its formula takes them.
+    """
+
+    name: str
+    glu_layout: str
+    numbers: Numbers
+
+    @classmethod
+    def named(cls, name: str, glu_layout: str = "concat", **numbers: float | None) -> Activation:
+        """Return an activation with the defaults of numbers that are not given."""
+        return cls.of(name, glu_layout, _pack(**numbers))
+
+    @classmethod
+    def of(cls, name: str, glu_layout: str, numbers: Numbers) -> Activation:
+        """Return an activation with its own of the numbers of all formulas."""
+        named: Mapping[str, Any] = named_numbers(numbers)
+        return cls(name, glu_layout, tuple(named[own] for own in FORMULAS[name].numbers))
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords by which operators and modules take this activation; numbers that are defaults need none."""
+        own = zip(FORMULAS[self.name].numbers, self.numbers, strict=True)
+        others = {name: value for name, value in own if value != NUMBERS[name].default}
+        return {"activation": self.name, "glu_layout": self.glu_layout, **others}
+
+    @property
+    def params(self) -> dict[str, float]:
+        """What kernels take of the numbers, by the names of `signatures.PARAMS`."""
+        values = (*map(float, self.numbers), *[0.0] * len(PARAMS))
+        return {argument.name: value for argument, value in zip(PARAMS, values, strict=False)}
+
+    @property
+    def kernel_params(self) -> dict[str, Any]:
+        """What kernels that serve several activations take: which one, its layout and its numbers."""
+        return {"kind": KINDS[self.name], "glu_layout": LAYOUTS[self.glu_layout], **self.params}
+
+
+def named_numbers(numbers: Numbers) -> NamedNumbers:
+    """The numbers of all formulas, by keyword."""
+    return cast(NamedNumbers, dict(zip(NUMBERS, numbers, strict=True)))
+
+
+def _as_a_number(name: str, number: Number) -> str:
+    return name if number.none is None else f"{number.none!r} if {name} is None else {name}"
+
+
+TEXT = f"({', '.join(_as_a_number(*one) for one in NUMBERS.items())})"
+"""The numbers of all formulas as one, of variables that are called as they are. `inf` is one more name in it."""
+
+
+def packer(name: str) -> Callable[..., Numbers]:
+    """Return a function of numbers by keyword, which returns the numbers of all formulas, and names itself `name` in
+    the TypeError that an unknown keyword raises.
+    """
+    parameters = ", ".join(f"{keyword}={number.default!r}" for keyword, number in NUMBERS.items())
+    made: Any = eval(f"lambda *, {parameters}: {TEXT}", {"inf": math.inf})
+    made.__name__ = made.__qualname__ = name
+    packed: Callable[..., Numbers] = made
+    return packed
+
+
+_pack = packer("numbers")
+
+
+def packed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by keyword with all numbers among them as one, `numbers`."""
+    own = {name: value for name, value in arguments.items() if name in NUMBERS}
+    others = {name: value for name, value in arguments.items() if name not in NUMBERS}
+    return {**others, "numbers": _pack(**own)}
+
+
+def _annotation(number: Number) -> str:
+    return "float" if number.none is None else "float | None"
+
+
+def with_numbers(function: Function) -> Function:
+    """Decorator of a function whose `**numbers` are NamedNumbers: its signature shows these after `glu_layout`."""
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
+    assert last.kind is inspect.Parameter.VAR_KEYWORD
+    place = 1 + [parameter.name for parameter in parameters].index("glu_layout")
+    parameters[place:place] = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=number.default, annotation=_annotation(number))
+        for name, number in NUMBERS.items()
+    ]
+    shown: Any = function
+    shown.__signature__ = signature.replace(parameters=parameters)
+    annotations = dict(function.__annotations__)
+    del annotations[last.name]
+    function.__annotations__ = {**annotations, **{name: _annotation(number) for name, number in NUMBERS.items()}}
+    return function
 
 
 def _at_most(x: Tensor, bound: float) -> Tensor:
     return x.clamp(max=bound)
+
+
+def _select(condition: Tensor | bool, if_true: Any, if_false: Any) -> Any:
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return torch.where(condition, if_true, if_false)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -63,8 +164,8 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 TORCH = SimpleNamespace(
-    number=float, sigmoid=torch.sigmoid, relu=F.relu, at_most=_at_most, select=torch.where, gelu_tanh=_gelu_tanh,
-    with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
+    number=float, sigmoid=torch.sigmoid, tanh=torch.tanh, relu=F.relu, reciprocal=lambda x: 1.0 / x, at_most=_at_most,
+    select=_select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
 """What formulas compute with."""
 
@@ -97,16 +198,16 @@ def _parts(h: Tensor, activation: str, glu_layout: str) -> tuple[Tensor, ...]:
     return split_halves(h, glu_layout) if activation in GATED else (h,)
 
 
-def activate(h: Tensor, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
-    """The activation of a preactivation h [T, 2I] (gated) or [T, I]: [T, I]."""
-    value: Tensor = FORMULAS[activation].value(TORCH, *_parts(h, activation, glu_layout), params)
+def activate(h: Tensor, activation: str, glu_layout: str, numbers: Numbers) -> Tensor:
+    """The activation of a preactivation h [T, 2I] (gated) or [T, I]: [T, I]. See `Activation`."""
+    value: Tensor = FORMULAS[activation].value(TORCH, *_parts(h, activation, glu_layout), *numbers)
     return value
 
 
 def activate_backward(
-    dm: Tensor, h: Tensor, activation: str, glu_layout: str, params: ActivationParams
+    dm: Tensor, h: Tensor, activation: str, glu_layout: str, numbers: Numbers
 ) -> tuple[Tensor, Tensor]:
     """Given the gradient dm [T, I] of the activation of h: (gradient of h, the activation again)."""
-    value, *slopes = FORMULAS[activation].with_slopes(TORCH, *_parts(h, activation, glu_layout), params)
+    value, *slopes = FORMULAS[activation].with_slopes(TORCH, *_parts(h, activation, glu_layout), *numbers)
     first, *others = (dm * slope for slope in slopes)
     return join_halves(first, others[0], glu_layout) if others else first, value

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import glulam
 
-from .activations import ActivationParams, activate
+from .activations import Activation, activate
 from .command.terminal import printable
 from .host import device as devices
 from .layer import Routing
@@ -139,7 +139,7 @@ def biases_of(layer: MoE) -> tuple[Tensor, Tensor]:
 
 def activated(layer: MoE, h: Tensor) -> Tensor:
     options = layer.experts.call_options
-    return activate(h, options["activation"], options["glu_layout"], ActivationParams())
+    return activate(h, *Activation.named(options["activation"], options["glu_layout"]))
 
 
 def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from ffi_bridge import BundleError
 from ffi_bridge.profiles import DEFAULT
 
 from . import recipes
+from .activations import packed
 from .calls.call import Call
 from .calls.checks import check_width, runs_kernels
 from .choose import choose, kernels
@@ -93,7 +94,7 @@ def explain(
     parameters = inspect.signature(FUNCTIONS.get(name, call_type.operator))
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = packed(bound.arguments)
     recipe, quantized = recipes.find(name, arguments.get("recipe", recipes.BF16)), call_type.quantized
     if quantized is not None and arguments.get("w").__class__ in quantized.classes:
         recipe = recipes.find(name, arguments["w"].weight_only)

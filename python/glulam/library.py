@@ -37,9 +37,9 @@ TYPES = {
     **dict.fromkeys(WEIGHTS, "Tensor[]"),
     **dict.fromkeys(BIASES, "Tensor[]?"),
     **dict.fromkeys((*VECTORS, *GROUPS), "Tensor?"),
-    **dict.fromkeys(("limit", "alpha", "offset"), "float"),
     **dict.fromkeys(("activation", "glu_layout", "recipe", "axis", "block", "scale_layout"), "str"),
     **dict.fromkeys(("dtype", "out_dtype"), "ScalarType?"),
+    "numbers": "float[]",
     "row_of": "Tensor",
 }
 """Of arguments by their names; those that are not here are flags."""
@@ -62,6 +62,8 @@ class Form(NamedTuple):
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
         """The call that arguments stand for; torch drops the names of positional ones."""
         given = {**dict(zip(self.names, values, strict=False)), **named}
+        if "numbers" in given:
+            given["numbers"] = tuple(given["numbers"])  # parts of keys are hashed
         for names, rank in ((self.call_type.weights, 3), (self.call_type.biases, 2), (self.call_type.gradients, 3)):
             for name in names:
                 if name in given:

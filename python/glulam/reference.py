@@ -2,7 +2,7 @@
 
 16-bit inputs compute in float32 and are rounded once, on output; float32 and float64 compute as they are. Rows behind
 the last group are not touched. `experts` arguments hold E tensors: a packed tensor, a list, or what else gives one for
-an expert's number. `function`: activation, glu_layout and their numbers.
+an expert's number.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import ActivationParams, activate, activate_backward
+from .activations import Activation, activate, activate_backward
 from .host.experts import GateUp
-
-ActivationArgs = tuple[str, str, ActivationParams]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -60,7 +58,7 @@ def grouped_mm(
 
 
 def grouped_glu(
-    x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: ActivationArgs,
+    x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: Activation,
     out: Tensor, preact: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
     """Writes out [T, I], and preact [T, 2I or I] unless None."""
@@ -73,7 +71,7 @@ def grouped_glu(
 
 def grouped_mlp(
     x: Tensor, w1: Any, w2: Any, ends: Sequence[int], b1: Any, b2: Any, row_scale: Tensor | None,
-    function: ActivationArgs, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
+    function: Activation, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda act: act,
 ) -> None:  # fmt: skip
     """Writes out [T, H], and preact [T, 2I or I] unless None. `rounded`: what FC2 reads of the activation.
@@ -90,7 +88,7 @@ def grouped_mlp(
 
 
 def grouped_dglu(
-    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: ActivationArgs,
+    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: Activation,
     dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""

@@ -63,7 +63,7 @@ class TestDglu:
         dy, h = gradient(c), preactivation(c)
         options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
         got = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, activation=form[0], glu_layout=form[1], **options)
-        check_dglu(c, dy, h, got, form, params=params)
+        check_dglu(c, dy, h, got, form, params=options)
 
     @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
     @pytest.mark.parametrize("name", catalogue(FEW_ROWS, EXPERTS))

@@ -15,7 +15,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
-from glulam.activations import ActivationParams, activate
+from glulam.activations import Activation, activate
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def by_definition(form: tuple[str, str], sizes: list[int], given: dict[str, Tens
     parts = zip(given["x"].split(sizes), given["w1"], given["bias"], strict=True)
     h = torch.cat([torch.addmm(b, x, w.mT) for x, w, b in parts])
     h = h + (h.to(dtype).to(h.dtype) - h).detach()
-    return activate(h, *form, ActivationParams()) * given["row_scale"][:, None].to(h.dtype)
+    return activate(h, *Activation.named(*form)) * given["row_scale"][:, None].to(h.dtype)
 
 
 @pytest.mark.parametrize("rows", [200, 1500])

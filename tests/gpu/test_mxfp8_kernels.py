@@ -22,7 +22,7 @@ from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, glu_form, second_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam.activations import ActivationParams, kernel_params
+from glulam.activations import Activation
 from glulam.formats.mxfp8 import FoldedWeight
 from glulam.host import tickets
 
@@ -32,7 +32,6 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, INTER = 352, 224  # multiples of 32, not of 64 or 128
 SIZES = [130, 0, 257, 64, 1, 300]
 TAIL = 70
-PARAMS = ActivationParams()
 DIFFERING = 0.03
 """Share of activations that may round to a neighbour: wgmma's sums err by 1.3e-4, half an E4M3 step is 3e-2 to 6e-2."""
 HALF_STEP = 2.0**-4
@@ -102,7 +101,7 @@ def forward(
     launch(
         spec, x=c.x, w1=w1.data, w2=w2.data, x8=x8.data, mid=mid8.data, **saved, y=y, **groups_of(c.offs),
         tickets=counters(), x8_scale=x8.scale, mid_scale=mid8.scale, w1_scale=w1.scale, b1=c.b1,
-        w2_scale=w2.scale, b2=c.b2, scale=c.row_scale, **kernel_params(*form, PARAMS)._asdict(),
+        w2_scale=w2.scale, b2=c.b2, scale=c.row_scale, **Activation.named(*form).kernel_params,
     )  # fmt: skip
     return {"x8": x8, "mid8": mid8, "y": y}
 
@@ -157,7 +156,7 @@ def test_backward(form: tuple[str, str]) -> None:
             spec, dy=dy, w2=w2.data, preact=h, dpreact=dh, act=act, w1=w1.data, dx=dx, dy8=dy8.data, dpreact8=dh8.data,
             **groups_of(c.offs), tickets=counters(), dy8_scale=dy8.scale, dpreact8_scale=dh8.scale,
             w2_scale=w2.scale, w1_scale=w1.scale, scale=c.row_scale, d_scale=d_scale, partials=partials,
-            **PARAMS._asdict(),
+            **Activation.named(*form).params,
         )  # fmt: skip
         assert first is None or torch.equal(first, d_scale), "another order of the sum"
         first = d_scale.clone()
@@ -165,7 +164,7 @@ def test_backward(form: tuple[str, str]) -> None:
     scale, h64, dy64 = c.row_scale[:rows].cpu(), h[:rows].cpu().double(), dy8.values(rows)
     transposed = weight_values(w2).transpose(1, 2)
     dglu = lambda dtype: oracle.grouped_dglu(  # noqa: E731
-        dy64, transposed, h64, c.ends, row_scale=scale, form=form, params=PARAMS, dtype=dtype
+        dy64, transposed, h64, c.ends, row_scale=scale, form=form, dtype=dtype
     )
     exact, same = dglu(torch.float64), dglu(BF16)
     assert_close(dh[:rows].cpu(), exact[0], same[0], rows)

@@ -18,7 +18,7 @@ from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import TINY_W8
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam.activations import ActivationParams, kernel_params
+from glulam.activations import Activation
 from glulam.formats.words import words_of
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 BLOCK, ONE = 32, 127
 SIZES = [5, 0, 130, 1, 64, 257]
-PARAMS = ActivationParams(7.0, 1.702, 1.0)
 OFFS, SPLITS, SPLITS64 = 0, 1, 2
 
 POWERS_OF_TWO = [name for name in DECODED if OPERANDS[name].w.scale == E8M0]
@@ -151,7 +150,7 @@ def run_mlp(
     launch(
         GroupedMlpSpec(GroupedGluSpec("bfloat16", *made, False, tile, ARCH, operands), fc2),
         x=x, w1=w1.tensor, w2=w2.tensor, mid=mid, y=y, **groups_of(group_argument(sizes, OFFS), OFFS),
-        w1_scale=w1.scales, b1=b1, w2_scale=w2.scales, b2=b2, scale=scale, **kernel_params(*form, PARAMS)._asdict(),
+        w1_scale=w1.scales, b1=b1, w2_scale=w2.scales, b2=b2, scale=scale, **Activation.named(*form).kernel_params,
     )  # fmt: skip
     assert bool(mid[sum(sizes) :].isnan().all() and y[sum(sizes) :].isnan().all()), "the tail was written"
     return mid, y
@@ -348,9 +347,7 @@ def check_mlp(
     rows = sum(sizes)
     mid, y = run_mlp(tile, operands, form, x, w1, w2, sizes, **extra)
     b1, scale = (None if t is None else t.double().cpu() for t in (extra.get("b1"), extra.get("scale")))
-    act, _ = oracle.grouped_glu(
-        x.double().cpu(), w1.exact(), ends_of(sizes), bias=b1, row_scale=scale, form=form, params=PARAMS
-    )
+    act, _ = oracle.grouped_glu(x.double().cpu(), w1.exact(), ends_of(sizes), bias=b1, row_scale=scale, form=form)
     check_mid(mid[:rows], act[:rows], operands == "mxfp8_exact")
     check_sum(y, mid, w2, sizes, extra.get("b2"), extra.get("scale"))
 

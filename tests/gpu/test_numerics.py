@@ -192,7 +192,7 @@ def test_params_of_clamped_swiglu(params: tuple[float, float, float]) -> None:
     form = ("clamped_swiglu", "interleaved")
     c = case(zipf(FEW_ROWS, EXPERTS), form)
     options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
-    check_glu(c, glulam.grouped_glu(c.x, c.w1, offs=c.offs, **named(form), **options), None, form, params=params)
+    check_glu(c, glulam.grouped_glu(c.x, c.w1, offs=c.offs, **named(form), **options), None, form, params=options)
 
 
 @pytest.mark.parametrize("listed", list(itertools.product([False, True], repeat=4)))

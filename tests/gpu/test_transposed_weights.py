@@ -246,9 +246,9 @@ def test_params_of_clamped_swiglu(rows: int, params: tuple[float, float, float])
     options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
     w1, w2 = transposed(c)
     act = glulam.grouped_glu(c.x, w1, offs=c.offs, **of(GPT_OSS), **options)
-    check_glu(c, act, None, GPT_OSS, params=params)
+    check_glu(c, act, None, GPT_OSS, params=options)
     dy, h = gradient(c), preactivation(c)
-    check_dglu(c, dy, h, glulam.grouped_dglu(dy, w2, h, offs=c.offs, **of(GPT_OSS), **options), GPT_OSS, params=params)
+    check_dglu(c, dy, h, glulam.grouped_dglu(dy, w2, h, offs=c.offs, **of(GPT_OSS), **options), GPT_OSS, params=options)
 
 
 class TestDglu:

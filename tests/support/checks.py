@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glulam import library
+from glulam.activations import DEFAULTS
 
 from . import oracle
 from .criterion import assert_close
@@ -17,7 +18,7 @@ from .inputs import Case
 def torch_arguments(name: str, **given: Any) -> tuple[Any, ...]:
     """The positional arguments of torch.ops.glulam.`name`, those that are not given None, flags False, and forms of the
     activation their defaults."""
-    defaults = {"activation": "swiglu", "glu_layout": "concat", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
+    defaults = {"activation": "swiglu", "glu_layout": "concat", "numbers": DEFAULTS}
     flags = dict.fromkeys(("recompute", "transpose_w", "accumulate"), False)
     form = library.FORMS[name]
     assert given.keys() <= set(form.names), given.keys() - set(form.names)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.chains import chain_of, signature_of
-from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature
+from cute_kernels.signatures import DIVISOR, FLOAT32, PARAMS, TENSOR, Argument, Signature
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -218,6 +218,10 @@ def _mm(spec: GroupedMmSpec, c: Any) -> None:
     _store(c.y, result, ends)
 
 
+def _params_of(activation: str, c: Any) -> oracle.Params:
+    return oracle.params_of(activation, [getattr(c, argument.name) for argument in PARAMS])
+
+
 def _glu(spec: GroupedGluSpec, c: Any) -> None:
     rows = c.act.shape[0]
     ends = _sizes(spec, c, rows)
@@ -231,7 +235,7 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
     act, h = oracle.grouped_glu(
         _rows_of(spec, c, rows, ends[-1]), _with_up(c) if is_apart else _weights_of(spec, c, layout), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, both, getattr(torch, spec.dtype)),
-        row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset), transpose_w=spec.transpose_w,
+        row_scale=_scale(c.scale, rows), form=form, params=_params_of(form[0], c), transpose_w=spec.transpose_w,
     )  # fmt: skip
     if spec.save_preact:
         _store(c.preact, h, ends)
@@ -254,7 +258,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
         dh, m, ds = thread.submit(
             oracle.grouped_dglu, _rows_of(spec, c, rows, ends[-1]), weights, c.preact, ends,
             row_scale=_scale(c.scale, rows), form=(spec.activation, spec.glu_layout),
-            params=(c.limit, c.alpha, c.offset),
+            params=_params_of(spec.activation, c),
         ).result()  # fmt: skip
     _store(c.dpreact, dh, ends)
     _store(c.act, m, ends)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import ACTIVATIONS, GATED, LayerSpec
+from cute_kernels.signatures import PARAMS
+from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS, LayerSpec
+from glulam.activations import packed
 from glulam.layer import reference
 from glulam.ops.gate import GateBackwardCall, GateCall
 
-from . import fake_ranks
+from . import fake_ranks, oracle
 from .memory import dtype_in, memory, optional
 
 F32, I32 = torch.float32, torch.int32
@@ -130,20 +132,25 @@ def _combine(spec: LayerSpec, at: Any) -> None:
     _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
 
 
+def _function_of(at: Any) -> tuple[str, str, Any]:
+    """The activation, its layout and the numbers of all, as operators have them."""
+    name = ACTIVATIONS[at.kind]
+    own = oracle.params_of(name, [getattr(at, argument.name) for argument in PARAMS])
+    return name, GLU_LAYOUTS[at.glu_layout], packed(own)["numbers"]
+
+
 def _gate(spec: LayerSpec, at: Any) -> None:
     dtype = getattr(torch, spec.dtype)
     columns = at.width * (2 if ACTIVATIONS[at.kind] in GATED else 1)
     preact, scale = _tensor(at.preact, at.tokens, columns, dtype=dtype), optional(at.row_scale, at.tokens, dtype=F32)
-    told = at.kind, at.glu_layout, at.limit, at.alpha, at.offset
-    _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(GateCall.on_cpu(preact, scale, *told))
+    _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(GateCall.on_cpu(preact, scale, *_function_of(at)))
 
 
 def _gate_backward(spec: LayerSpec, at: Any) -> None:
     dtype = getattr(torch, spec.dtype)
     columns = at.width * (2 if ACTIVATIONS[at.kind] in GATED else 1)
     d_act, preact = (_tensor(one, at.tokens, n, dtype=dtype) for one, n in ((at.d_act, at.width), (at.preact, columns)))
-    told = at.kind, at.glu_layout, at.limit, at.alpha, at.offset
-    made = GateBackwardCall.on_cpu(d_act, preact, optional(at.row_scale, at.tokens, dtype=F32), *told)
+    made = GateBackwardCall.on_cpu(d_act, preact, optional(at.row_scale, at.tokens, dtype=F32), *_function_of(at))
     _tensor(at.d_preact, at.tokens, columns, dtype=dtype).copy_(made[0])
     if at.d_row_scale:
         _tensor(at.d_row_scale, at.tokens, dtype=F32).copy_(made[1])

@@ -80,8 +80,7 @@ def _expected(
     given = {name: one.to(dtype).requires_grad_() for name, one in values.items()}
     w1, w2 = (exact_values(w).to(dtype) for w in weights)
     with torch.enable_grad():
-        params = LIMIT, 1.702, 1.0
-        y = oracle.grouped_mlp(w1=w1, w2=w2, ends=c.ends, form=form, params=params, dtype=dtype, **given)
+        y = oracle.grouped_mlp(w1=w1, w2=w2, ends=c.ends, form=form, params={"limit": LIMIT}, dtype=dtype, **given)
         made = torch.autograd.grad(y, list(given.values()), dy[: c.rows].to(dtype), allow_unused=True)
     found = dict(zip(given, made, strict=True))
     for name in by_row:

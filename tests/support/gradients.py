@@ -77,5 +77,5 @@ def _mlp(given: dict[str, Tensor], c: Case, form: tuple[str, str], dtype: torch.
         saved = oracle.grouped_mm(c.x[: c.rows], c.w1, c.ends, bias=c.b1).to(c.x.dtype).to(dtype)
     h = h + (saved - h).detach()
     formula = oracle.activation if dtype == F64 else oracle.torch_activation
-    act = formula(h, *form, 7.0, 1.702, 1.0) * given["row_scale"][:, None]
+    act = formula(h, *form) * given["row_scale"][:, None]
     return oracle.grouped_mm(act, given["w2"], c.ends, bias=given["b2"], bias_scale=given["row_scale"], dtype=dtype)

@@ -34,7 +34,7 @@ def expected(
     c: Case,
     dy: Tensor,
     form: tuple[str, str] = ("swiglu", "concat"),
-    params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    params: oracle.Params = oracle.DEFAULTS,
 ) -> dict[str, Tensor]:
     """Of all six inputs, on the CPU. Rows behind the last group are zero."""
     x, b1, b2, s, dtype = c.x.cpu(), c.b1.cpu(), c.b2.cpu(), torch.nan_to_num(c.row_scale.cpu()), c.x.dtype

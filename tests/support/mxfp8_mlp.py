@@ -62,7 +62,7 @@ def weight_values(weight: FoldedWeight | MXFP8Tensor | MXFP4Tensor) -> Tensor:
 
 def expected(
     c: Case, recipe: str, weights: tuple[Any, Any], *, form: tuple[str, str] = ("swiglu", "concat"), b1: Any = None,
-    b2: Any = None, row_scale: Tensor | None = None, params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    b2: Any = None, row_scale: Tensor | None = None, params: oracle.Params = oracle.DEFAULTS,
     fc2_dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
     """y [T, H] on the CPU. `fc2_dtype`: FC2 as a user of torch would compute it, on the same quantised operands."""

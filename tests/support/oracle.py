@@ -6,12 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PLACES = {"clamped_swiglu": ("limit", "alpha", "offset"), "situ": ("gate_cap", "up_cap")}
+"""The numbers of an activation, in the order in which kernels take them."""
+Params = Mapping[str, Any]
+DEFAULTS: Params = {"limit": 7.0, "alpha": 1.702, "offset": 1.0, "gate_cap": 4.0, "up_cap": 25.0}
+
+
+def params_of(name: str, floats: Sequence[float]) -> Params:
+    """The numbers among a kernel's floats."""
+    return dict(zip(PLACES.get(name, ()), floats, strict=False))
 
 
 def _sigmoid(z: Tensor) -> Tensor:
@@ -35,8 +46,15 @@ def _at_most(z: Tensor, bound: float) -> Tensor:
     return torch.where(z > bound, torch.full_like(z, bound), z)
 
 
-def activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, offset: float) -> Tensor:
+def _capped(z: Tensor, cap: float | None) -> Tensor:
+    if cap in (None, math.inf):
+        return z
+    return cap * (2 * _sigmoid(2 * z / cap) - 1)
+
+
+def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
     """The formulas, spelled out."""
+    p = SimpleNamespace(**{**DEFAULTS, **params})
     if name in ("srelu", "silu", "gelu", "none"):
         return {
             "srelu": lambda: _positive(h) * _positive(h),
@@ -51,22 +69,28 @@ def activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, of
         return _gelu_tanh(a) * u
     if name == "reglu":
         return _positive(a) * u
+    if name == "situ":
+        return _capped(a, p.gate_cap) * _sigmoid(a) * _capped(u, p.up_cap)
     assert name == "clamped_swiglu"
-    gate = _at_most(a, limit)
-    linear = -_at_most(-_at_most(u, limit), limit)
-    return gate * _sigmoid(alpha * gate) * (linear + offset)
+    gate = _at_most(a, p.limit)
+    linear = -_at_most(-_at_most(u, p.limit), p.limit)
+    return gate * _sigmoid(p.alpha * gate) * (linear + p.offset)
 
 
-def torch_activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, offset: float) -> Tensor:
+def torch_activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
     """What a user of torch would write, in h's dtype: few operators, so few roundings."""
+    p = SimpleNamespace(**{**DEFAULTS, **params})
     if name in ("srelu", "silu", "gelu", "none"):
         return {"srelu": lambda: F.relu(h).square(), "silu": lambda: F.silu(h), "gelu": lambda: F.gelu(h)}.get(
             name, lambda: h
         )()
     a, u = halves(h, layout)
     if name == "clamped_swiglu":
-        a, u = a.clamp(max=limit), u.clamp(-limit, limit)
-        return a * torch.sigmoid(a * alpha) * (u + offset)
+        a, u = a.clamp(max=p.limit), u.clamp(-p.limit, p.limit)
+        return a * torch.sigmoid(a * p.alpha) * (u + p.offset)
+    if name == "situ":
+        linear = u if p.up_cap in (None, math.inf) else p.up_cap * torch.tanh(u / p.up_cap)
+        return p.gate_cap * torch.tanh(a / p.gate_cap) * torch.sigmoid(a) * linear
     gate = {"swiglu": F.silu, "geglu": lambda z: F.gelu(z, approximate="tanh"), "reglu": F.relu}[name]
     return gate(a) * u
 
@@ -112,19 +136,19 @@ def grouped_mm(
 
 def grouped_glu(
     x: Tensor, w1: Any, ends: Sequence[int], *, bias: Any = None, row_scale: Tensor | None = None,
-    form: tuple[str, str] = ("swiglu", "concat"), params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    form: tuple[str, str] = ("swiglu", "concat"), params: Params = DEFAULTS,
     transpose_w: bool = False, dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(act, preact)."""
     h = grouped_mm(x, w1, ends, bias=bias, transpose_w=transpose_w, dtype=dtype)
-    act = (activation if dtype == torch.float64 else torch_activation)(h, *form, *params)
+    act = (activation if dtype == torch.float64 else torch_activation)(h, *form, params)
     return (act if row_scale is None else act * row_scale[:, None].to(dtype)), h
 
 
 def grouped_mlp(
     x: Tensor, w1: Any, w2: Any, ends: Sequence[int], *, b1: Any = None, b2: Any = None,
     row_scale: Tensor | None = None, form: tuple[str, str] = ("swiglu", "concat"),
-    params: tuple[float, float, float] = (7.0, 1.702, 1.0), dtype: torch.dtype = torch.float64,
+    params: Params = DEFAULTS, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
     act, _ = grouped_glu(x, w1, ends, bias=b1, row_scale=row_scale, form=form, params=params, dtype=dtype)
     return grouped_mm(act, w2, ends, bias=b2, bias_scale=row_scale, dtype=dtype)
@@ -151,7 +175,7 @@ def grouped_bias_grad(
 
 def grouped_dglu(
     dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], *, row_scale: Tensor | None = None,
-    form: tuple[str, str] = ("swiglu", "concat"), params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    form: tuple[str, str] = ("swiglu", "concat"), params: Params = DEFAULTS,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dpreact, act, d_row_scale), differentiated by torch. Rows behind the last group are NaN."""
@@ -161,7 +185,7 @@ def grouped_dglu(
     ones = torch.ones(rows, dtype=dtype, device=dy.device)
     s = (ones if row_scale is None else row_scale[:rows].to(dtype)).detach().requires_grad_()
     with torch.enable_grad():
-        act = formula(h, *form, *params) * s[:, None]
+        act = formula(h, *form, params) * s[:, None]
     dm = grouped_mm(dy, w2, ends, transpose_w=True, dtype=dtype)[:rows]
     dh, ds = torch.autograd.grad(act, (h, s), dm)
     return tuple(_with_nan_tail(value.detach(), dy.shape[0]) for value in (dh, act, ds))  # type: ignore[return-value]

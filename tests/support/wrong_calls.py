@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import glulam
+from cute_kernels.formulas import NUMBERS
 from glulam import GateUp, MXFP4Tensor, MXFP8Tensor, Routing, mhc
 from glulam.calls.memory import is_in_storage
 from glulam.host.plans import forget_plans
@@ -167,7 +168,7 @@ OWN: dict[str, Callable[[str], Arguments]] = {
 _FLAG, _NUMBER = (2, "x", None), ("7", None, float("nan"), [7.0], torch.tensor(7.0, device="cpu"))
 WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "glu_layout", "recipe", "score", "axis", "block", "scale_layout"), ("x", 3, None)),
-    **dict.fromkeys(("limit", "alpha", "offset"), _NUMBER),
+    **{name: tuple(one for one in _NUMBER if one is not None or n.none is None) for name, n in NUMBERS.items()},
     **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
     **dict.fromkeys(("row_scale_grad", "report", "in_halves"), _FLAG),
     **dict.fromkeys(("eps", "sinkhorn_eps"), (-1.0, "x", None)),

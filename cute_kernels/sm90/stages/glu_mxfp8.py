@@ -25,7 +25,7 @@ class Glu:
         offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            params, gate = ActivationParams(kind, (limit, alpha, offset)), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act,), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
@@ -40,7 +40,7 @@ class GluPreact(Glu):
         offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            params, gate = ActivationParams(kind, (limit, alpha, offset)), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)

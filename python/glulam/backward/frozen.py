@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..activations import packed
 from ..calls.arguments import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
@@ -147,7 +148,7 @@ class FrozenPath(Frozen, DataPath):
 
     def _options(self) -> dict[str, Any]:
         absent = dict.fromkeys(QuantizedMlpCall.names)
-        return {**absent, **self.form, "recipe": self.recipe, "recompute": False}
+        return {**absent, **packed(self.form), "recipe": self.recipe, "recompute": False}
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         groups, bias = groups_of(saved), saved["b1"]

@@ -43,8 +43,9 @@ def split_groups(named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def form_of(call: Any) -> dict[str, Any]:
-    """A call's activation, the layout of its gate and their numbers, as keywords of the operators."""
-    return {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
+    """A call's activation, as keywords of the operators."""
+    keywords: dict[str, Any] = call.function.keywords
+    return keywords
 
 
 def contracted(w: Any, transpose_w: bool) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..activations import packed
 from ..calls.arguments import BIASES, WEIGHTS
 from ..calls.call import Call
 from ..calls.checks import check_alignment, check_plain
@@ -92,6 +93,8 @@ class Launches:
         return run(**tensors, groups=sizes)
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
+        if "numbers" in kind.names and "numbers" not in given:
+            given = packed(given)
         call = kind(**{**dict.fromkeys(kind.names), **given})
         if part not in self._like:
             problem = call.check()

@@ -42,6 +42,8 @@ would take several times as long: better to pad C than to be slow in silence."""
 IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
 """Keyed by the annotations of tensors."""
 
+_SCHEMA_TYPES = {"Numbers": "float[]"}
+"""Types of torch's schemas that annotations spell otherwise."""
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
@@ -59,7 +61,7 @@ class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain, and its reference.
 
     A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
-    (`on_cpu`), and what the kernel takes besides addresses and numeric options (`constants`, `numbers`).
+    (`on_cpu`), and what the kernel takes besides addresses and numeric options (`constants`, `numbers_of_rows`).
 
     Attributes:
         family, kernel: of the spec, and of the name of torch's operator.
@@ -104,7 +106,7 @@ class AddressedCall(Call):
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
-    def numbers(self, gpu: gpus.Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: gpus.Gpu) -> dict[str, Any]:
         """What rows change, besides tokens, of what the kernel takes; "workspace": float32 elements of it."""
         return {}
 
@@ -131,7 +133,7 @@ class AddressedCall(Call):
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
-        cls.torch_types = {name: of.replace(" | None", "?") for name, of in annotations.items()}
+        cls.torch_types = {name: _SCHEMA_TYPES.get(of, of).replace(" | None", "?") for name, of in annotations.items()}
         super().declare(tuple(parameters))
         cls.outputs = tuple(name for name in tensors if name in cls.returns)
         cls.reads = tuple(name for name in tensors if name not in cls.returns)
@@ -255,7 +257,7 @@ class AddressedCall(Call):
 
     @functools.cached_property
     def _numbers(self) -> dict[str, Any]:
-        return self.numbers(gpus.gpu(self.lead.get_device()))
+        return self.numbers_of_rows(gpus.gpu(self.lead.get_device()))
 
     def texts(self, problem: Problem) -> dict[str, str]:
         absent = [name for name in self.reads if getattr(self, name) is None]

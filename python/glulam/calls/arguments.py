@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..activations import ActivationParams
+from ..activations import Activation, named_numbers
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..host import device as gpus
@@ -23,7 +23,7 @@ from .checks import (
     check_groups,
     check_indices,
     check_no_overlap,
-    check_params,
+    check_numbers,
     check_plain,
     check_scale,
     check_written,
@@ -66,9 +66,11 @@ class Arguments:
         reads: those whose addresses a plan looks at, in order; matrices, weights, biases, scales, of_tokens: of these.
         rowwise: those that have a row for each of the lead's; `of_any_rows`: what indices are of, or has tokens of it.
         plans: of the operator's calls.
+        takes_keywords: whether the operator's function takes each of `numbers` by a keyword of its own.
     """
 
     op: ClassVar[str]
+    takes_keywords: ClassVar[bool] = False
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     gradients: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[dict[str, str]] = {
@@ -147,7 +149,7 @@ class Arguments:
         """The activation, its layout and numbers, and flags."""
         if "activation" in self.options:
             check_activation(self.op, self.activation, self.glu_layout)
-            check_params(self.op, self.params)
+            check_numbers(self.op, self.numbers)
         for name in FLAGS:
             if name in self.options:
                 check_flag(self.op, name, getattr(self, name))
@@ -172,8 +174,9 @@ class Arguments:
         return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
     @property
-    def params(self) -> ActivationParams:
-        return ActivationParams(self.limit, self.alpha, self.offset)
+    def function(self) -> Activation:
+        """The activation with its own numbers."""
+        return Activation.of(self.activation, self.glu_layout, self.numbers)
 
     @property
     def lead(self) -> Tensor:
@@ -220,6 +223,13 @@ class Arguments:
 
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.names}
+
+    def keywords(self) -> dict[str, Any]:
+        """Arguments as the operator's function takes them."""
+        arguments = self.arguments()
+        if self.takes_keywords:
+            arguments.update(named_numbers(arguments.pop("numbers")))
+        return arguments
 
     def key(self) -> Hashable:
         """As the front makes it."""

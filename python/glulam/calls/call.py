@@ -73,7 +73,7 @@ class Call(Launching):
 
     def again(self) -> Any:
         """Through the operator's front door."""
-        return type(self).operator(**self.arguments())
+        return type(self).operator(**self.keywords())
 
     def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
         """The result of a call for which the front found no plan.

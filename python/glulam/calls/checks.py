@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cute_kernels.formulas import NUMBERS
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
-from ..activations import INTERLEAVED32_BLOCK, ActivationParams
+from ..activations import INTERLEAVED32_BLOCK, Numbers
 from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host.experts import ExpertList, GateUp
@@ -436,14 +437,14 @@ def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
         )
 
 
-def check_params(op: str, params: ActivationParams) -> None:
-    """limit, alpha and offset: host numbers, none of them NaN, limit not negative."""
-    for name, value in params._asdict().items():
+def check_numbers(op: str, numbers: Numbers) -> None:
+    """Check the numbers of all formulas: host numbers, not NaN, and what formulas ask of them."""
+    for (name, number), value in zip(NUMBERS.items(), numbers, strict=True):
         check_number(op, name, value)
         if math.isnan(value):
             raise ValueError(f"{op}: {name} is NaN; give a number")
-    if params.limit < 0:
-        raise ValueError(f"{op}: limit is {params.limit}; values are clamped to [-limit, limit], so give 0 or more")
+        if not number.is_valid(value):
+            raise ValueError(f"{op}: {name} is {value}; {number.remedy}")
 
 
 def check_w1(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..activations import packed
 from ..errors import GradientNotSupported
 from ..reference import take_rows
 from .arguments import SUFFIXES
@@ -87,5 +88,5 @@ class Quantized(Call):
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, of the public ones by name; those that are not given are None."""
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
-        known = {**public, **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}
+        known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}
         return {name: known.get(name) for name in cls.names}

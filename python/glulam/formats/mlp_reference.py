@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..activations import Activation
 from .form import Form
 from .mxfp8.reference import dequantized
 from .scaled import Parts
@@ -39,7 +40,7 @@ def rounded(values: Tensor, rows: Any) -> Tensor:
 
 def grouped_mlp(
     recipe: Any, x: tuple[Tensor, Tensor | None], weights: tuple[Weight, Weight], ends: Sequence[int],
-    biases: tuple[Any, Any], row_scale: Tensor | None, function: reference.ActivationArgs, out: Tensor,
+    biases: tuple[Any, Any], row_scale: Tensor | None, function: Activation, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out [T, H], and preact [T, 2I or I] unless None.
@@ -56,7 +57,7 @@ def grouped_mlp(
 
 def data_gradients(
     recipe: Any, dy: Tensor, weights: tuple[Weight | None, Weight], preact: Tensor, ends: Sequence[int],
-    row_scale: Tensor | None, function: reference.ActivationArgs, dpreact: Tensor, act: Tensor, dx: Tensor | None,
+    row_scale: Tensor | None, function: Activation, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """As `reference.grouped_dglu`, and dx [T, H] unless None. Weights (w1 for dx alone) are folded along their columns.

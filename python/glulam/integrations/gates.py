@@ -5,25 +5,31 @@ values for all of them, in tensors of several numbers of rows and columns. A cla
 values: with s(g) = sigmoid(alpha g) g,
 
     f(1, 0) = s(1) offset,  f(1, 1) = s(1) (1 + offset),  f(1, far) = s(1) (limit + offset)
+
+and those of situ, a SwiGLU with caps, from two, since sigmoid and tanh are 1 far from 0:
+
+    f(far, 1) = gate_cap up_cap tanh(1 / up_cap),  f(far, far) = gate_cap up_cap
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.formulas import FORMULAS
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 
-from ..activations import ActivationParams, activate, join_halves, split_halves
+from ..activations import Activation, activate, join_halves, split_halves
 
 Function = Callable[[Tensor], Tensor]
 
-CLAMPED = "clamped_swiglu"
+CLAMPED, CAPPED = "clamped_swiglu", "situ"
 FAR = 1e8  # beyond any limit of a clamp; its cube is a float32
 UNCLAMPED = 0.999 * FAR
 POINTS, REACH = 64, 30.0
@@ -34,29 +40,22 @@ TOLERANCE = 1e-5  # functions may compute in float32
 DIGITS = 9  # of what follows from values in float64
 
 
-class Form(NamedTuple):
-    """An activation as operators are told of it."""
-
-    activation: str
-    glu_layout: str
-    params: ActivationParams
-
-
-def gate_of(function: Function, device: torch.device) -> Form | None:
+def gate_of(function: Function, device: torch.device) -> Activation | None:
     """The gated activation [T, 2I] -> [T, I] that a function is; None where it is none that Glulam has."""
     for layout in GLU_LAYOUTS:
-        plain = (Form(name, layout, ActivationParams()) for name in GATED if name != CLAMPED)
-        if found := _equal(function, itertools.chain(plain, _clamped(function, layout, device)), device):
+        plain = (Activation.named(name, layout) for name in GATED if not FORMULAS[name].numbers)
+        fitted = (fit(function, layout, device) for fit in (_clamped, _capped))
+        if found := _equal(function, itertools.chain(plain, *fitted), device):
             return found
     return None
 
 
-def activation_of(function: Function, device: torch.device) -> Form | None:
+def activation_of(function: Function, device: torch.device) -> Activation | None:
     """The same of one without a gate, [T, I] -> [T, I]."""
-    return _equal(function, (Form(name, "concat", ActivationParams()) for name in UNGATED), device)
+    return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
-def _equal(function: Function, forms: Iterable[Form], device: torch.device) -> Form | None:
+def _equal(function: Function, forms: Iterable[Activation], device: torch.device) -> Activation | None:
     probes = _probes(device)
     values = [function(h) for h in probes]
     for form in forms:
@@ -78,28 +77,40 @@ def _probes(device: torch.device) -> list[Tensor]:
     return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
 
 
-def _is_value(got: Tensor, h: Tensor, form: Form) -> bool:
+def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
     """Return True if a form has these values at preactivations h."""
-    wanted = activate(h, form.activation, form.glu_layout, form.params)
+    wanted = activate(h, *form)
     if got.shape != wanted.shape:
         return False
     scale = torch.ones_like(wanted)
-    if form.activation in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
+    if form.name in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
         scale = (split_halves(h, form.glu_layout)[1].abs() / UP_OF_ONE).clamp(min=1.0)
     return torch.allclose(got.to(wanted.dtype) / scale, wanted / scale, TOLERANCE, TOLERANCE)
 
 
-def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Form]:
+def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
     """The clamped SwiGLU of a layout that has the function's values at three points, if there is one."""
-
-    def at(gate: float, up: float) -> float:
-        a, u = (torch.full((1, POINTS), value, dtype=torch.float64, device="cpu") for value in (gate, up))
-        return float(function(join_halves(a, u, layout).to(device))[0, 0])
-
-    at_zero, at_one, at_far = at(1.0, 0.0), at(1.0, 1.0), at(1.0, FAR)
+    at = functools.partial(_value, function, layout, device, 1.0)
+    at_zero, at_one, at_far = at(0.0), at(1.0), at(FAR)
     slope = at_one - at_zero
     if 0.0 < slope < 1.0:
         offset = at_zero / slope
         reached = at_far / slope - offset
         numbers = math.inf if reached > UNCLAMPED else reached, math.log(slope / (1.0 - slope)), offset
-        yield Form(CLAMPED, layout, ActivationParams(*(round(number, DIGITS) for number in numbers)))
+        yield Activation(CLAMPED, layout, tuple(round(number, DIGITS) for number in numbers))
+
+
+def _capped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
+    """The situ of a layout that has the function's values at two points, if there is one."""
+    at = functools.partial(_value, function, layout, device, FAR)
+    at_one, at_far = at(1.0), at(FAR)
+    if at_one > 0.0 and 1.0 < at_far / at_one < math.inf:
+        up = 1.0 / math.atanh(at_one / at_far)
+        numbers = at_far / min(up, FAR), up
+        own = tuple(math.inf if number > UNCLAMPED else round(number, DIGITS) for number in numbers)
+        yield Activation(CAPPED, layout, own)
+
+
+def _value(function: Function, layout: str, device: torch.device, gate: float, up: float) -> float:
+    a, u = (torch.full((1, POINTS), value, dtype=torch.float64, device="cpu") for value in (gate, up))
+    return float(function(join_halves(a, u, layout).to(device))[0, 0])

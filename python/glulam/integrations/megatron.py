@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from ..activations import Activation
 from ..nn import GroupedMLP
-from .gates import Form, activation_of, gate_of
+from .gates import activation_of, gate_of
 from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("0.16",)
@@ -73,9 +74,8 @@ class GlulamMLP(MegatronModule):
         recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         self.mlp = GroupedMLP(
             num_local_experts, config.hidden_size, divide(config.moe_ffn_hidden_size, self.tp_group.size()),
-            bias=config.add_bias_linear, activation=form.activation, glu_layout=form.glu_layout,
-            **form.params._asdict(), packed=packed, recompute=recompute, delay_wgrad=config.delay_wgrad_compute,
-            device="meta", dtype=config.params_dtype,
+            bias=config.add_bias_linear, **form.keywords, packed=packed, recompute=recompute,
+            delay_wgrad=config.delay_wgrad_compute, device="meta", dtype=config.params_dtype,
         ).to_empty(device="cpu" if config.use_cpu_initialization else torch.cuda.current_device())  # fmt: skip
         self._initialise()
         self.register_state_dict_post_hook(_to_megatron)
@@ -172,7 +172,7 @@ def _check(config: Any) -> None:
             raise NotImplementedError(f"glulam: {name} is {value!r}; leave it out, Glulam has none")
 
 
-def _form_of(config: Any) -> Form:
+def _form_of(config: Any) -> Activation:
     """What Megatron's MLP does between its layers. Raises NotImplementedError where Glulam has no such activation."""
     limit, act = config.activation_func_clamp_value, config.activation_func
 

@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .. import recipes
-from ..activations import is_in_halves
+from ..activations import Activation, is_in_halves
 from ..calls.checks import any_requires_grad
 from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
@@ -39,7 +39,7 @@ from . import fp8_experts
 from .experts import NAME as NAME
 from .experts import keep, parameter, quantised, weight_names
 from .fp8_experts import Fp8
-from .gates import Form, activation_of, gate_of
+from .gates import activation_of, gate_of
 from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("5.17", "5.23")
@@ -263,11 +263,10 @@ def _found_plan(experts: Any) -> Plan:
     form, weights, fp8 = _form_of(experts), weight_names(experts), None
     recipe = getattr(experts, "glulam_recipe", BF16)
     if fp8_experts.is_fp8(experts):
-        fp8 = fp8_experts.fp8_of(experts, is_in_halves(form.activation, form.glu_layout))
+        fp8 = fp8_experts.fp8_of(experts, is_in_halves(form.name, form.glu_layout))
         recipe = fp8_experts.recipe_of(experts, fp8)
     options = {
-        "activation": form.activation, "glu_layout": form.glu_layout, **form.params._asdict(),
-        "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
+        **form.keywords, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
     }  # fmt: skip
     biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
     given = biases if experts.has_bias else ()
@@ -313,7 +312,7 @@ def _post_of(experts: Any) -> str:
         return "" if getattr(experts, name)(row) is row else name
 
 
-def _form_of(experts: Any) -> Form:
+def _form_of(experts: Any) -> Activation:
     """The activation that a module's experts have. Raises as `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():

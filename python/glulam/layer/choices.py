@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cute_kernels.chains import SORTED_EXPERTS
 
+from ..activations import NamedNumbers, Numbers, named_numbers
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
-from ..calls.front import operator
+from ..calls.front import operator, passed_to
 from ..calls.launch import BYTES, MATRIX
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
@@ -23,11 +24,31 @@ from . import reference
 from .moe import MoeCall, OfTokens, QuantizedMoeCall, moe
 from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+def _moe_of_choices(
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
+    glu_layout: str, numbers: Numbers, recipe: str | Recipe, transpose_w: bool,
+) -> Tensor:  # fmt: skip
+    """`moe_of_choices`, with all arguments in order."""
+    if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
+        return moe(
+            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
+            glu_layout=glu_layout, recipe=recipe, transpose_w=transpose_w,
+            **named_numbers(numbers),
+        )  # fmt: skip
+    return layer_of_choices(
+        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, numbers, recipe, transpose_w
+    )
+
+
+@passed_to(_moe_of_choices)
 def moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None,
-    activation: str = "swiglu", glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702,
-    offset: float = 1.0, recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    activation: str = "swiglu", glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """`moe(x, Routing.from_topk(ids, weights, num_experts), w1, w2, ...)`, bit for bit, in one call where these are
     two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at most
@@ -36,7 +57,7 @@ def moe_of_choices(
     Args:
         x: tokens [N, H], as of `moe`.
         ids, weights, num_experts: [N, K] and the experts here, as of `Routing.from_topk`.
-        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w: as of `moe`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w: as of `moe`.
 
     Returns:
         [N, H'] in x's dtype.
@@ -44,14 +65,7 @@ def moe_of_choices(
     Raises:
         As `moe` and `Routing.from_topk`.
     """
-    if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
-        return moe(
-            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
-            glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, transpose_w=transpose_w,
-        )  # fmt: skip
-    return layer_of_choices(
-        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w
-    )
+    raise NotImplementedError  # `passed_to` writes the body
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
@@ -147,7 +161,7 @@ class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
 @operator(MoeOfChoicesCall, quantized=QuantizedMoeOfChoicesCall)
 def layer_of_choices(
     x: Tensor, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
-    glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any, transpose_w: bool,
+    glu_layout: str, numbers: Numbers, recipe: Any, transpose_w: bool,
 ) -> Any:  # fmt: skip
     """moe, and its routing."""
     raise NotImplementedError  # `front` writes the body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -12,11 +12,12 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.formats import DECODED
 
 from .. import recipes
+from ..activations import NamedNumbers, Numbers, named_numbers, packed
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_text
-from ..calls.front import operator
+from ..calls.front import operator, passed_to
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..formats.mxfp8 import MXFP8Tensor
@@ -27,6 +28,9 @@ from ..recipes import BF16, Recipe
 from .routing import Routing, check_row_of
 from .rows import combine, combine_rows, permute, permute_tokens, row_indices
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
 """With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
 longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + backward of 8192 rows of Mixtral-8x7B (I
@@ -34,11 +38,40 @@ longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + bac
 """
 
 
+def _moe(
+    x: Tensor, routing: Routing, w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
+    recipe: str | Recipe, recompute: bool, transpose_w: bool, residual: Tensor | None, out: Tensor | None,
+    parallel: Any,
+) -> Tensor:  # fmt: skip
+    """`moe`, with all arguments in order."""
+    if parallel is not None:
+        options: dict[str, Any] = {
+            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
+            "recompute": recompute, "transpose_w": transpose_w, **named_numbers(numbers),
+        }  # fmt: skip
+        return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
+    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
+    is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
+    if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
+            y = grouped_mlp(
+                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
+                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
+                **named_numbers(numbers),
+            )  # fmt: skip
+            return combine(y, routing, residual, out=out)
+    return layer(
+        x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
+        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, numbers=numbers,
+        recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+    )  # fmt: skip
+
+
+@passed_to(_moe)
 def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
-    glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0,
-    recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False, residual: Tensor | None = None,
-    out: Tensor | None = None, parallel: Any = None,
+    glu_layout: str = "concat", recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False,
+    residual: Tensor | None = None, out: Tensor | None = None, parallel: Any = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
@@ -51,8 +84,7 @@ def moe(
     Args:
         x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
-        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
-            `grouped_mlp`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w: as of `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
@@ -64,27 +96,7 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    if parallel is not None:
-        options: dict[str, Any] = {
-            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha,
-            "offset": offset, "recipe": recipe, "recompute": recompute, "transpose_w": transpose_w,
-        }  # fmt: skip
-        return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
-    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
-    is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
-    if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
-        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            y = grouped_mlp(
-                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
-                transpose_w=transpose_w,
-            )  # fmt: skip
-            return combine(y, routing, residual, out=out)
-    return layer(
-        x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
-        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
-    )  # fmt: skip
+    raise NotImplementedError  # `passed_to` writes the body
 
 
 def _residual_alone_is_trained(residual: Tensor | None, *others: Any) -> bool:
@@ -143,7 +155,7 @@ def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: An
     given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
-        return MoeCall(**{"transpose_w": False, **given}, recipe=found.name)
+        return MoeCall(**packed({"transpose_w": False, **given}), recipe=found.name)
     return QuantizedMoeCall(**QuantizedMoeCall.unwrapped(found, given))
 
 
@@ -246,8 +258,8 @@ class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
 @operator(MoeCall, quantized=QuantizedMoeCall)
 def layer(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
-    b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any,
-    recompute: bool, transpose_w: bool, out: Any,
+    b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool,
+    transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body

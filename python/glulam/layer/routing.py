@@ -281,7 +281,7 @@ class RouteCall(_Choosing):
         of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
         return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         tokens, experts = self.sizes
         is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
         chunk, counts = _chunks(is_one, tokens, experts, gpu.sm_count)
@@ -328,7 +328,7 @@ class SortCall(LayerCall):
         floats = torch.promote_types(self.id_weights.dtype, torch.float32)
         return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, floats)]
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         (tokens, k), experts = self.ids.shape, self.num_experts
         chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, gpu.sm_count)
         of_ids = dict(zip(("wide", "weight_form"), forms_of_choices(self.ids, self.id_weights), strict=True))
@@ -352,7 +352,7 @@ class RowWeightsBackwardCall(LayerCall):
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         return {"bound": self.d_rows.numel()}
 
     def constants(self, problem: Problem) -> dict[str, Any]:

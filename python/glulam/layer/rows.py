@@ -152,7 +152,7 @@ class CombineCall(_Moving):
     leads = "y"
     trailing = 2
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         return {"bound": self.y.shape[:-1].numel()}
 
     on_cpu = staticmethod(reference.combine)

@@ -87,7 +87,7 @@ class PostMixBackwardCall(_Mixing):
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     on_cpu = staticmethod(reference.post_mix_backward)
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         partials = min(self.num_rows, CTAS_PER_SM * gpu.sm_count) * self.residual.shape[-1]
         return {"workspace": partials if self.of_bias else 0}
 

@@ -152,7 +152,7 @@ class Projecting(MhcCall):
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         cut = project_cut(self.x, self.weight, self.num_rows, gpu)
         workspace = shapes.project_workspace(self.x.shape[-2], cut.slices, self.num_rows)
         return {**cut._asdict(), "workspace": workspace}
@@ -206,7 +206,7 @@ class ProjectBackwardCall(Projecting):
             d_x = reference.add_uses(d_x, self.d_aggregate, self.h_pre, self.d_residual)
         return d_x, d_weight, sums
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         (n, width), tokens, itemsize = self.x.shape[-2:], self.num_rows, self.x.element_size()
         ctas = shapes.gate_ctas(tokens, gpu.sm_count)
         parts = shapes.spread_splits(n, itemsize, width, tokens, gpu.sm_count, self.weight.dtype is torch.float32)

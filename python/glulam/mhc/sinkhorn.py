@@ -37,7 +37,7 @@ class _Normalising(MhcCall):
     def likes(self) -> Sequence[Like | None]:
         return [like(self.logits)]
 
-    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
         return {"matrices": self.num_rows}
 
 

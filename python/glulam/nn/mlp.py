@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from .. import recipes
-from ..activations import ActivationParams, is_in_halves
-from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
+from ..activations import Activation, NamedNumbers, is_in_halves, packed, packer, with_numbers
+from ..calls.checks import check_activation, check_numbers, intermediate_width, runs_kernels
 from ..choose.problem import dtype_name
 from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
@@ -24,7 +24,11 @@ from .options import check_options, check_placement, shown_options
 from .quantized_linear import LAYERS
 from .weight_gradients import DelaysWeightGradients, run
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 NAME = "GroupedMLP"
+_packed = packer(NAME)
 
 
 class GroupedMLP(DelaysWeightGradients):
@@ -36,7 +40,7 @@ class GroupedMLP(DelaysWeightGradients):
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
         out_features: of the result, H by default.
         bias: whether both layers have one.
-        activation, glu_layout, limit, alpha, offset: as of `glulam.grouped_glu`.
+        activation, glu_layout, **numbers: as of `glulam.grouped_glu`.
         packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
         recompute: save x and row_scale only, and make the preactivation again in backward; with recipe "mxfp8" by a
             whole forward, which FC2 is part of.
@@ -52,6 +56,7 @@ class GroupedMLP(DelaysWeightGradients):
 
     op = "grouped_mlp"
 
+    @with_numbers
     def __init__(
         self,
         num_experts: int,
@@ -62,22 +67,20 @@ class GroupedMLP(DelaysWeightGradients):
         bias: bool = False,
         activation: str = "swiglu",
         glu_layout: str = "concat",
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        offset: float = 1.0,
         packed: bool = True,
         recompute: bool = False,
         delay_wgrad: bool = False,
         recipe: str | Recipe = "bf16",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        **numbers: Unpack[NamedNumbers],
     ) -> None:
         super().__init__(delay_wgrad)
         check_options(GroupedMLP, locals())
         width = hidden_size if out_features is None else out_features
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "out_features": width}
         check_activation(NAME, activation, glu_layout)
-        check_params(NAME, ActivationParams(limit, alpha, offset))
+        check_numbers(NAME, _packed(**numbers))
         self.recipe = chosen = recipes.find(NAME, recipe)
         for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
             if flag and not chosen.trains:
@@ -88,8 +91,8 @@ class GroupedMLP(DelaysWeightGradients):
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
         self.call_options: dict[str, Any] = {
-            "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
-            "recipe": chosen.name, "recompute": recompute,
+            **Activation.named(activation, glu_layout, **numbers).keywords, "recipe": chosen.name,
+            "recompute": recompute,
         }  # fmt: skip
         form, layer = chosen.weights, LAYERS.get(type(chosen.weights))
         if layer is not None and not packed:
@@ -127,7 +130,7 @@ class GroupedMLP(DelaysWeightGradients):
     def _call(self, **given: Any) -> Any:
         given.update(rows=None, out=None)
         if self.recipe.name == BF16.name:
-            return GroupedMlpCall(transpose_w=False, **given)
+            return GroupedMlpCall(transpose_w=False, **packed(given))
         return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
 
     def arguments(self) -> dict[str, Any]:

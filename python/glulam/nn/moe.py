@@ -46,7 +46,7 @@ class MoE(Converts):
         shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
         parallel: a `glulam.distributed.ExpertParallel` of as many experts: the module has those of its rank.
         device, dtype: of the parameters.
-        experts: bias, activation, glu_layout, limit, alpha, offset, packed, recompute, delay_wgrad and recipe of all
+        experts: bias, activation, glu_layout, its numbers, packed, recompute, delay_wgrad and recipe of all
             experts, the shared one included, as of `GroupedMLP`.
 
     `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear

@@ -25,7 +25,7 @@ def check_options(kind: type, given: Mapping[str, Any]) -> None:
         TypeError, ValueError: it is not.
     """
     for name, parameter in _parameters(kind).items():
-        value, is_size = given[name], parameter.annotation == "int" and parameter.default is parameter.empty
+        value, is_size = given.get(name), parameter.annotation == "int" and parameter.default is parameter.empty
         if parameter.annotation == "bool":
             check_flag(kind.__name__, name, value)
         elif is_size or (parameter.annotation == "int | None" and value is not None):

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.formulas import GATED
-from cute_kernels.specs import ACTIVATIONS, GLU_LAYOUTS, LayerSpec, Spec
+from cute_kernels.specs import LayerSpec, Spec, is_gated
 
-from ..activations import ActivationParams, activate, activate_backward, kernel_params
+from ..activations import Activation, Numbers, activate, activate_backward, packer
 from ..calls.addressed import AddressedCall, Like, check_dtype, check_vectors
 from ..calls.front import operator
 from ..choose.problem import dtype_name
 from ..host.groups import is_after_groups
 
+_packed = packer("gate")
 
-def width_of(columns: int, number: int) -> int:
-    """Columns of an activation, of those of the preactivation. number: the activation's, of ACTIVATIONS."""
-    return columns // 2 if ACTIVATIONS[number] in GATED else columns
+
+def width_of(columns: int, activation: str) -> int:
+    """Columns of an activation, of those of the preactivation."""
+    return columns // 2 if is_gated(activation) else columns
 
 
 class _OfRows(AddressedCall):
@@ -36,16 +37,16 @@ class _OfRows(AddressedCall):
         check_vectors(self.op, "preact", "2I", self.preact)
 
     def constants(self, problem: Any) -> dict[str, Any]:
-        width = width_of(self.preact.shape[1], self.number)
-        return {**super().constants(problem), "width": width, "kind": self.number}
+        width = width_of(self.preact.shape[1], self.activation)
+        return {**super().constants(problem), "width": width, **self.function.kernel_params}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, dtype_name(self.preact.dtype), arch=arch)
 
 
-def _on_cpu(preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, *numbers: float) -> Tensor:
+def _on_cpu(preact: Tensor, row_scale: Tensor | None, *function: Any) -> Tensor:
     h = preact.to(torch.promote_types(preact.dtype, torch.float32))
-    act = activate(h, ACTIVATIONS[number], GLU_LAYOUTS[glu_layout], ActivationParams(*numbers))
+    act = activate(h, *Activation.of(*function))
     return (act if row_scale is None else act * row_scale.to(h.dtype)[:, None]).to(preact.dtype)
 
 
@@ -55,17 +56,14 @@ class GateCall(_OfRows):
 
     def likes(self) -> Sequence[Like | None]:
         rows, columns = self.preact.shape
-        return [((rows, width_of(columns, self.number)), self.preact.dtype)]
+        return [((rows, width_of(columns, self.activation)), self.preact.dtype)]
 
 
-def _backward_on_cpu(
-    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, *numbers: float
-) -> tuple[Tensor, Tensor]:
+def _backward_on_cpu(d_act: Tensor, preact: Tensor, row_scale: Tensor | None, *function: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(preact.dtype, torch.float32)
     dm, h = d_act.to(wide), preact.to(wide)
     scaled = dm if row_scale is None else dm * row_scale.to(wide)[:, None]
-    form = ACTIVATIONS[number], GLU_LAYOUTS[glu_layout], ActivationParams(*numbers)
-    dh, act = activate_backward(scaled, h, *form)
+    dh, act = activate_backward(scaled, h, *Activation.of(*function))
     return dh.to(preact.dtype), (dm * act).sum(dim=1)
 
 
@@ -82,22 +80,22 @@ class GateBackwardCall(_OfRows):
 
 @operator(GateCall)
 def gate_rows(
-    preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, limit: float, alpha: float, offset: float
+    preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers
 ) -> Any:  # fmt: skip
-    """The activation of h [T, 2I or I] times a scale for each row: [T, I], by numbers of `kernel_params`."""
+    """The activation of h [T, 2I or I] times a scale for each row: [T, I]."""
 
 
 @operator(GateBackwardCall)
 def gate_rows_backward(
-    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, number: int, glu_layout: int, limit: float, alpha: float,
-    offset: float, of_row_scale: bool,
+    d_act: Tensor, preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers,
+    of_row_scale: bool,
 ) -> Any:  # fmt: skip
     """The gradients of h and of the row scale, by that of the activation [T, I]."""
 
 
 def gate(preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, **numbers: float) -> Tensor:
     """The activation of h [T, 2I or I] times a scale for each row: [T, I] in h's dtype, computed in float32."""
-    made: Tensor = gate_rows(preact, row_scale, **_told(activation, glu_layout, numbers))
+    made: Tensor = gate_rows(preact, row_scale, activation, glu_layout, _packed(**numbers))
     return made
 
 
@@ -107,11 +105,6 @@ def gate_gradients(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gradients of h, in its dtype, and of the row scale, zero behind the last group; None where not wanted."""
     of_row_scale = of_row_scale and row_scale is not None
-    told = _told(activation, glu_layout, numbers)
-    d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, **told, of_row_scale=of_row_scale)
+    function = activation, glu_layout, _packed(**numbers)
+    d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, *function, of_row_scale)
     return d_preact, d_scale.masked_fill(is_after_groups(d_scale, **groups), 0) if of_row_scale else None
-
-
-def _told(activation: str, glu_layout: str, numbers: dict[str, float]) -> dict[str, Any]:
-    number, *others = kernel_params(activation, glu_layout, ActivationParams(**numbers))
-    return {"number": number, **dict(zip(("glu_layout", "limit", "alpha", "offset"), others, strict=True))}

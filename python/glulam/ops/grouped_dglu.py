@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..activations import ActivationParams
+from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_rows_like, check_width, intermediate_width, mismatch, runs_kernels
 from ..calls.front import operator
@@ -17,6 +17,9 @@ from ..calls.launch import MATRIX, Made
 from ..choose.problem import Problem
 from ..host.groups import Splits
 from ..reference import take_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PARTIAL_COLUMNS = 64
 """Columns of the narrowest tile: a row's sum has a part in each tile."""
@@ -89,9 +92,8 @@ class GroupedDgluCall(Call):
 
     def reference(self, problem: Problem) -> GluGradients:
         results: GluGradients = self.results(problem)
-        form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
-        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
+        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, self.function)
         reference.grouped_dglu(*given, *results, self.transpose_w)
         return results
 
@@ -102,7 +104,7 @@ class GroupedDgluCall(Call):
         return self.scratch if self.wants_d_row_scale and problem.rows else {}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return {"result": GluGradients, **ActivationParams(*map(float, self.params))._asdict()}
+        return {"result": GluGradients, **self.function.params}
 
     def memory(self, problem: Problem) -> list[Any]:
         shape = partials_shape(problem.rows, problem.intermediate)
@@ -121,11 +123,9 @@ def grouped_dglu(
     row_scale: Tensor | None = None,
     activation: str = "swiglu",
     glu_layout: str = "concat",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
     row_scale_grad: bool = True,
     transpose_w: bool = False,
+    **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:
     """The gradient of y = m w2_e^T, m = activation(h) * row_scale[row], by h and row_scale, and m again; h is preact.
 
@@ -141,7 +141,7 @@ def grouped_dglu(
         rows: int32 [T] on dy's device: row t is dy[rows[t]], dy is [N, H], and no copy of the rows is made. An index
             out of range is clamped.
         row_scale: float32 [T], as in the forward.
-        activation, glu_layout, limit, alpha, offset: as in the forward; see `grouped_glu`. The gradient is zero where
+        activation, glu_layout, **numbers: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
         row_scale_grad: False leaves d_row_scale out. It is left out without a row_scale, too.
         transpose_w: of y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. No copy of it is made.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .. import reference
-from ..activations import kernel_params
+from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_out, check_w1
 from ..calls.front import operator
@@ -16,6 +16,9 @@ from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import Splits
 from ..reference import take_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GroupedGluCall(Call):
@@ -54,14 +57,13 @@ class GroupedGluCall(Call):
     def reference(self, problem: Problem) -> Any:
         results = self.results(problem)
         out, preact = results if self.return_preact else (results, None)
-        form = (self.activation, self.glu_layout, self.params)
         x = self.x if self.rows is None else take_rows(self.x, self.rows)
         ends = self.host_ends()
-        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, form, out, preact, self.transpose_w)
+        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, self.function, out, preact, self.transpose_w)
         return results
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return kernel_params(self.activation, self.glu_layout, self.params)._asdict()
+        return self.function.kernel_params
 
 
 @operator(GroupedGluCall)
@@ -76,12 +78,10 @@ def grouped_glu(
     row_scale: Tensor | None = None,
     activation: str = "swiglu",
     glu_layout: str = "concat",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
     return_preact: bool = False,
     transpose_w: bool = False,
     out: Tensor | None = None,
+    **numbers: Unpack[NamedNumbers],
 ) -> Any:
     """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
 
@@ -99,12 +99,14 @@ def grouped_glu(
             of range is clamped. There is no gradient with it.
         bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows.
         row_scale: float32 [T], a factor for the activation of each row.
-        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu"; without "srelu" (squared
-            relu), "silu", "gelu" (erf form), "none".
+        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu", "situ" (SwiGLU with caps);
+            without "srelu" (squared relu), "silu", "gelu" (erf form), "none".
         glu_layout: how the activated half a and the linear half u lie along the rows of w1: "concat" (a, then u),
             "interleaved" (a0 u0 a1 u1 ...) or "interleaved32" (32 of a, 32 of u, repeating; I a multiple of 32).
-        limit, alpha, offset: of clamped_swiglu: with a' = min(a, limit) it is
+        limit, alpha, offset: numbers of clamped_swiglu: with a' = min(a, limit) it is
             a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset).
+        gate_cap, up_cap: numbers of situ: with a' = gate_cap tanh(a / gate_cap) and u' = up_cap tanh(u / up_cap), or
+            u' = u if up_cap is None, it is a' sigmoid(a) u'.
         return_preact: return h as well.
         transpose_w: h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and its columns lie as else its rows. No copy
             of it is made.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .. import reference
-from ..activations import kernel_params
+from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
 from ..calls.front import operator
@@ -22,6 +22,9 @@ from ..host.groups import Splits
 from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_mlp import QuantizedMlpCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor | FP8BlockTensor
 
@@ -70,14 +73,14 @@ class GroupedMlpCall(Call):
         return self.reference_rows(self.results(problem))
 
     def reference_rows(self, out: Tensor) -> Tensor:
-        form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
         x = self.x if self.rows is None else take_rows(self.x, self.rows)
-        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out, self.transpose_w)
+        biases, how = (self.b1, self.b2), (self.row_scale, self.function)
+        reference.grouped_mlp(x, self.w1, self.w2, ends, *biases, *how, out, self.transpose_w)
         return out
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return kernel_params(self.activation, self.glu_layout, self.params)._asdict()
+        return self.function.kernel_params
 
     def memory(self, problem: Problem) -> list[Any]:
         return [((problem.rows, problem.intermediate), self.lead.dtype)]
@@ -97,13 +100,11 @@ def grouped_mlp(
     b2: Tensor | Sequence[Tensor] | None = None,
     activation: str = "swiglu",
     glu_layout: str = "concat",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
     recipe: str | Recipe = "bf16",
     recompute: bool = False,
     transpose_w: bool = False,
     out: Tensor | None = None,
+    **numbers: Unpack[NamedNumbers],
 ) -> Tensor:
     """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
 
@@ -131,7 +132,7 @@ def grouped_mlp(
             with it.
         row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
-        activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
+        activation, glu_layout, **numbers: as of `grouped_glu`.
         recipe: a name of `glulam.recipes.RECIPES`, or one of those objects. Products are accumulated in float32.
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.

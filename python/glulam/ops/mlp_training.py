@@ -9,7 +9,7 @@ folds columns.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from cute_kernels.formats import OPERANDS
 
 from .. import recipes
-from ..activations import kernel_params
+from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
 from ..calls.front import operator
@@ -34,6 +34,9 @@ from .grouped_dglu import partials_shape
 from .grouped_wgrad import GroupedWgradCall
 from .quantized_mlp import QuantizedMlpCall, part_of_workspace
 from .quantized_weights import check_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
 
@@ -136,11 +139,10 @@ class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
 
     def reference(self, problem: Problem) -> Any:
         out, preact = self.results(problem)
-        form = (self.activation, self.glu_layout, self.params)
         first, second = (Weight(FOLDED_ROWS, parts) for parts in folded_rows(self.w1, self.w2, self.trained))
         mlp_reference.grouped_mlp(
             recipes.RECIPES[self.recipe], self.taken(), (first, second), self.host_ends(), (self.b1, self.b2),
-            self.row_scale, form, out, preact,
+            self.row_scale, self.function, out, preact,
         )  # fmt: skip
         return out, preact
 
@@ -148,8 +150,8 @@ class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
 @operator(Mxfp8ForwardCall)
 def forward(
     x: Tensor, w1: Any, w2: Any, *, offs: Any = None, splits: Any = None, row_scale: Tensor | None = None,
-    b1: Any = None, b2: Any = None, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
-    recipe: str, trained: bool, rows: Tensor | None = None, out: Tensor | None = None,
+    b1: Any = None, b2: Any = None, activation: str, glu_layout: str, recipe: str, trained: bool,
+    rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
     """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
     raise NotImplementedError  # `front` writes the body
@@ -187,8 +189,8 @@ class GradientsCall(Call):
         return {"partials": MATRIX} if self.wants_d_row_scale and problem.rows else {}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        params = kernel_params(self.activation, self.glu_layout, self.params)._asdict()
-        return {**params, "result": _gathered(*[made.name for made in self.made() if made.returned])}
+        returned = [made.name for made in self.made() if made.returned]
+        return {**self.function.kernel_params, "result": _gathered(*returned)}
 
     def dims(self) -> dict[str, Any]:
         tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
@@ -278,11 +280,10 @@ class Mxfp8GradientsCall(FoldsColumns):
             self.out.zero_()
         folded = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
         w1, w2 = folded[0] and Weight(FOLDED_COLUMNS, folded[0]), Weight(FOLDED_COLUMNS, folded[1])
-        form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         mlp_reference.data_gradients(
-            recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
-            *results,
+            recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale,
+            self.function, *results,
         )  # fmt: skip
         return results
 
@@ -299,7 +300,7 @@ class WeightGradientCall(GroupedWgradCall):
 
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")
-_OPTIONS = ("activation", "glu_layout", "limit", "alpha", "offset", "row_scale_grad", "input_grad")
+_OPTIONS = ("activation", "glu_layout", "numbers", "row_scale_grad", "input_grad")
 for _kind in (GradientsCall, FoldsColumns):
     _kind.declare((*_OF_ROWS, *_OPTIONS, "out"))
 WeightGradientCall.declare(GroupedWgradCall.names)
@@ -308,9 +309,8 @@ WeightGradientCall.declare(GroupedWgradCall.names)
 @operator(Mxfp8GradientsCall)
 def backward(
     dy: Tensor, w1: Any, w2: Any, preact: Tensor, *, offs: Any = None, splits: Any = None,
-    row_scale: Tensor | None = None, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
-    recipe: str, trained: bool, input_grad: bool, row_scale_grad: bool, rows: Tensor | None = None,
-    out: Tensor | None = None,
+    row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
+    row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
     """All but weights' and biases' gradients, dx in `out` where that is given. `preact`: as forward returned it.
 

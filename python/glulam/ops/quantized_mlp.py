@@ -12,7 +12,6 @@ from cute_kernels.formats import BITS, DECODED, OPERANDS, Format
 from cute_kernels.specs import QuantizeMxfp8Spec
 
 from .. import recipes
-from ..activations import kernel_params
 from ..calls.checks import (
     any_requires_grad,
     check_out,
@@ -208,11 +207,10 @@ class QuantizedMlpCall(Quantized):
         return self.reference_rows(self.results(problem))
 
     def reference_rows(self, out: Tensor) -> Tensor:
-        form = (self.activation, self.glu_layout, self.params)
         recipe, biases = recipes.RECIPES[self.recipe], (self.b1, self.b2)
         first, second = (weight_as_read(self, name) for name in self.weights)
         mlp_reference.grouped_mlp(
-            recipe, self.taken(), (first, second), self.host_ends(), biases, self.row_scale, form, out
+            recipe, self.taken(), (first, second), self.host_ends(), biases, self.row_scale, self.function, out
         )
         return out
 
@@ -224,8 +222,7 @@ class QuantizedMlpCall(Quantized):
         return take_rows(self.x, rows), None if scale is None else take_rows(scale, rows)
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        params = kernel_params(self.activation, self.glu_layout, self.params)
-        return {"out_dtype": self.result_dtype, **params._asdict(), **global_counts(self)}
+        return {"out_dtype": self.result_dtype, **self.function.kernel_params, **global_counts(self)}
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         return self._rows_between(problem)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import ActivationParams
+from ..activations import DEFAULTS
 from ..calls.call import Call
 from ..calls.launch import Bare, launch_nothing
 from ..choose.kernels import Fixed
@@ -33,7 +33,7 @@ Random = Callable[..., Tensor]
 def call_with(kind: Any, **given: Any) -> Any:
     """A call of a kind with these arguments, and all others as they are where nobody gives them."""
     flags = {"accumulate": False, "row_scale_grad": True}
-    usual = {**ActivationParams()._asdict(), "activation": "swiglu", "glu_layout": "concat", **flags}
+    usual = {"numbers": DEFAULTS, "activation": "swiglu", "glu_layout": "concat", **flags}
     return kind(**{**dict.fromkeys(kind.names), **usual, **given})
 
 

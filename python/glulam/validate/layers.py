@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED, LayerSpec
 
-from ..activations import ActivationParams, KernelParams, kernel_params
+from ..activations import Numbers, packer
 from ..layer import Routing, combine, permute, route
 from ..layer.few_tokens import MOST_ROUTED, route_few
 from ..layer.routing import MOST_SORTED
@@ -25,6 +25,9 @@ RULES: dict[str, dict[str, Any]] = {
     "softmax": {}, "softmax, not normalised": {"normalize": False}, "softmax of the largest": {"score": "topk_softmax"},
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
+Told = tuple[str, str, Numbers]
+"""An activation, its layout and the numbers of all."""
+NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
 """Weights are float32's."""
 assert max(FULL.tokens) * TOP_K > MOST_SORTED
@@ -146,7 +149,7 @@ def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     forms = [*product(GATED, GLU_LAYOUTS), *((name, "concat") for name in UNGATED)]
     for number, (activation, layout) in enumerate(forms):
         tokens, width = size.tokens[number % len(size.tokens)], 32 * (1 + number % 3)
-        told = kernel_params(activation, layout, ActivationParams(limit=1.5))
+        told = activation, layout, NUMBERS_OF_TRIALS
         columns = width * (2 if activation in GATED else 1)
         given = {
             "preact": randn(tokens, columns, seed=number, dtype=dtype), "scale": randn(tokens, seed=2).exp(),
@@ -157,17 +160,17 @@ def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
             yield Trial(f"{activation}, {layout}, {'with' if scaled else 'without'} scales", given, call)
 
 
-def _gate(told: KernelParams, scaled: bool, given: Given) -> list[Tensor]:
+def _gate(told: Told, scaled: bool, given: Given) -> list[Tensor]:
     return [gate_rows(given["preact"], given["scale"] if scaled else None, *told)]
 
 
-def _gate_backward(told: KernelParams, scaled: bool, given: Given) -> list[Tensor]:
+def _gate_backward(told: Told, scaled: bool, given: Given) -> list[Tensor]:
     scale = given["scale"] if scaled else None
     made = gate_rows_backward(given["d_act"], given["preact"], scale, *told, of_row_scale=scaled)
     return list(made) if scaled else [made[0]]
 
 
-_GATES: dict[str, Callable[[KernelParams, bool, Given], list[Tensor]]] = {
+_GATES: dict[str, Callable[[Told, bool, Given], list[Tensor]]] = {
     "gate": _gate,
     "gate_backward": _gate_backward,
 }
