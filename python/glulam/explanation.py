@@ -23,7 +23,6 @@ from .choose.problem import Problem
 from .formats.mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .host import device as gpus
 from .host.experts import GateUp
-from .host.groups import leading
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
@@ -102,7 +101,7 @@ def explain(
         call_type, arguments = quantized, quantized.unwrapped(recipe, arguments)
     elif "recipe" in arguments:
         arguments["recipe"] = recipe.name
-    lead = arguments[leading(name)]
+    lead = arguments[call_type.leads]
     if isinstance(lead, Tensor):
         if dtype is not None or device is not None:
             raise TypeError("explain: dtype and device go with shapes; the tensors given have their own")

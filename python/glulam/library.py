@@ -14,41 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import layer, mhc
+from . import mhc
 from .backward.entry import requires_grad
-from .calls.arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
+from .calls import front
 from .calls.call import Call
-from .formats.mxfp8.quantize import QuantizeMxfp8Call
+from .calls.roles import ROLES
+from .formats.mxfp8 import quantize
 from .host.device import PLAIN_TENSORS
 from .host.experts import GateUp
 from .host.groups import OF_A_TRACE, part_of
-from .layer.choices import MoeOfChoicesCall
-from .layer.moe import MoeCall
-from .ops.gate import GateBackwardCall, GateCall
-from .ops.grouped_dglu import GroupedDgluCall
-from .ops.grouped_glu import GroupedGluCall
-from .ops.grouped_mlp import GroupedMlpCall
-from .ops.grouped_mm import GroupedMmCall
-from .ops.grouped_wgrad import GroupedWgradCall
-from .ops.mlp_training import Mxfp8ForwardCall, Mxfp8GradientsCall
+from .layer import choices, few_tokens
+from .ops import gate, mlp_training
 
-TYPES = {
-    **dict.fromkeys(MATRICES, "Tensor"),
-    **dict.fromkeys(WEIGHTS, "Tensor[]"),
-    **dict.fromkeys(BIASES, "Tensor[]?"),
-    **dict.fromkeys((*VECTORS, *GROUPS), "Tensor?"),
-    **dict.fromkeys(("activation", "glu_layout", "recipe", "axis", "block", "scale_layout"), "str"),
-    **dict.fromkeys(("dtype", "out_dtype"), "ScalarType?"),
-    "numbers": "float[]",
-    "row_of": "Tensor",
-}
-"""Of arguments by their names; those that are not here are flags."""
-OPERATORS: tuple[type[Call], ...] = (
-    GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, MoeOfChoicesCall, Mxfp8ForwardCall, Mxfp8GradientsCall,
-    GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, GateCall, GateBackwardCall,
-    *mhc.CALLS, *layer.CALLS,
-)  # fmt: skip
-CALLS = tuple(kind for one in OPERATORS for kind in (one, one.quantized) if kind is not None)
+DEFINED_IN = choices, few_tokens, gate, mhc, mlp_training, quantize
+"""Modules that define operators, which register themselves, and import those that define the others."""
+CALLS: tuple[type[Call], ...] = tuple(kind for kind in front.OPERATORS if kind.is_torch_op)
 
 
 class Form(NamedTuple):
@@ -90,11 +70,15 @@ def _forms(kind: type[Call]) -> dict[str, Form]:
     return found
 
 
+def _type(kind: type[Call], name: str) -> str:
+    """The type of an argument in a schema: the operator's own, or that of its role."""
+    return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
+
+
 def _form(kind: type[Call], returns: str, settled: dict[str, Any]) -> Form:
-    types = {**TYPES, **kind.torch_types}
     names = [name for name in kind.names if name not in settled and name not in kind.outputs]
-    arguments = [f"{types.get(name, 'bool')} {name}" for name in names]
-    written = [f"{types.get(name, 'Tensor(a!)')} {name}" for name in kind.outputs if name not in settled]
+    arguments = [f"{_type(kind, name)} {name}" for name in names]
+    written = [f"{_type(kind, name)} {name}" for name in kind.outputs if name not in settled]
     return Form(kind, ", ".join([*arguments, *written]), returns, settled)
 
 

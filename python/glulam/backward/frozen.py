@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..activations import packed
-from ..calls.arguments import SUFFIXES
+from ..calls.roles import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
 from ..host import device as gpus

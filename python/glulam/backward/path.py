@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from ..activations import packed
-from ..calls.arguments import BIASES, WEIGHTS
 from ..calls.call import Call
 from ..calls.checks import check_alignment, check_plain
 from ..calls.launch import Plan
 from ..calls.memory import tensors_of
+from ..calls.roles import TABLES
 from ..choose.problem import Problem, changed
 from ..host import experts
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.grouped_wgrad import GroupedWgradCall
 from .parts import Targets, contracted
 
-TABLES = {**dict.fromkeys(WEIGHTS, "weight"), **dict.fromkeys(BIASES, "bias")}
-"""Arguments that may be lists of experts, with the kind of their tables."""
 Groups = dict[str, Any]
 """Group sizes, as a keyword."""
 Options = Callable[[], dict[str, Any]]

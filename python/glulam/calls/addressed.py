@@ -134,7 +134,7 @@ class AddressedCall(Call):
         tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
         cls.torch_types = {name: _SCHEMA_TYPES.get(of, of).replace(" | None", "?") for name, of in annotations.items()}
-        super().declare(tuple(parameters))
+        cls._declare_names(parameters)
         cls.outputs = tuple(name for name in tensors if name in cls.returns)
         cls.reads = tuple(name for name in tensors if name not in cls.returns)
         cls.given = (*cls.reads, *cls.outputs)
@@ -149,11 +149,6 @@ class AddressedCall(Call):
         cls.optional = tuple(name for name in cls.given if IS_OPTIONAL[annotations[name]])
         kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
         cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
-
-    @property
-    def lead(self) -> Tensor:
-        lead: Tensor = getattr(self, self.leads)
-        return lead
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arguments of a call: what each is, told by its name, the same in every operator that has it, and common checks."""
+"""Arguments of a call, by their roles, and common checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host import groups
-from ..host.groups import leading
 from ..host.plans import Plans, described
 from .checks import (
     check_activation,
@@ -33,25 +32,8 @@ from .checks import (
     runs_kernels,
     tensors_of,
 )
+from .roles import GROUPS, SUFFIXES, WEIGHTS, Kind, roles_of
 
-MATRICES = ("x", "dy", "preact")
-"""A row for each of T rows, or of tokens where indices are given."""
-WEIGHTS, BIASES = ("w", "w1", "w2"), ("bias", "b1", "b2")
-"""Packed, or a list with one tensor an expert."""
-INDICES = ("rows", "dy_rows", "x_rows")
-PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
-OF_TOKENS = ("row_of", "ids", "id_weights", "residual")
-"""Of a layer: with a row for each token."""
-SUFFIXES = ("", "_scale", "_global_scale")
-"""Appended to a quantised argument's name, these name its parts."""
-PARTS_OF_WEIGHTS = tuple(f"{name}{suffix}" for name in WEIGHTS for suffix in SUFFIXES[1:])
-VECTORS = (*PER_ROW, *OF_TOKENS, *PARTS_OF_WEIGHTS, "mask")
-"""Tensors that kernels take by address."""
-GROUPS = ("offs", "splits")
-FLAGS = (
-    "return_preact", "recompute", "row_scale_grad", "accumulate", "transpose_w", "trained", "input_grad",
-)  # fmt: skip
-TENSORS = (*MATRICES, *WEIGHTS, *BIASES, *VECTORS, "out")
 _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w")
 
 
@@ -59,9 +41,13 @@ class Arguments:
     """The arguments of one call of an operator, by the names of its parameters.
 
     Attributes:
-        op: the operator. outputs: arguments that are written; `gradients`: those of them that are packed or a list, as
-            weights are. labels: what errors call arguments, where they have other names.
-        names: of the operator's parameters; `options`: those that are no tensors.
+        op: the operator.
+        leads: the argument that gives T, dtype and device to the others.
+        after_groups: what becomes of rows after the last group, for a warning where groups do not fill T; empty: there
+            is no reason for one.
+        outputs: arguments that are written; `gradients`: those of them that are packed or a list, as weights are.
+        labels: what errors call arguments, where they have other names.
+        names: of the operator's parameters; `options`: those that are no tensors, `flags`: of these.
         given: tensors, in the order in which plans are found by them; `optional`: those that may be absent.
         reads: those whose addresses a plan looks at, in order; matrices, weights, biases, scales, of_tokens: of these.
         rowwise: those that have a row for each of the lead's; `of_any_rows`: what indices are of, or has tokens of it.
@@ -70,6 +56,8 @@ class Arguments:
     """
 
     op: ClassVar[str]
+    leads: ClassVar[str] = "x"
+    after_groups: ClassVar[str] = ""
     takes_keywords: ClassVar[bool] = False
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     gradients: ClassVar[tuple[str, ...]] = ()
@@ -81,6 +69,7 @@ class Arguments:
 
     names: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[str, ...]]
+    flags: ClassVar[tuple[str, ...]] = ()
     given: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]]
     reads: ClassVar[tuple[str, ...]]
@@ -104,29 +93,35 @@ class Arguments:
     @classmethod
     def declare(cls, parameters: Iterable[str]) -> None:
         """Let the operator have these parameters."""
-        names = tuple(parameters)
+        cls._declare_names(parameters)
+        roles = roles_of(cls.op, cls.names)
 
-        def those(of: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name for name in names if name in of)
+        def those(*kinds: Kind) -> tuple[str, ...]:
+            return tuple(name for name, role in roles.items() if role.kind in kinds)
 
-        cls.names = names
+        groups.declare(cls.op, cls.leads, cls.after_groups)
+        cls.outputs = tuple(name for name in cls.outputs if name in roles)
+        tensors = [name for name, role in roles.items() if role.is_tensor and name not in cls.outputs]
+        sizes = those(Kind.GROUPS)
+        cls.reads = (*tensors, *(("groups",) if "splits" in sizes else sizes))
+        cls.given = (*cls.reads, *cls.outputs)
+        cls.options = those(Kind.OPTION)
+        cls.flags = tuple(name for name in cls.options if roles[name].schema == "bool")
+        cls.weights, cls.biases = those(Kind.WEIGHT), those(Kind.BIAS)
+        cls.scales = those(Kind.BY_ROW, Kind.OF_TOKENS, Kind.PART, Kind.MASK)
+        written = () if cls.gradients else cls.outputs
+        cls.matrices = (*those(Kind.MATRIX), *written)
+        of_tokens = those(Kind.OF_TOKENS)
+        cls.of_tokens = ("rows", *of_tokens) if of_tokens else ()
+        cls.rowwise = (*those(Kind.MATRIX, Kind.BY_ROW, Kind.OF_TOKENS), *written)
+        cls.of_any_rows = (cls.leads, f"{cls.leads}_scale", *(("out", *of_tokens) if of_tokens else ()))
+        cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *sizes)
+
+    @classmethod
+    def _declare_names(cls, parameters: Iterable[str]) -> None:
+        cls.names = tuple(parameters)
         if "torch_op" not in vars(cls):
             cls.torch_op = cls.op
-        tensors = [name for name in names if name in TENSORS and name not in cls.outputs]
-        groups_ = ["groups"] if "splits" in names else [name for name in names if name == "offs"]
-        cls.reads = (*tensors, *groups_)
-        outputs = tuple(name for name in cls.outputs if name in names)
-        cls.outputs = outputs
-        cls.given = (*cls.reads, *outputs)
-        cls.options = tuple(name for name in names if name not in TENSORS and name not in GROUPS)
-        cls.weights, cls.biases, cls.scales = those(WEIGHTS), those(BIASES), those(VECTORS)
-        written = () if cls.gradients else outputs
-        cls.matrices = (*those(MATRICES), *written)
-        cls.of_tokens = ("rows", *those(OF_TOKENS)) if those(OF_TOKENS) else ()
-        cls.rowwise = (*those((*MATRICES, *PER_ROW, *OF_TOKENS)), *written)
-        lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
-        cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
-        cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
         cls.plans = Plans()
 
     @classmethod
@@ -140,7 +135,7 @@ class Arguments:
 
     def check_lead(self, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, Tensor]:
         """Of the leading argument: its columns, and a matrix of T rows, like which the others are."""
-        name, lead = leading(self.op), self.lead
+        name, lead = self.leads, self.lead
         _, columns = check_x(self.op, lead, dtypes)
         check_indices(self.op, self.indices, lead, self.labels.get("rows", "rows"), name)
         return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
@@ -150,9 +145,8 @@ class Arguments:
         if "activation" in self.options:
             check_activation(self.op, self.activation, self.glu_layout)
             check_numbers(self.op, self.numbers)
-        for name in FLAGS:
-            if name in self.options:
-                check_flag(self.op, name, getattr(self, name))
+        for name in self.flags:
+            check_flag(self.op, name, getattr(self, name))
 
     def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
         """Group sizes, biases, of which `widths` are given, and scales of rows. `counted`: what has so many experts."""
@@ -181,7 +175,7 @@ class Arguments:
     @property
     def lead(self) -> Tensor:
         """The argument that gives T, dtype and device to the others."""
-        lead: Tensor = getattr(self, leading(self.op))
+        lead: Tensor = getattr(self, self.leads)
         return lead
 
     @property

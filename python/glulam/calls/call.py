@@ -57,6 +57,7 @@ class Call(Launching):
     torch_returns_with_out: ClassVar[str] = ""
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
+    is_torch_op: ClassVar[bool] = True
     has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 

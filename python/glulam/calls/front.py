@@ -21,13 +21,15 @@ from ..activations import TEXT, with_numbers
 from ..errors import ARGUMENT_ERRORS
 from ..host import experts
 from ..host.plans import unplanned
-from .arguments import GROUPS
 from .call import Call
 from .checks import PLAIN_RECIPE, any_requires_grad
 from .generated import compiled
 from .launch import indented, wrapped
 from .quantized import Quantized
+from .roles import GROUPS
 
+OPERATORS: list[type[Call]] = []
+"""The kinds of calls of all operators, those of quantised arguments after their operator's."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -187,6 +189,7 @@ def operator(
             lines = [f"numbers = {TEXT}", *lines]
         front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)
         kind.operator = staticmethod(front)
+        OPERATORS.extend(one for one in (kind, quantized) if one is not None)
         return cast(Function, front)
 
     return made

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..activations import packed
 from ..errors import GradientNotSupported
 from ..reference import take_rows
-from .arguments import SUFFIXES
 from .call import Call
 from .checks import any_requires_grad, check_indices, refuse_rows
+from .roles import SUFFIXES
 
 
 class Quantized(Call):

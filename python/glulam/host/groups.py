@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +23,34 @@ OFFS_OF_CALL = -1
 Splits = Tensor | Sequence[int]
 
 OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
-BEHIND_GROUPS = {
-    **dict.fromkeys(
-        ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu"),
-        "rows behind them are uninitialised in the result (as they were in a given out)",
-    ),
-    **dict.fromkeys(("grouped_wgrad", "grouped_bias_grad"), "rows behind them reach no result"),
-}
-"""Operators whose groups had better fill T, and what becomes of the rows behind them."""
 
 
-_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
+UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
+REACH_NO_RESULT = "rows after them reach no result"
+"""What becomes of rows after the last group; see `declare`."""
+
+
+class _Grouped(NamedTuple):
+    """What an operator says of itself; see `declare`."""
+
+    leads: str
+    after_groups: str
+
+
+_operators: dict[str, _Grouped] = {}
+
+
+def declare(op: str, leads: str, after_groups: str = "") -> None:
+    """Let an operator be known.
+
+    Args:
+        leads: the argument that gives T, dtype and device to the others.
+        after_groups: what becomes of rows after the last group, for a warning where groups do not fill T; empty: no
+            reason for one.
+    """
+    _operators[op] = _Grouped(leads, after_groups)
+
+
 OF_A_TRACE = ""
 _SPARE_ROWS = "_glulam_spare_rows"
 
@@ -71,7 +88,11 @@ def caller(op: str) -> str:
 
 def leading(op: str) -> str:
     """The argument of an operator that gives T, dtype and device to the others; checks call it x."""
-    return _LEADING.get(op, "x")
+    return _operators[op].leads if op in _operators else "x"
+
+
+def _after_groups(op: str) -> str:
+    return _operators[op].after_groups if op in _operators else ""
 
 
 def form(groups: Tensor, is_offs: bool) -> int:
@@ -93,7 +114,7 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
     op = caller(op)
     values = _ends(op, offs, splits, rows)
     is_suspect = not hasattr(splits if offs is None else offs, _SPARE_ROWS)
-    if values and values[-1] < rows and is_suspect and op in BEHIND_GROUPS and _caller.op != OF_A_TRACE:
+    if values and values[-1] < rows and is_suspect and _after_groups(op) and _caller.op != OF_A_TRACE:
         _warn_of_rows_behind(op, offs is not None, values, rows)
     return values
 
@@ -161,7 +182,7 @@ def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> 
         return
     _warned.add((op, cause))
     warnings.warn(
-        f"{op}: the groups end at row {ends[-1]} of {rows}; {BEHIND_GROUPS[op]}. {hint}. Where those rows are padding, "
+        f"{op}: the groups end at row {ends[-1]} of {rows}; {_after_groups(op)}. {hint}. Where those rows are padding, "
         "silence this by warnings.filterwarnings('ignore', message='.*the groups end at row')",
         RuntimeWarning,
         stacklevel=_level_of_user(),

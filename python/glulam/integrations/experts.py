@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.arguments import SUFFIXES
+from ..calls.roles import SUFFIXES
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import Parts, bytes_of_floats
 from ..nn.quantized_linear import refusal

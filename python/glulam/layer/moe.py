@@ -198,6 +198,7 @@ class OfTokens(Call):
     """
 
     op = "moe"
+    after_groups = ""
     labels: ClassVar[dict[str, str]] = {
         **Call.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
         "row_scale": "weights (routing.weight_of_row)",

@@ -68,6 +68,7 @@ class PreCall(Projecting):
     """Where a gradient is recorded, x itself is a result in place of those that backward needs."""
 
     op = kernel = "pre"
+    is_torch_op = False  # it is several of them there
     returns = ("out", "h_post", "h_res", "h_pre", "logits", "stats")
     differentiable = True
     saves = (*PARAMETERS, "stats", "h_pre", "logits")

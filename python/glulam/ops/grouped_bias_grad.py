@@ -26,10 +26,12 @@ from ..calls.checks import (
     runs_kernels,
 )
 from ..errors import ARGUMENT_ERRORS
+from ..host import groups
 from ..host.groups import Splits, part_of
 from .grouped_wgrad import grouped_wgrad
 
 OP = "grouped_bias_grad"
+groups.declare(OP, leads="dy", after_groups=groups.REACH_NO_RESULT)
 COLUMNS = 8
 """Of the matrix of ones: as few as a kernel takes."""
 

@@ -15,7 +15,7 @@ from ..calls.checks import check_experts, check_rows_like, check_width, intermed
 from ..calls.front import operator
 from ..calls.launch import MATRIX, Made
 from ..choose.problem import Problem
-from ..host.groups import Splits
+from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class GroupedDgluCall(Call):
     """A call of grouped_dglu."""
 
     op = "grouped_dglu"
+    leads = "dy"
+    after_groups = UNINITIALISED
     outputs = ()
     torch_results = {
         "": ("(Tensor, Tensor)", {"row_scale_grad": False}),

@@ -14,7 +14,7 @@ from ..calls.checks import check_out, check_w1
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
-from ..host.groups import Splits
+from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class GroupedGluCall(Call):
     """A call of grouped_glu."""
 
     op = "grouped_glu"
+    after_groups = UNINITIALISED
     differentiable = True
     torch_results = {
         "": ("Tensor", {"return_preact": False}),

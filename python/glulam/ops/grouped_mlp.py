@@ -18,7 +18,7 @@ from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import FoldedWeight, MXFP8Tensor
 from ..formats.scaled import Scaled
-from ..host.groups import Splits
+from ..host.groups import UNINITIALISED, Splits
 from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_mlp import QuantizedMlpCall
@@ -33,6 +33,7 @@ class GroupedMlpCall(Call):
     """A call of grouped_mlp in 16 bits."""
 
     op = "grouped_mlp"
+    after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features")),)

@@ -14,7 +14,7 @@ from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
 from ..host.experts import GateUp
-from ..host.groups import Splits
+from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
 from .quantized_mm import QuantizedMmCall
 
@@ -23,6 +23,7 @@ class GroupedMmCall(Call):
     """A call of grouped_mm in 16 bits."""
 
     op = "grouped_mm"
+    after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)

@@ -23,7 +23,7 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem, dtype_name
 from ..host.experts import ExpertList
-from ..host.groups import Splits
+from ..host.groups import REACH_NO_RESULT, Splits
 from ..reference import take_rows
 
 
@@ -31,6 +31,7 @@ class GroupedWgradCall(Call):
     """A call of grouped_wgrad."""
 
     op = "grouped_wgrad"
+    after_groups = REACH_NO_RESULT
     gradients = ("out",)
     torch_types = {"out": "Tensor(a!)[]"}
     settled_without_out = {"accumulate": False, "mask": None}

@@ -161,6 +161,7 @@ class GradientsCall(Call):
     """Data gradients in 16 bits. `out`: where dx goes; where `input_grad` is not set, there is none."""
 
     op = "grouped_mlp_backward"
+    leads = "dy"
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (
         Made("dpreact", "dpreact", ("num_rows", "preact_width")),

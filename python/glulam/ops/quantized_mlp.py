@@ -30,6 +30,7 @@ from ..formats.mxfp8.forms import Rows as MXFP8Rows
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import BLOCK
 from ..host import device as gpus
+from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_weights import (
@@ -109,6 +110,7 @@ class QuantizedMlpCall(Quantized):
     unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
 
     op = "grouped_mlp"
+    after_groups = UNINITIALISED
     torch_op = "grouped_mlp_mxfp8"
     differentiable = True
     sources = {"scale": "row_scale"}

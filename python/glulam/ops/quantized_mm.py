@@ -15,6 +15,7 @@ from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import MXFP8Tensor
 from ..formats.nvfp4 import NVFP4Tensor
+from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 from .quantized_weights import (
     READY_AS,
@@ -37,6 +38,7 @@ class QuantizedMmCall(Quantized):
     classes = frozenset((MXFP8Tensor, FP8BlockTensor, MXFP4Tensor, NVFP4Tensor))
 
     op = "grouped_mm"
+    after_groups = UNINITIALISED
     differentiable = True
     torch_op = "grouped_mm_mxfp4"
     sources = {"scale": "bias_scale"}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import recipes
 from ..activations import is_in_halves
-from ..calls.arguments import SUFFIXES
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
+from ..calls.roles import SUFFIXES
 from ..choose.problem import changed
 from ..formats import prepared
 from ..formats.form import Form

@@ -1,0 +1,87 @@
+"""Roles of arguments: what an argument is, told by its name, the same in every operator that has it.
+
+Checks, plans' keys, tables of lists, launches and torch's schemas follow from these. Operators whose kernels take
+nothing but addresses and numbers declare their arguments by annotations instead (`addressed`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    """What an argument is."""
+
+    MATRIX = "a matrix [T, .]; [num_tokens, .] if its rows come by index"
+    WEIGHT = "experts' weights: packed, a list with one tensor an expert, or a GateUp"
+    BIAS = "experts' biases: packed, or a list"
+    BY_ROW = "a number for each of T rows, which kernels take by address"
+    OF_TOKENS = "of a layer: a row for each token, which kernels take by address"
+    PART = "a part of a quantised weight besides its elements, which kernels take by address"
+    MASK = "a flag for each expert, which kernels take by address"
+    GROUPS = "group sizes"
+    OUTPUT = "a buffer that is written"
+    OPTION = "no tensor"
+
+
+class Role(NamedTuple):
+    """`schema`: the argument's type in torch's schemas; an operator may have another (`Call.torch_types`)."""
+
+    kind: Kind
+    schema: str
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind not in (Kind.GROUPS, Kind.OPTION)
+
+
+SUFFIXES = ("", "_scale", "_global_scale")
+"""Appended to a quantised argument's name, these name its parts."""
+
+
+def _roles(kind: Kind, schema: str, *names: str) -> dict[str, Role]:
+    return dict.fromkeys(names, Role(kind, schema))
+
+
+_WEIGHTS = ("w", "w1", "w2")
+ROLES: dict[str, Role] = {
+    **_roles(Kind.MATRIX, "Tensor", "x", "dy", "preact"),
+    **_roles(Kind.WEIGHT, "Tensor[]", *_WEIGHTS),
+    **_roles(Kind.PART, "Tensor?", *[name + suffix for name in _WEIGHTS for suffix in SUFFIXES[1:]]),
+    **_roles(Kind.BIAS, "Tensor[]?", "bias", "b1", "b2"),
+    **_roles(Kind.BY_ROW, "Tensor?", "row_scale", "bias_scale", "x_scale", "rows", "dy_rows", "x_rows"),
+    **_roles(Kind.OF_TOKENS, "Tensor", "row_of", "ids", "id_weights"),
+    **_roles(Kind.OF_TOKENS, "Tensor?", "residual"),
+    **_roles(Kind.MASK, "Tensor?", "mask"),
+    **_roles(Kind.GROUPS, "Tensor?", "offs", "splits"),
+    **_roles(Kind.OUTPUT, "Tensor(a!)", "out"),
+    **_roles(Kind.OPTION, "str", "activation", "glu_layout", "recipe", "axis", "block", "scale_layout"),
+    **_roles(Kind.OPTION, "ScalarType?", "dtype", "out_dtype"),
+    **_roles(Kind.OPTION, "float[]", "numbers"),
+    **_roles(Kind.OPTION, "int", "num_experts"),
+    **_roles(
+        Kind.OPTION, "bool",
+        "return_preact", "recompute", "row_scale_grad", "accumulate", "transpose_w", "trained", "input_grad",
+    ),
+}  # fmt: skip
+
+
+def roles_of(op: str, names: Iterable[str]) -> dict[str, Role]:
+    """The roles of an operator's parameters. Raises TypeError: a name that has none."""
+    found = {name: ROLES.get(name) for name in names}
+    unknown = [name for name, role in found.items() if role is None]
+    if unknown:
+        raise TypeError(f"{op}: {', '.join(unknown)} have no role; add them to glulam.calls.roles.ROLES")
+    return {name: role for name, role in found.items() if role is not None}
+
+
+def names_of(*kinds: Kind) -> tuple[str, ...]:
+    """All names of arguments of these kinds."""
+    return tuple(name for name, role in ROLES.items() if role.kind in kinds)
+
+
+GROUPS, WEIGHTS, BIASES = names_of(Kind.GROUPS), names_of(Kind.WEIGHT), names_of(Kind.BIAS)
+TABLES = {**dict.fromkeys(WEIGHTS, "weight"), **dict.fromkeys(BIASES, "bias")}
+"""Arguments that may be lists of experts' tensors, with the kind of their tables (`host.experts`)."""
