@@ -20,7 +20,7 @@ import glulam
 from cute_kernels.chains import signature_of
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, LayerSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
 from glulam.choose import choose, kernels, known, loadable
@@ -194,6 +194,25 @@ class TestExplain:
         glulam.grouped_glu(x, w, offs=offs, activation="geglu")
         assert told.spec is not None and fake_gpu.specs == [told.spec, told.spec]
         assert len(fake_gpu.launches) == 1
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_a_layer(self, fake_gpu: FakeGpu, recipe: str) -> None:
+        """Of tensors or of shapes, the kernels that route and moe then launch."""
+        x, logits = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(6, 4)
+        w1, w2 = torch.zeros(4, 128, 64, dtype=torch.bfloat16), torch.zeros(4, 64, 64, dtype=torch.bfloat16)
+        told = [glulam.explain("route", logits, 2), glulam.explain(glulam.route, (6, 4), 2)]
+        routing = glulam.route(logits, 2)
+        given = {"recipe": recipe, "activation": "situ", "gate_cap": 3.0}
+        of_moe = [glulam.explain(glulam.moe, x, routing, w1, w2, **given)]
+        of_moe.append(glulam.explain("moe", (6, 64), (6, 2), (4, 128, 64), (4, 64, 64), **given))
+        glulam.moe(x, routing, w1, w2, **given)
+        route, *others = (spec for spec in fake_gpu.specs if isinstance(spec, (LayerSpec, GroupedMlpSpec)))
+        for specs, launched, op in ((told, route, "route"), (of_moe, others[-1], "moe")):
+            assert {one.op for one in specs} == {op} and {one.spec for one in specs} == {launched}
+        with pytest.raises(ValueError, match="x has 6 tokens, but routing is of 5"):
+            glulam.explain("moe", (6, 64), (5, 2), (4, 128, 64), (4, 64, 64))
+        with pytest.raises(TypeError, match="routing is a int"):
+            glulam.explain("moe", (6, 64), 5, (4, 128, 64), (4, 64, 64))
 
     def test_a_missing_bundle(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))

@@ -16,26 +16,17 @@ from ffi_bridge.profiles import DEFAULT
 
 from . import recipes
 from .activations import packed
+from .calls import front
 from .calls.call import Call
-from .calls.checks import check_width, runs_kernels
+from .calls.checks import runs_kernels
+from .calls.roles import ROLES
 from .choose import choose, kernels
 from .choose.problem import Problem
-from .formats.mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
+from .choose.shipped import Choice
 from .host import device as gpus
 from .host.experts import GateUp
-from .ops.grouped_dglu import GroupedDgluCall
-from .ops.grouped_glu import GroupedGluCall
-from .ops.grouped_mlp import GroupedMlpCall
-from .ops.grouped_mm import GroupedMmCall
-from .ops.grouped_wgrad import GroupedWgradCall
 
-CALLS: dict[str, type[Call]] = {
-    c.op: c
-    for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call)
-}
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {QuantizeMxfp8Call.op: quantize_mxfp8}
-"""What users call, where that is not the operator's function itself."""
+CALLS: dict[str, type[Call]] = {kind.op: kind for kind in front.OPERATORS if kind.explains}
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,10 +81,10 @@ def explain(
     if name not in CALLS:
         raise ValueError(f"explain: op is {name!r}; choose one of {', '.join(CALLS)}")
     call_type = CALLS[name]
-    parameters = inspect.signature(FUNCTIONS.get(name, call_type.operator))
+    parameters = inspect.signature(call_type.public or call_type.operator)
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = packed(bound.arguments)
+    arguments = call_type.arguments_of(packed(bound.arguments))
     recipe, quantized = recipes.find(name, arguments.get("recipe", recipes.BF16)), call_type.quantized
     if quantized is not None and arguments.get("w").__class__ in quantized.classes:
         recipe = recipes.find(name, arguments["w"].weight_only)
@@ -110,25 +101,26 @@ def explain(
     else:
         where, gpu = _target(device)
         arguments = _shapes_as_tensors(call_type, arguments, _dtype(dtype))
-    problem = call_type(**{name: arguments.get(name) for name in call_type.names}).check()
+    call = call_type(**{name: arguments.get(name) for name in call_type.names})
+    problem = call.check()
     if gpu is None:
         why_not = ("kernels run on tensors on a GPU",)
         return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)
-    for width in (problem.in_features, problem.intermediate, problem.out_features):
-        if width:  # tensors on a GPU were checked already, shapes were not
-            check_width(name, "a tensor", width, on_gpu=True)
-    return of_problem(problem, str(where), gpu.arch, gpu.name)
+    return _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu.arch, gpu.name)
 
 
 def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanation:
     """What would serve a problem on a GPU of this architecture and name; without a name no tuned table holds."""
-    choice = choose(problem, arch, gpu)
+    return _in_words(problem.op, choose(problem, arch, gpu), device, arch, gpu)
+
+
+def _in_words(op: str, choice: Choice, device: str, arch: str, gpu: str) -> Explanation:
     try:
         source, why = kernels.find(choice.spec).source, choice.why
         source = "tuned" if choice.is_tuned else source
     except BundleError as error:
         source, why = "missing", str(error)
-    return Explanation(problem.op, device, choice.spec, source, why, choice.why_not, gpus.state_of(arch, gpu))
+    return Explanation(op, device, choice.spec, source, why, choice.why_not, gpus.state_of(arch, gpu))
 
 
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
@@ -161,9 +153,10 @@ def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: 
 
     result = dict(arguments)
     for name in (*call_type.matrices, *call_type.outputs, *call_type.weights, *call_type.biases, *call_type.scales):
-        value = arguments[name]
+        value = arguments.get(name)
         if isinstance(value, (tuple, list)) and all(type(size) is int for size in value):
-            result[name] = tensor(name, value, torch.float32 if name in call_type.scales else dtype)
+            of = ROLES[name].dtype if name in ROLES else None
+            result[name] = tensor(name, value, of or dtype)
         elif isinstance(value, GateUp):
             result[name] = GateUp(*(tensor(f"{name}.{part}", one) for part, one in value._asdict().items()))
     weights = result[call_type.weights[0]] if call_type.weights else None

@@ -20,6 +20,7 @@ from cute_kernels.specs import PARAM_FORMS, Spec
 
 from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
+from ..choose.shipped import Choice
 from ..host import device as gpus
 from .autograd import once_differentiable, usable, without_graph
 from .call import Call
@@ -149,6 +150,10 @@ class AddressedCall(Call):
         cls.optional = tuple(name for name in cls.given if IS_OPTIONAL[annotations[name]])
         kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
         cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
+
+    def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
+        why = f"every {self.op} of this form has one kernel, whatever the number of rows"
+        return Choice(self.spec(arch), why, ())
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:

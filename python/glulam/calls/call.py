@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..choose import choose
 from ..choose.problem import Problem, changed
+from ..choose.shipped import Choice
 from ..host import device as gpus
 from ..host import experts, groups
 from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
-from .checks import MAX_ROWS, any_requires_grad, refuse_out, runs_kernels
+from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
 from .planning import Launching
 
 ENV_CHECK = "GLULAM_CHECK"
@@ -37,12 +39,16 @@ class Call(Launching):
     of (`makes`, `scratch`, `constants`). The rest follows from the operator's parameters (`declare`).
 
     Attributes:
+        explains: whether `glulam.explain` tells which kernel serves a call. public: the function that users call, where
+            that is not the operator's own.
         tabled: weights that kernels take as lists; None: all.
         differentiable: whether the operator has a gradient.
         beside_weights: arguments that hold other parts of weights, as their scales.
         tokens: of a layer, what its gradient does with them (`backward.data_path.Tokens`).
     """
 
+    explains: ClassVar[bool] = False
+    public: ClassVar[Callable[..., Any] | None] = None
     tabled: tuple[str, ...] | None = None
     differentiable: ClassVar[bool] = False
     beside_weights: ClassVar[tuple[str, ...]] = ()
@@ -60,6 +66,20 @@ class Call(Launching):
     is_torch_op: ClassVar[bool] = True
     has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
+
+    @classmethod
+    def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
+        """A call's arguments, of the public function's by name, which it takes over; shapes may stand for tensors."""
+        return public
+
+    def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
+        """Which kernel serves this call on an architecture and the GPU of this name, and why. Raises ValueError: none
+        does, since a width of a tensor on no GPU, whose checks are others, is no multiple of 8.
+        """
+        for width in (problem.in_features, problem.intermediate, problem.out_features):
+            if width:
+                check_width(self.op, "a tensor", width, on_gpu=True)
+        return choose(problem, arch, gpu)
 
     def reference(self, problem: Problem) -> Any:
         raise NotImplementedError

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
 
 class Kind(enum.Enum):
     """What an argument is."""
@@ -27,10 +29,16 @@ class Kind(enum.Enum):
 
 
 class Role(NamedTuple):
-    """`schema`: the argument's type in torch's schemas; an operator may have another (`Call.torch_types`)."""
+    """What an argument is, in every operator that has it.
+
+    Attributes:
+        schema: its type in torch's schemas; an operator may have another (`Call.torch_types`).
+        dtype: of its elements, unless other arguments tell.
+    """
 
     kind: Kind
     schema: str
+    dtype: torch.dtype | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -41,8 +49,8 @@ SUFFIXES = ("", "_scale", "_global_scale")
 """Appended to a quantised argument's name, these name its parts."""
 
 
-def _roles(kind: Kind, schema: str, *names: str) -> dict[str, Role]:
-    return dict.fromkeys(names, Role(kind, schema))
+def _roles(kind: Kind, schema: str, *names: str, dtype: torch.dtype | None = None) -> dict[str, Role]:
+    return dict.fromkeys(names, Role(kind, schema, dtype))
 
 
 _WEIGHTS = ("w", "w1", "w2")
@@ -51,8 +59,10 @@ ROLES: dict[str, Role] = {
     **_roles(Kind.WEIGHT, "Tensor[]", *_WEIGHTS),
     **_roles(Kind.PART, "Tensor?", *[name + suffix for name in _WEIGHTS for suffix in SUFFIXES[1:]]),
     **_roles(Kind.BIAS, "Tensor[]?", "bias", "b1", "b2"),
-    **_roles(Kind.BY_ROW, "Tensor?", "row_scale", "bias_scale", "x_scale", "rows", "dy_rows", "x_rows"),
-    **_roles(Kind.OF_TOKENS, "Tensor", "row_of", "ids", "id_weights"),
+    **_roles(Kind.BY_ROW, "Tensor?", "row_scale", "bias_scale", "x_scale", dtype=torch.float32),
+    **_roles(Kind.BY_ROW, "Tensor?", "rows", "dy_rows", "x_rows", dtype=torch.int32),
+    **_roles(Kind.OF_TOKENS, "Tensor", "row_of", "ids", dtype=torch.int32),
+    **_roles(Kind.OF_TOKENS, "Tensor", "id_weights", dtype=torch.float32),
     **_roles(Kind.OF_TOKENS, "Tensor?", "residual"),
     **_roles(Kind.MASK, "Tensor?", "mask"),
     **_roles(Kind.GROUPS, "Tensor?", "offs", "splits"),

@@ -84,7 +84,7 @@ def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int
 class OfChoices(OfTokens):
     """What such a call has beside moe's: a routing that it makes."""
 
-    differentiable = False
+    differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
     torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int"}
     offs = splits = rows = row_of = row_scale = residual = out = None

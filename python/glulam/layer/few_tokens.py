@@ -66,7 +66,7 @@ def route_few(
 class RouterCall(RouteCall):
     """The same of tokens and a router's parameters: logits are one of its results."""
 
-    kernel, leads = "router", "x"
+    kernel, leads, explains = "router", "x", False
     returns: ClassVar[tuple[str, ...]] = ("logits", *RouteCall.returns)
     shared = frozenset(("weight", "weight_bias", "bias", "num_tokens"))
     unaligned = frozenset(("weight_bias", "bias", "num_tokens"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
 from ..recipes import BF16, Recipe
 from .routing import Routing, check_row_of
-from .rows import combine, combine_rows, permute, permute_tokens, row_indices
+from .rows import check_routed, combine, combine_rows, permute, permute_tokens, row_indices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,6 +206,24 @@ class OfTokens(Call):
     }  # fmt: skip
     tokens = Tokens(_copies, _rows, _sums)
 
+    @classmethod
+    def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
+        """For a routing may stand the shape (N, K) of its choices."""
+        routing = public.pop("routing")
+        if public.pop("parallel") is not None:
+            raise ValueError(
+                f"{cls.op}: kernels depend on the rows that a rank gets; give these, and leave out parallel"
+            )
+        given: dict[str, Any] = {"splits": None}
+        if isinstance(routing, (tuple, list)) and len(routing) == 2:
+            check_routed(cls.op, public["x"][0], routing[0])
+            rows = (math.prod(routing),)
+            given.update(offs=None, rows=rows, row_of=routing, row_scale=rows)
+        else:
+            given.update(rows=row_indices(cls.op, public["x"], routing), row_of=routing.row_of)
+            given.update(offs=routing.offs, row_scale=routing.weight_of_row)
+        return {**public, **given}
+
     @property
     def choices(self) -> Tensor:
         """Of each of N tokens K, in any form."""
@@ -264,3 +283,6 @@ def layer(
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body
+
+
+MoeCall.public = staticmethod(moe)

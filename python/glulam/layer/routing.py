@@ -245,6 +245,7 @@ class _Choosing(LayerCall):
 
 class RouteCall(_Choosing):
     kernel = "route"
+    explains = True
     returns: ClassVar[tuple[str, ...]] = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
     shared = frozenset(("bias", "num_tokens"))
     unaligned = frozenset(("logits", "bias", "num_tokens"))
@@ -388,3 +389,6 @@ def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor)
         return d_weights
     by_rows: Tensor = row_weights_backward(d_rows.view(row_of.shape), row_of)
     return by_rows if d_weights is None else by_rows + d_weights
+
+
+RouteCall.public = staticmethod(route)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -84,13 +84,15 @@ def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
     """`routing.token_of_row`, of a routing of x's tokens. Raises ValueError or TypeError where it is none."""
     row_of = _row_of(op, routing)
     if isinstance(x, (Tensor, MXFP8Tensor)) and len(x.shape) == 2 and x.shape[0] != row_of.shape[0]:
-        _mismatch(op, x.shape[0], len(row_of))
+        check_routed(op, x.shape[0], row_of.shape[0])
     indices: Tensor = routing.token_of_row
     return indices
 
 
-def _mismatch(op: str, tokens: int, routed: int) -> NoReturn:
-    raise ValueError(f"{op}: x has {tokens} tokens, but routing is of {routed}; route these tokens")
+def check_routed(op: str, tokens: int, routed: int) -> None:
+    """Raise ValueError if a routing is of other tokens."""
+    if tokens != routed:
+        raise ValueError(f"{op}: x has {tokens} tokens, but routing is of {routed}; route these tokens")
 
 
 def _row_of(op: str, routing: Any) -> Tensor:
@@ -135,8 +137,7 @@ class PermuteCall(_Moving):
 
     def check_inputs(self) -> None:
         tokens, _ = check_matrix(self.op, "x", self.x, "N, H")
-        if tokens != len(self.row_of):
-            _mismatch(self.op, tokens, len(self.row_of))
+        check_routed(self.op, tokens, len(self.row_of))
         self.check_rows()
 
     def likes(self) -> Sequence[Like | None]:

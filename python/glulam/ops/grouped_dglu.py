@@ -48,6 +48,7 @@ class GroupedDgluCall(Call):
     """A call of grouped_dglu."""
 
     op = "grouped_dglu"
+    explains = True
     leads = "dy"
     after_groups = UNINITIALISED
     outputs = ()

@@ -25,6 +25,7 @@ class GroupedGluCall(Call):
     """A call of grouped_glu."""
 
     op = "grouped_glu"
+    explains = True
     after_groups = UNINITIALISED
     differentiable = True
     torch_results = {

@@ -33,6 +33,7 @@ class GroupedMlpCall(Call):
     """A call of grouped_mlp in 16 bits."""
 
     op = "grouped_mlp"
+    explains = True
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "row_scale"}

@@ -23,6 +23,7 @@ class GroupedMmCall(Call):
     """A call of grouped_mm in 16 bits."""
 
     op = "grouped_mm"
+    explains = True
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "bias_scale"}

@@ -31,6 +31,7 @@ class GroupedWgradCall(Call):
     """A call of grouped_wgrad."""
 
     op = "grouped_wgrad"
+    explains = True
     after_groups = REACH_NO_RESULT
     gradients = ("out",)
     torch_types = {"out": "Tensor(a!)[]"}

@@ -122,6 +122,7 @@ def _all(*made: Tensor) -> tuple[Tensor, ...]:
 class QuantizeMxfp8Call(Call):
     """A call of quantize_mxfp8. `out`: data and scales of each copy."""
 
+    explains = True
     op = OP
     torch_results = {"": ("Tensor[]", {})}
     torch_returns_with_out = "()"
@@ -224,3 +225,6 @@ def quantize_to(
 ) -> Any:
     """Data and scales of each copy."""
     raise NotImplementedError  # `front` writes the body
+
+
+QuantizeMxfp8Call.public = staticmethod(quantize_mxfp8)
