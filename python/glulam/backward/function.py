@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,56 +22,77 @@ from .parts import Targets, backward_of, tensor_groups
 from .path import Path
 
 SINGLE, PAIR = -1, -2
+
+
+@functools.cache  # equal steps have the same
+def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes these places of a sequence, as a tuple: of a single one, itemgetter would give that itself."""
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
 MAX_LAYOUTS = 1024
 
 
 class Layout:
     """Which arguments lie where among flat inputs. `sizes`: tensors of a list, SINGLE for a tensor or None, PAIR for a
     GateUp.
+
+    Attributes:
+        several: of arguments of several tensors the place, name, size and first input, from the last to the first.
     """
 
-    __slots__ = ("all_single", "names", "slices")
+    __slots__ = ("_firsts", "names", "several", "slices")
 
     def __init__(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         self.names = names
-        self.all_single = all(size == SINGLE for size in sizes)
         begins = itertools.accumulate(map(abs, sizes), initial=0)
         self.slices = tuple(zip(names, sizes, begins, strict=False))
+        places = [(place, *one) for place, one in enumerate(self.slices) if one[1] != SINGLE]
+        self.several = tuple(reversed(places))
+        self._firsts = picker(*[begin if size else 0 for _, size, begin in self.slices])
 
     def named(self, flat: Sequence[Any]) -> dict[str, Any]:
         """The arguments by name, lists as lists."""
-        if self.all_single:
+        if not self.several:
             return dict(zip(self.names, flat, strict=True))
-        return {name: _taken(flat, size, begin) for name, size, begin in self.slices}
+        named = dict(zip(self.names, self._firsts(flat), strict=True))
+        for _, name, size, begin in self.several:
+            named[name] = _taken(flat, size, begin)
+        return named
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
         """The inputs that arguments, in their order, are made of."""
-        if self.all_single:
-            return [*values]
-        inputs: list[Any] = []
-        for value, (_, size, _) in zip(values, self.slices, strict=True):
-            if size == SINGLE:
-                inputs.append(value)
-            else:
-                inputs.extend(value.tensors if value.__class__ is ExpertList else value)
+        inputs = [*values]
+        for place, *_ in self.several:
+            value = inputs[place]
+            inputs[place : place + 1] = value.tensors if value.__class__ is ExpertList else value
         return inputs
 
     def wanted(self, needs_grad: Sequence[bool]) -> frozenset[str]:
         """Names of the arguments of which a tensor needs a gradient."""
-        if self.all_single:
+        if not self.several:
             return frozenset(itertools.compress(self.names, needs_grad))
         return frozenset(name for name, size, begin in self.slices if any(needs_grad[begin : begin + abs(size)]))
 
-    def flat_gradients(self, gradients: dict[str, Any], needs_grad: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients by name, those of lists and GateUps packed or as lists, one for each flat input that needs one."""
-        flat: list[Tensor | None] = []
-        for name, size, _ in self.slices:
-            value = gradients.get(name)
-            if size == SINGLE:
-                flat.append(value)
-            else:
-                flat.extend([None] * abs(size) if value is None else value)
-        return [value if needed else None for value, needed in zip(flat, needs_grad, strict=True)]
+    def flat_gradients(
+        self, gradients: dict[str, Any], needs_grad: Callable[[], Sequence[bool]]
+    ) -> list[Tensor | None]:
+        """Gradients by name, those of lists and GateUps packed or as lists, one for each flat input.
+
+        Args:
+            needs_grad: tells which inputs need one, for tensors of several that do not all.
+        """
+        flat: list[Tensor | None] = [*map(gradients.get, self.names)]
+        if self.several:
+            needed = needs_grad()
+            for place, name, size, begin in self.several:
+                value = gradients.get(name)
+                parts = [None] * abs(size) if value is None else value
+                of = needed[begin : begin + abs(size)]
+                flat[place : place + 1] = [
+                    part if is_needed else None for part, is_needed in zip(parts, of, strict=True)
+                ]
+        return flat
 
 
 def _taken(flat: Sequence[Any], size: int, begin: int) -> Any:
@@ -128,7 +150,7 @@ class Step:
         with backward_of(self.op):
             check_saved(self.op, saved)
             gradients = self.path.gradients(saved, targets, wanted, *map(usable, dy))
-        return once_differentiable(self.op, self.layout.flat_gradients(gradients, needed))
+        return once_differentiable(self.op, self.layout.flat_gradients(gradients, lambda: needed))
 
 
 class Differentiable(torch.autograd.Function):

@@ -6,10 +6,8 @@ directions. What is done here less often than a step is kept for takes the publi
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from ..host import device as gpus
 from ..host.experts import GateUp
 from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
-from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten
+from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, picker
 from .parts import ORDINARY, Targets, key_of
 from .path import Path, with_table
 
@@ -37,12 +35,6 @@ LISTS = (list, tuple)
 """Classes of lists of experts' tensors."""
 PLANS: Plans[Any] = Plans()
 """Of calls with targets, which come from modules and not through an operator."""
-
-
-@functools.cache  # equal steps have the same
-def _picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes these places of a sequence, as a tuple: of a single one, itemgetter would give that itself."""
-    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
 class PlannedStep(Step):
@@ -75,13 +67,13 @@ class PlannedStep(Step):
         self.kind, self.names = type(call), names
         self.present = tuple(name for name in names if given[name] is not None)
         self.absent = {name: None for name in names if given[name] is None}
-        self.there = _picker(*map(names.index, self.present))
+        self.there = picker(*map(names.index, self.present))
         self.listed = frozenset(name for name, value in given.items() if value.__class__ in LISTS)
         self.wanted = layout.wanted([getattr(value, "requires_grad", False) for value in flat])
         reads = planned.reads(self.wanted)
         self.saved = frozenset(name for name in self.present if reads.get(name, True))
         spans = [range(begin, begin + abs(size)) for name, size, begin in layout.slices if name in self.saved]
-        self.read = _picker(*itertools.chain.from_iterable(spans))
+        self.read = picker(*itertools.chain.from_iterable(spans))
         self.is_frozen = isinstance(call, Quantized) and call.is_frozen
         self.arguments = {name: getattr(call, name) for name in call.options}
         self.index, self.only = call.lead.get_device(), gpus.is_only_one()
@@ -120,7 +112,7 @@ class PlannedStep(Step):
             read = dict(zip(self.present, there, strict=True))
             self.kind.look(self.op, [], **read)
             check_apart(self, at, [], read)
-        flat = given if self.layout.all_single else self.layout.flat(given)
+        flat = self.layout.flat(given) if self.layout.several else given
         if has_functorch_transforms():
             return apply(self.call_of(list(self.layout.named(flat).values())), self.general.path, targets)
         return apply_untransformed(self, targets, *flat)
@@ -156,9 +148,7 @@ class PlannedStep(Step):
         if not is_common:
             return self.general.differentiate(ctx, targets, saved, dy)
         gradients = self.path.gradients(saved, targets, self.wanted, *dy)
-        if self.layout.all_single:
-            return [*map(gradients.get, self.names)]
-        return self.layout.flat_gradients(gradients, ctx.needs_input_grad[2:])
+        return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
 
 def run(call: Call, key: Hashable, targets: Targets, path: Path) -> Any:
