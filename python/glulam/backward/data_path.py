@@ -188,7 +188,10 @@ class DataPath(Path):
         return self.fuses and self.launches is not None and not (self.transpose_w or self.in_halves)
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        return self.is_copied if self.launches is not None else self.copies(x, given.get("row_of"), given.get("w2"))
+        """`copies`, of arguments or of what was saved."""
+        if self.launches is None:
+            return self.copies(x, given.get("row_of"), given.get("w2"))
+        return self.is_copied and given.get("w2") is not None
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
         """dy as the GEMMs read it, and what was saved as well, in place."""
