@@ -10,8 +10,9 @@ import dataclasses
 import functools
 from typing import Any
 
+from .arguments import ADDRESS, KINDS, NAMES_OF_PARAMS, TENSOR, Argument, Signature
 from .formats import FP8_ROWS, OPERANDS
-from .signatures import ADDRESS, KINDS, MHC, NAMES_OF_PARAMS, TENSOR, Argument, Signature, stage_signature
+from .signatures import stage_signature
 from .specs import (
     DgluSpec,
     GroupedDgluSpec,
@@ -216,13 +217,13 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
     """h_pre, h_post and logits = project(x), h_res = sinkhorn(logits), out = aggregate(x, h_pre).
 
     The streams are read twice: all of a token's columns must be seen before the first is weighed, and the tokens in
-    flight do not fit the L2 cache. What lies between the steps is float32, form 0 (`specs.PARAM_FORMS`).
+    flight do not fit the L2 cache. What lies between the steps is float32, form 0 (`dtypes.PARAM_FORMS`).
     """
     stages = {
         kernel: MhcSpec(kernel, "float32" if kernel == "sinkhorn" else spec.dtype, spec.n, spec.arch)
         for kernel in ("project", "sinkhorn", "aggregate")
     }
-    same = " ".join(name for name in MHC["project"].names if name != "h_res")
+    same = " ".join(name for name in stage_signature(stages["project"]).names if name != "h_res")
     return (
         _step(stages["project"], same, h_res="logits"),
         _step(stages["sinkhorn"], "logits iters stream", out="h_res", forms=0, matrices="tokens", eps="sinkhorn_eps"),

@@ -7,21 +7,17 @@ from dataclasses import replace
 from itertools import product
 
 from .formats import DECODED, OPERANDS, next_operands
+from .layer import kernels as layer
+from .mhc import kernels as mhc
 from .specs import (
     BLOCK_ROWS,
     DTYPES,
     FOLD_AXES,
     GATED,
     GLU_LAYOUTS,
-    MHC_KERNELS,
     QUANTIZE_AXES,
-    QUANTIZED_DTYPES,
-    RANK_KERNELS,
-    ROUTING_EXPERTS,
-    ROW_KERNELS,
-    STREAM_COUNTS,
-    STREAM_DTYPES,
     UNGATED,
+    WIDE_DTYPES,
     FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
@@ -59,7 +55,7 @@ def glu_forms(
 def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
     form = glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", tile, False)
     fc1, fc2 = GroupedGluSpec("bfloat16", *form, False, tile, arch), GroupedMmSpec(tile=tile, arch=arch)
-    return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=ROUTING_EXPERTS[0], arch=arch)]
+    return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=layer.CAPACITIES[0], arch=arch)]
 
 
 def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
@@ -109,32 +105,29 @@ def decoded_specs(
 
 def quantizing_specs(arch: str) -> list[Spec]:
     """Every quantiser, of MXFP8 and of MXFP4."""
-    specs: list[Spec] = [
-        QuantizeMxfp8Spec(dtype, axis, arch) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)
-    ]
+    specs: list[Spec] = [QuantizeMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, QUANTIZE_AXES)]
     specs += [
         QuantizeMxfp8Spec(dtype, arch=arch, rounded=True) for dtype in ("bfloat16", "float32")
     ]  # hold their values
-    return specs + [QuantizeMxfp4Spec(dtype, arch) for dtype in QUANTIZED_DTYPES]
+    return specs + [QuantizeMxfp4Spec(dtype, arch) for dtype in WIDE_DTYPES]
 
 
 def folding_specs(arch: str) -> list[Spec]:
     """Every fold: for FP8 MMAs alone."""
-    return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
+    return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, FOLD_AXES)]
 
 
 def mhc_specs(arch: str) -> list[Spec]:
-    """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
-    kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
-    return [MhcSpec(*choice, arch) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]
+    """Every hyper-connection kernel: for each number of streams and, except for Sinkhorn's, each dtype of theirs."""
+    kernels = ((name, dtype) for name, kernel in mhc.KERNELS.items() for dtype in kernel.ships)
+    return [MhcSpec(name, dtype, n, arch) for (name, dtype), n in product(kernels, mhc.COUNTS)]
 
 
 def layer_specs(arch: str) -> list[Spec]:
     """Every kernel around a layer's experts."""
-    specs: list[Spec] = [
-        LayerSpec(kernel, experts=most, arch=arch) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
+    return [
+        LayerSpec(name, dtype, experts, arch)
+        for name, kernel in layer.KERNELS.items()
+        for dtype in kernel.ships
+        for experts in (layer.CAPACITIES if kernel.is_sized else (0,))
     ]
-    specs += [LayerSpec("router", dtype, most, arch) for dtype, most in product(DTYPES, ROUTING_EXPERTS)]
-    rows = product((*ROW_KERNELS, *RANK_KERNELS), STREAM_DTYPES)
-    specs += [LayerSpec(kernel, dtype, arch=arch) for kernel, dtype in rows]
-    return [*specs, LayerSpec("route_backward", arch=arch), LayerSpec("row_weights_backward", arch=arch)]

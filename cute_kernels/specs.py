@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from .dtypes import DTYPES as DTYPES
+from .dtypes import PARAM_FORMS as PARAM_FORMS
+from .dtypes import WIDE_DTYPES as WIDE_DTYPES
 from .formats import DECODED as DECODED
 from .formats import OPERANDS as OPERANDS
 from .formats import next_operands
 from .formulas import FORMULAS
+from .kernels import Kernel
+from .layer import kernels as layer
+from .mhc import kernels as mhc
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
-DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
 FOLD_AXES = ("row", "col")
 ACTIVATIONS = tuple(FORMULAS)
@@ -375,14 +379,14 @@ class QuantizeMxfp8Spec:
     rounded: bool = False
 
     def __post_init__(self) -> None:
-        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("dtype", self.dtype, WIDE_DTYPES)
         require("axis", self.axis, ("row",) if self.rounded else QUANTIZE_AXES)
         require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
         rounded = "_rounded" if self.rounded else ""
-        return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}{rounded}_{self.arch}"
+        return f"quantize_mxfp8_{WIDE_DTYPES[self.dtype]}_{self.axis}{rounded}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,13 +399,13 @@ class FoldMxfp8Spec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("dtype", self.dtype, WIDE_DTYPES)
         require("axis", self.axis, FOLD_AXES)
         require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
-        return f"fold_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
+        return f"fold_mxfp8_{WIDE_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,12 +417,12 @@ class QuantizeMxfp4Spec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("dtype", self.dtype, WIDE_DTYPES)
         require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
-        return f"quantize_mxfp4_{QUANTIZED_DTYPES[self.dtype]}_{self.arch}"
+        return f"quantize_mxfp4_{WIDE_DTYPES[self.dtype]}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,31 +434,12 @@ class QuantizeFp8BlockSpec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("dtype", self.dtype, WIDE_DTYPES)
         require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
-        return f"quantize_fp8block_{QUANTIZED_DTYPES[self.dtype]}_row_{self.arch}"
-
-
-PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""How a kernel reads parameters: their dtype is a run-time value, since they are few."""
-STREAM_DTYPES = {**DTYPES, "float32": "f32"}
-STREAM_COUNTS = (2, 4, 8)
-MHC_KERNELS = (
-    "sinkhorn",
-    "sinkhorn_backward",
-    "aggregate",
-    "aggregate_backward",
-    "post_mix",
-    "post_mix_backward",
-    "project",
-    "project_backward",
-    "pre",
-    "pre_backward",
-)
-_ANY_STREAM = ("sinkhorn", "sinkhorn_backward")
+        return f"quantize_fp8block_{WIDE_DTYPES[self.dtype]}_row_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,27 +453,19 @@ class MhcSpec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        require("kernel", self.kernel, MHC_KERNELS)
-        require("dtype", self.dtype, ("float32",) if self.kernel in _ANY_STREAM else STREAM_DTYPES)
-        require("n", self.n, STREAM_COUNTS)
+        require("kernel", self.kernel, mhc.KERNELS)
+        require("dtype", self.dtype, self.of_kernel.dtypes)
+        require("n", self.n, mhc.COUNTS)
         require("arch", self.arch, ARCHS)
 
     @property
+    def of_kernel(self) -> Kernel:
+        return mhc.KERNELS[self.kernel]
+
+    @property
     def name(self) -> str:
-        dtype = "" if self.kernel in _ANY_STREAM else f"_{STREAM_DTYPES[self.dtype]}"
+        dtype = f"_{WIDE_DTYPES[self.dtype]}" if self.of_kernel.has_dtype else ""
         return f"mhc_{self.kernel}{dtype}_n{self.n}_{self.arch}"
-
-
-ROUTING = ("choose", "count", "place", "route", "sort", "router")
-"""From logits, from chosen ids or, last, from tokens to rows of experts; the last three are chains."""
-ROUTING_EXPERTS = (128, 256, 1024)
-"""Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
-warp."""
-ROW_KERNELS = ("permute", "combine", "gate", "gate_backward")
-RANK_KERNELS = ("send_tokens", "send_sums")
-"""To other ranks of the host and back; the first moves bytes of any dtype."""
-LAYER_KERNELS = (*ROUTING, "logits", *ROW_KERNELS, *RANK_KERNELS, "route_backward", "row_weights_backward")
-_OF_TOKENS = (*ROW_KERNELS, "logits", "router", *RANK_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -504,14 +481,18 @@ class LayerSpec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        require("kernel", self.kernel, LAYER_KERNELS)
-        require("dtype", self.dtype, STREAM_DTYPES if self.kernel in _OF_TOKENS else ("float32",))
-        require("experts", self.experts, ROUTING_EXPERTS if self.kernel in ROUTING else (0,))
+        require("kernel", self.kernel, layer.KERNELS)
+        require("dtype", self.dtype, self.of_kernel.dtypes)
+        require("experts", self.experts, layer.CAPACITIES if self.of_kernel.is_sized else (0,))
         require("arch", self.arch, ARCHS)
 
     @property
+    def of_kernel(self) -> Kernel:
+        return layer.KERNELS[self.kernel]
+
+    @property
     def name(self) -> str:
-        dtype = f"_{STREAM_DTYPES[self.dtype]}" if self.kernel in _OF_TOKENS else ""
+        dtype = f"_{WIDE_DTYPES[self.dtype]}" if self.of_kernel.has_dtype else ""
         experts = f"_e{self.experts}" if self.experts else ""
         return f"layer_{self.kernel}{dtype}{experts}_{self.arch}"
 

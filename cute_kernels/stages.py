@@ -32,22 +32,7 @@ _MODULES: dict[type, str] = {
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
     QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
-"""Of kernels that know no architecture's facts, as those of `mhc`, `layer` and `ranks` do."""
-_HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
-_LAYER = {
-    "logits": "layer.logits",
-    "choose": "layer.route",
-    "count": "layer.route",
-    "place": "layer.route",
-    "route_backward": "layer.route_backward",
-    "permute": "layer.rows",
-    "combine": "layer.rows",
-    "row_weights_backward": "layer.rows",
-    "gate": "layer.gate",
-    "gate_backward": "layer.gate",
-    "send_tokens": "ranks.send",
-    "send_sums": "ranks.send",
-}
+"""Of kernels that know no architecture's facts; those of families say theirs in their tables (`kernels`)."""
 _GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
 
 FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
@@ -64,10 +49,8 @@ def formulas_of(spec: Spec) -> tuple[str, ...]:
 
 
 def _module(spec: Spec) -> str:
-    if isinstance(spec, MhcSpec):
-        return f"mhc.{_HYPER_CONNECTIONS.get(spec.kernel) or spec.kernel.removesuffix('_backward')}"
-    if isinstance(spec, LayerSpec) and spec.kernel in _LAYER:
-        return _LAYER[spec.kernel]
+    if isinstance(spec, (MhcSpec, LayerSpec)) and spec.of_kernel.module:
+        return spec.of_kernel.module
     if type(spec) in _GEMMS:
         formats = OPERANDS[operands_of(spec)]
         in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp8"

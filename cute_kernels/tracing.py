@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .formats import BYTE, E4M3, WORD
-from .signatures import (
+from .arguments import (
     ADDRESS,
     DIVISOR,
     FLOAT32,
@@ -25,8 +24,9 @@ from .signatures import (
     TENSOR,
     Argument,
     Signature,
-    stage_signature,
 )
+from .formats import BYTE, E4M3, WORD
+from .signatures import stage_signature
 from .specs import Spec
 from .tiles import SpecError
 

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cute_kernels.arguments import FLOAT32, Argument
 from cute_kernels.chains import Chain, Of, Position, Source, Step, chain_of, signature_of
-from cute_kernels.signatures import FLOAT32, Argument
 from cute_kernels.specs import Spec
 
 from . import host, toolchain

@@ -27,7 +27,9 @@ from torch import Tensor
 import glulam
 from cute_kernels.capabilities import capability
 from cute_kernels.chains import stages_of
-from cute_kernels.specs import RANK_KERNELS, STREAM_DTYPES, LayerSpec, QuantizeMxfp8Spec, Spec
+from cute_kernels.dtypes import WIDE_DTYPES
+from cute_kernels.layer.kernels import RANK_KERNELS
+from cute_kernels.specs import LayerSpec, QuantizeMxfp8Spec, Spec
 from ffi_bridge import profiles
 from glulam.choose import kernels
 from glulam.host.experts import GateUp
@@ -233,7 +235,7 @@ EVERY = [case for arch in WHOLE for case in _of(arch, profiles.shipped_specs(arc
 
 def _tried_elsewhere(arch: str) -> set[Spec]:
     """Functions that no operator of one GPU calls: `test_ranks`, and `test_a_function_is_called_by_name`."""
-    between_gpus = {LayerSpec(kernel, dtype, arch=arch) for kernel in RANK_KERNELS for dtype in STREAM_DTYPES}
+    between_gpus = {LayerSpec(kernel, dtype, arch=arch) for kernel in RANK_KERNELS for dtype in WIDE_DTYPES}
     return between_gpus | {QuantizeMxfp8Spec("float32", arch=arch, rounded=True)}
 
 

@@ -13,10 +13,11 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
+from cute_kernels.arguments import ADDRESS
 from cute_kernels.chains import signature_of
+from cute_kernels.layer.kernels import KERNELS
 from cute_kernels.mhc import shapes
-from cute_kernels.signatures import ADDRESS
-from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
+from cute_kernels.specs import LayerSpec, MhcSpec
 from glulam import mhc
 from glulam.calls.addressed import AddressedCall
 from glulam.host import plans
@@ -248,7 +249,9 @@ def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
             of_kernel = {source: name for name, source in kind.sources.items()}
             listed = (*[of_kernel.get(name, name) for name in kind.reads], *kind.returns)
             layer = (
-                LayerSpec(kind.kernel, experts=128 if kind.kernel in ROUTING else 0) if kind.family == "layer" else None
+                LayerSpec(kind.kernel, experts=128 if KERNELS[kind.kernel].is_sized else 0)
+                if kind.family == "layer"
+                else None
             )
             arguments = signature_of(layer or MhcSpec(kind.kernel, "float32")).arguments
             addresses = [a.name for a in arguments if a.kind == ADDRESS and a.name != "workspace"]

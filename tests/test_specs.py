@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from cute_kernels.formats import next_operands
+from cute_kernels.mhc import kernels as mhc
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import (
     DGLU8,
@@ -37,7 +38,6 @@ from cute_kernels.specs import (
     KINDS,
     LAYOUT_FORMS,
     LAYOUTS,
-    MHC_KERNELS,
     OPERANDS,
     UNGATED,
     DgluSpec,
@@ -321,7 +321,7 @@ def test_naming_kernels_imports_no_compiler() -> None:
 def test_hyper_connections_ship_for_every_count_and_dtype_of_streams() -> None:
     specs = [spec for spec in shipped_specs() if isinstance(spec, MhcSpec)]
     forms = {(spec.kernel, spec.dtype, spec.n) for spec in specs}
-    assert len(specs) == len(forms) == (len(MHC_KERNELS) - 2) * 9 + 2 * 3
+    assert len(specs) == len(forms) == (len(mhc.KERNELS) - 2) * 9 + 2 * 3
     assert ("post_mix_backward", "float32", 8) in forms and ("sinkhorn", "bfloat16", 4) not in forms
 
 

@@ -17,7 +17,8 @@ from support.trials import try_out
 from torch import Tensor
 
 from cute_kernels.chains import stages_of
-from cute_kernels.specs import RANK_KERNELS, GroupedGluSpec, GroupedMmSpec, LayerSpec, QuantizeMxfp8Spec, Spec, to_dict
+from cute_kernels.layer.kernels import RANK_KERNELS
+from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec, LayerSpec, QuantizeMxfp8Spec, Spec, to_dict
 from ffi_bridge import BundleMissing, profiles, stamps
 from glulam import UnsupportedDevice
 from glulam.choose import known

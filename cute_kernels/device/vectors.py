@@ -58,7 +58,7 @@ def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, va
 
 
 def dtype_code(forms: Int32, parameter: int) -> Int32:
-    """The dtype of one parameter, of several in one number, as of specs.PARAM_FORMS."""
+    """The dtype of one parameter, of several in one number, as of dtypes.PARAM_FORMS."""
     return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
 
 

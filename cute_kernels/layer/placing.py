@@ -68,7 +68,7 @@ def token_limit(address: Int64, tokens: Int32) -> Int32:
 
 class Results(NamedTuple):
     """Addresses: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32), as of a Routing;
-    `weights`: [N, k], which rows take theirs from, of the dtype `weight_form` (`specs.PARAM_FORMS`).
+    `weights`: [N, k], which rows take theirs from, of the dtype `weight_form` (`dtypes.PARAM_FORMS`).
     """
 
     weights: Int64

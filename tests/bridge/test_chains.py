@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.steps import taken
 
+from cute_kernels.arguments import FLOAT32, STREAM, TENSOR
 from cute_kernels.chains import chain_of, signature_of
-from cute_kernels.signatures import FLOAT32, STREAM, TENSOR
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, MhcSpec, Spec
 from ffi_bridge import CompileError, chains, toolchain

@@ -23,8 +23,8 @@ import torch
 from support.steps import taken
 from torch import Tensor
 
+from cute_kernels.arguments import ADDRESS, TENSOR
 from cute_kernels.chains import Step, chain_of, signature_of
-from cute_kernels.signatures import ADDRESS, TENSOR
 from cute_kernels.specs import Spec
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.objects import Store

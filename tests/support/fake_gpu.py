@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.arguments import DIVISOR, FLOAT32, TENSOR, Argument, Signature
 from cute_kernels.chains import chain_of, signature_of
-from cute_kernels.signatures import DIVISOR, FLOAT32, PARAMS, TENSOR, Argument, Signature
+from cute_kernels.signatures import PARAMS
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.signatures import ADDRESS, Argument
+from cute_kernels.arguments import ADDRESS, Argument
 
 from ..host import device as gpus
 from ..host import tickets, workspace

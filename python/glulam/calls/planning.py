@@ -6,7 +6,7 @@ from collections.abc import Collection
 from types import CodeType
 from typing import Any, ClassVar
 
-from cute_kernels.signatures import Argument, Signature
+from cute_kernels.arguments import Argument, Signature
 
 from ..choose import kernels
 from ..choose.problem import Problem

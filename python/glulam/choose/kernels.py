@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 import ffi_bridge
+from cute_kernels.arguments import TENSOR, Argument, Signature
 from cute_kernels.chains import signature_of
-from cute_kernels.signatures import TENSOR, Argument, Signature
 from cute_kernels.specs import Spec, from_dict
 from cute_kernels.stages import draws_tickets
 from ffi_bridge import BundleError

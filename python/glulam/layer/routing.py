@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import PARAM_FORMS, ROUTING_EXPERTS, LayerSpec, Spec
+from cute_kernels.layer.kernels import CAPACITIES
+from cute_kernels.specs import PARAM_FORMS, LayerSpec, Spec
 
 from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
 from ..calls.checks import check_plain, check_tensor, mismatch, runs_kernels, shape_text
@@ -24,7 +25,7 @@ MAX_ROWS = 2**31 - 1
 SCORES = ("softmax", "sigmoid", "topk_softmax")
 MAX_K = 32
 """A warp has a token, a lane one of its choices."""
-MAX_EXPERTS = ROUTING_EXPERTS[-1]
+MAX_EXPERTS = CAPACITIES[-1]
 MAX_GROUPS = 32
 MOST_SORTED, MOST_CHOOSING = 2048, 64
 """Choices that one CTA sorts, and tokens that it chooses for: up to here a second launch costs more than the SMs that
@@ -127,7 +128,7 @@ def route(
 
 def capacity_of(experts: int) -> int:
     """The most experts of the kernel that serves so many."""
-    return next(most for most in ROUTING_EXPERTS if experts <= most)
+    return next(most for most in CAPACITIES if experts <= most)
 
 
 def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cute_kernels.specs import STREAM_COUNTS, MhcSpec
+from cute_kernels.mhc.kernels import COUNTS
+from cute_kernels.specs import MhcSpec
 
 from ..calls.addressed import MAX_TOKENS, AddressedCall, check_dtype, check_vectors, forms
 from ..calls.checks import check_number, check_tensor, runs_kernels, shape_text
@@ -39,8 +40,8 @@ def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Te
 
 def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
     """The number of streams, n."""
-    if n == 0 or (runs_kernels(tensor) and n not in STREAM_COUNTS):
-        choices = ", ".join(map(str, STREAM_COUNTS))
+    if n == 0 or (runs_kernels(tensor) and n not in COUNTS):
+        choices = ", ".join(map(str, COUNTS))
         raise ValueError(
             f"{op}: {name} has shape {shape_text(tensor.shape)}, so {n} streams; kernels exist for n = {choices}"
         )

@@ -1,0 +1,91 @@
+"""Arguments of exported functions, and of kernels that take nothing but addresses and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM = "tensor", "address", "int32", "int64", "float32", "stream"
+KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
+_Value = TypeVar("_Value")
+
+DIVISOR = 8
+"""Of a size in elements, unless its signature says otherwise: TMA wants rows of whole 16 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of an exported function.
+
+    Attributes:
+        name, kind: a kind is one of the constants above.
+        optional: a call may leave it out and then passes 0, which means no address, or a number's usual value.
+        dtype, shape: of a tensor. `shape` names each dimension; those of one name must have one size, which every call
+            checks. T is the number of rows, R that of an operand whose rows may come by index. Three dimensions are
+            experts' weights, [E or 1, rows, columns], rows unpadded.
+        packed: a matrix's rows follow each other without padding; else their stride is any multiple of 16 bytes.
+    """
+
+    name: str
+    kind: str
+    optional: bool = False
+    dtype: str = ""
+    shape: tuple[str, ...] = ()
+    packed: bool = False
+
+    @property
+    def absent(self) -> int | float:
+        return 0.0 if self.kind == FLOAT32 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The arguments of an exported function in their order. `divisors`: of sizes, by letter; else DIVISOR."""
+
+    arguments: tuple[Argument, ...]
+    divisors: tuple[tuple[str, int], ...] = ()
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments)
+
+    @functools.cached_property
+    def optional(self) -> frozenset[str]:
+        return frozenset(argument.name for argument in self.arguments if argument.optional)
+
+    def __getitem__(self, name: str) -> Argument:
+        return self.arguments[self.names.index(name)]
+
+    def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
+        """The values by name in the order of the arguments, `absent` of 0 for optional ones that are not given.
+
+        Raises TypeError, naming it, for a name that is missing or unknown.
+        """
+        if unknown := values.keys() - set(self.names):
+            raise TypeError(f"no argument {min(unknown)!r}; there are: {', '.join(self.names)}")
+        if missing := [name for name in self.names if name not in values and name not in self.optional]:
+            raise TypeError(f"argument {missing[0]!r} is missing; there are: {', '.join(self.names)}")
+        return tuple(values[a.name] if a.name in values else absent(a.absent) for a in self.arguments)
+
+    def pack(self, **values: Any) -> tuple[Any, ...]:
+        """The positional arguments of a call. Raises TypeError as `ordered` does."""
+        return self.ordered(values, lambda zero: zero)
+
+
+def each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
+    """Arguments of a kind, by their names with spaces between."""
+    return tuple(Argument(name, kind, optional) for name in names.split())
+
+
+def numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
+    """The signature of a kernel that takes no tensor; so the stream is an argument. `optional`: so are its integers."""
+    kinds = (*each(ADDRESS, addresses, optional=True), *each(INT32, integers, optional), *each(FLOAT32, floats))
+    return Signature((*kinds, *each(STREAM, "stream")))
+
+
+NAMES_OF_PARAMS = "limit alpha offset"
+"""An activation's numbers in their order, whichever activation that is; what follows them is ignored. The names are
+clamped_swiglu's because a function's argument names are part of its object.
+"""

@@ -1,0 +1,37 @@
+"""What a kernel is that takes nothing but addresses and numbers: a row of its family's table.
+
+Families are those of `mhc` and of `layer`, whose `kernels` hold their tables. Names, signatures, the modules that make
+kernels, and what ships follow from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .arguments import Signature
+
+ANY = ("float32",)
+"""The dtype by name of kernels that take any, or none."""
+
+
+class Kernel(NamedTuple):
+    """A kernel, or a chain of several (`chains`).
+
+    Attributes:
+        arguments: of its function; None: of a chain, whose steps tell them.
+        module: that makes it, of this package; empty: of a chain.
+        dtypes: of tokens, rows or streams; ANY: its name has none.
+        ships: the dtypes that bundles hold as a function of its own; none: a chain's step alone.
+        is_sized: whether it is compiled for a number of experts.
+    """
+
+    arguments: Signature | None = None
+    module: str = ""
+    dtypes: Sequence[str] = ANY
+    ships: Sequence[str] = ()
+    is_sized: bool = False
+
+    @property
+    def has_dtype(self) -> bool:
+        return self.dtypes is not ANY

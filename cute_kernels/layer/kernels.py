@@ -1,0 +1,94 @@
+"""Kernels around a layer's experts.
+
+Their arguments, besides tensors' addresses and sizes:
+
+    forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
+    weight_form, bias_form      those of a router's parameters, or of choices' weights
+    wide                        whether ids have 64 bits
+    chunk                       tokens of a CTA
+    workspace                   int32 [chunks, experts]; 0: there is one chunk
+    position                    how many kernels of the same call come before
+    bound                       how many rows y or d_rows has, so that no row number leads out of it
+
+Those of send_tokens and send_sums:
+
+    most                        tokens of a rank
+    regions, state              as of `windows`
+    handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
+    sum_rows, weight_places     tables of the way back (`ranks.send.Table`)
+    status                      what x is, of `windows.STATUSES`; of rows in MXFP8 `x_scale` is a byte for 32 elements
+    is_summed                   y has a token's sum in its own place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..arguments import NAMES_OF_PARAMS, Signature, numbers
+from ..dtypes import DTYPES, WIDE_DTYPES
+from ..kernels import ANY, Kernel
+
+CAPACITIES = (128, 256, 1024)
+"""Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
+warp."""
+_ROWS_OF = "offs token_of_row row_of weight_of_row"
+_BACK = "sum_rows weight_places handle regions state"
+
+
+def _routing(
+    arguments: Signature | None = None, module: str = "", dtypes: Sequence[str] = ANY, ships: Sequence[str] = ()
+) -> Kernel:
+    """From logits, from chosen ids or from tokens to rows of experts."""
+    return Kernel(arguments, module, dtypes, ships, is_sized=True)
+
+
+def _of_rows(module: str, arguments: Signature) -> Kernel:
+    return Kernel(arguments, module, tuple(WIDE_DTYPES), tuple(WIDE_DTYPES))
+
+
+KERNELS: dict[str, Kernel] = {
+    "route": _routing(ships=ANY),
+    "sort": _routing(ships=ANY),
+    "router": _routing(dtypes=tuple(WIDE_DTYPES), ships=tuple(DTYPES)),
+    "choose": _routing(
+        numbers(
+            f"logits bias num_tokens ids weights {_ROWS_OF} workspace",
+            "forms tokens experts k score normalize num_groups top_groups chunk position",
+            "scale",
+        ),
+        "layer.route",
+    ),
+    "count": _routing(numbers("ids num_tokens workspace", "wide first tokens experts k chunk"), "layer.route"),
+    "place": _routing(
+        numbers(
+            f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk position"
+        ),
+        "layer.route",
+    ),
+    "logits": Kernel(
+        numbers("x weight weight_bias logits", "forms weight_form bias_form tokens width experts"),
+        "layer.logits",
+        tuple(WIDE_DTYPES),
+    ),
+    "permute": _of_rows("layer.rows", numbers("x row_of out", "tokens k width position")),
+    "combine": _of_rows("layer.rows", numbers("y row_of residual out", "tokens k width bound position", optional=True)),
+    "gate": _of_rows("layer.gate", numbers("preact row_scale out", "tokens width kind glu_layout", NAMES_OF_PARAMS)),
+    "gate_backward": _of_rows(
+        "layer.gate",
+        numbers("d_act preact row_scale d_preact d_row_scale", "tokens width kind glu_layout", NAMES_OF_PARAMS),
+    ),
+    "send_tokens": _of_rows(
+        "ranks.send", numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms")
+    ),
+    "send_sums": _of_rows(
+        "ranks.send", numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms")
+    ),
+    "route_backward": Kernel(
+        numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
+        "layer.route_backward",
+        ships=ANY,
+    ),
+    "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
+}
+RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
+"""To other ranks of the host and back; the first moves bytes of any dtype."""

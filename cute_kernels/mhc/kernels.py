@@ -1,0 +1,59 @@
+"""Hyper-connection kernels.
+
+`forms`: the dtypes of parameters, two bits each (`dtypes.PARAM_FORMS`), in the order of the addresses that a kernel
+lists in front of them.
+"""
+
+from __future__ import annotations
+
+from ..arguments import Signature, numbers
+from ..dtypes import WIDE_DTYPES
+from ..kernels import ANY, Kernel
+
+COUNTS = (2, 4, 8)
+"""Numbers of streams."""
+
+
+def _of_streams(module: str, arguments: Signature | None = None) -> Kernel:
+    return Kernel(arguments, module, tuple(WIDE_DTYPES), tuple(WIDE_DTYPES))
+
+
+def _of_logits(arguments: Signature) -> Kernel:
+    return Kernel(arguments, "mhc.sinkhorn", ANY, ANY)
+
+
+_PROJECT_BACKWARD = numbers(
+    "d_pre d_post d_res x weight alpha_pre alpha_post alpha_res bias stats d_aggregate h_pre d_residual "
+    "d_x d_weight d_sums workspace",
+    "forms tokens width ctas parts",
+    "eps",
+)
+KERNELS: dict[str, Kernel] = {
+    "sinkhorn": _of_logits(numbers("logits out", "forms matrices iters", "eps")),
+    "sinkhorn_backward": _of_logits(numbers("d_out logits d_logits", "forms matrices iters", "eps")),
+    "aggregate": _of_streams("mhc.aggregate", numbers("x h_pre out", "forms tokens width")),
+    "aggregate_backward": _of_streams(
+        "mhc.aggregate", numbers("d_out x h_pre d_x d_h_pre", "forms tokens width num_sms")
+    ),
+    "post_mix": _of_streams(
+        "mhc.post_mix", numbers("residual h_res h_post x bias out", "forms transpose tokens width")
+    ),
+    "post_mix_backward": _of_streams(
+        "mhc.post_mix",
+        numbers(
+            "d_out residual h_res h_post x bias d_residual d_h_res d_h_post d_x d_bias workspace",
+            "forms transpose tokens width num_sms",
+        ),
+    ),
+    "project": _of_streams(
+        "mhc.project",
+        numbers(
+            "x weight alpha_pre alpha_post alpha_res bias h_pre h_post h_res stats workspace",
+            "forms tokens width slices slice_columns groups num_sms",
+            "eps",
+        ),
+    ),
+    "project_backward": _of_streams("mhc.project_backward", _PROJECT_BACKWARD),
+    "pre": _of_streams(""),
+    "pre_backward": _of_streams("mhc.project_backward", _PROJECT_BACKWARD),
+}
