@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from cute_kernels.chains import stages_of
 from cute_kernels.formats import next_operands
+from cute_kernels.layer import kernels as layer
 from cute_kernels.mhc import kernels as mhc
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import (
@@ -46,13 +50,14 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     Spec,
     TailSpec,
     from_dict,
     to_dict,
 )
-from cute_kernels.stages import draws_tickets
+from cute_kernels.stages import draws_tickets, tracer_of
 from cute_kernels.tiles import SpecError, TileConfig
 
 
@@ -323,6 +328,23 @@ def test_hyper_connections_ship_for_every_count_and_dtype_of_streams() -> None:
     forms = {(spec.kernel, spec.dtype, spec.n) for spec in specs}
     assert len(specs) == len(forms) == (len(mhc.KERNELS) - 2) * 9 + 2 * 3
     assert ("post_mix_backward", "float32", 8) in forms and ("sinkhorn", "bfloat16", 4) not in forms
+
+
+@pytest.mark.parametrize("family", [layer, mhc], ids=["layer", "mhc"])
+def test_a_row_of_a_kernel_is_whole(family: Any) -> None:
+    """A kernel has arguments and a module that exists; a chain has steps instead; and what ships can be named."""
+    for name, kernel in family.KERNELS.items():
+        assert (kernel.arguments is None) == (not kernel.module), name
+        assert set(kernel.ships) <= set(kernel.dtypes), name
+        dtype = kernel.dtypes[0]
+        spec = MhcSpec(name, dtype) if family is mhc else LayerSpec(name, dtype, 128 if kernel.is_sized else 0)
+        if kernel.module:
+            assert importlib.util.find_spec(f"cute_kernels.{kernel.module}") is not None, name
+            assert list(stages_of(spec)) == [spec] and tracer_of(spec) == f"cute_kernels.{kernel.module}:trace", name
+        else:
+            assert len(list(stages_of(spec))) > 1, name
+            with pytest.raises(SpecError, match="chain"):
+                tracer_of(spec)
 
 
 def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
