@@ -23,7 +23,7 @@ def archs() -> list[str]:
     """The architectures that GLULAM_ARCHS names, each once."""
     chosen = list(dict.fromkeys(os.environ.get("GLULAM_ARCHS", "").split()))
     if chosen:
-        from cute_kernels.specs import ARCHS as known
+        from cute_kernels.architectures import ARCHS as known
 
         if unknown := [name for name in chosen if name not in known]:
             told = f"GLULAM_ARCHS names {unknown[0]!r}; give any of these, separated by spaces: {', '.join(known)}"

@@ -1,7 +1,7 @@
 """Architectures that have kernels, and what each answers for itself.
 
-An architecture is a name in `specs.ARCHS` and a folder, whose `configs` say what is built and whose `policy` is its
-`Room`: what is chosen, what can be, and how long it takes. Plain Python that no kernel imports: editing a policy
+An architecture is a row of `architectures.ARCHS` and a folder, whose `configs` say what is built and whose `policy` is
+its `Room`: what is chosen, what can be, and how long it takes. Plain Python that no kernel imports: editing a policy
 compiles nothing.
 """
 
@@ -14,21 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from .capabilities import capability as capability
-from .specs import ARCHS, GemmSpec, Spec
+from .architectures import ARCHS
+from .architectures import capability as capability
+from .specs import GemmSpec, Spec
 from .tiles import TileConfig
-
-FOLDERS = ARCHS
-GPUS = {
-    "sm_90a": "H100, H200",
-    "sm_80": "A100, A30",
-    "sm_86": "A10, A40, RTX 30",
-    "sm_89": "L4, L40S, RTX 40",
-    "sm_90": "H100, H200",
-    "sm_100": "B200, B300",
-    "sm_120": "RTX 50, RTX PRO 6000",
-}
-"""Some that run an architecture's kernels."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +113,7 @@ class Room(Protocol):
 @functools.cache
 def room(arch: str) -> Room:
     """What answers for an architecture. Raises KeyError where it has no folder."""
-    return cast(Room, importlib.import_module(f".{FOLDERS[arch]}.policy", __package__))
+    return cast(Room, importlib.import_module(f".{ARCHS[arch].folder}.policy", __package__))
 
 
 @functools.cache
@@ -132,7 +121,7 @@ def serving(device: tuple[int, int]) -> tuple[str, ...]:
     """The architectures whose kernels run on GPUs of a compute capability, the best first: one with features of this
     capability alone ("a"), then those of no later minor version, the latest first.
     """
-    exact = [arch for arch in FOLDERS if arch.endswith("a") and capability(arch) == device]
-    others = [arch for arch in FOLDERS if not arch.endswith("a") and capability(arch)[0] == device[0]]
+    exact = [arch for arch in ARCHS if arch.endswith("a") and capability(arch) == device]
+    others = [arch for arch in ARCHS if not arch.endswith("a") and capability(arch)[0] == device[0]]
     usable = [arch for arch in others if capability(arch) <= device]
     return *exact, *sorted(usable, key=capability, reverse=True)

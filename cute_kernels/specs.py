@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from .architectures import ARCHS as ARCHS
 from .dtypes import DTYPES as DTYPES
 from .dtypes import PARAM_FORMS as PARAM_FORMS
 from .dtypes import WIDE_DTYPES as WIDE_DTYPES
@@ -49,8 +50,6 @@ BLOCK_ROWS = 32
 one half before as many of the other."""
 SWIZZLED = 64
 """16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
-ARCHS = {"sm_90a": "sm90"} | dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"), "portable")
-"""What kernels are compiled for, and the folder whose `policy` says of them what is built and chosen."""
 
 
 def _check_operands(operands: str, tile: TileConfig, transpose_w: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .arch import FOLDERS, room
+from .arch import room
+from .architectures import ARCHS
 from .chains import stages_of
 from .formats import OPERANDS
 from .specs import (
@@ -57,7 +58,7 @@ def _module(spec: Spec) -> str:
         mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""
         if formats.decodes and isinstance(spec, GroupedMmSpec) and spec.transpose_w:
             mainloop += "_nn"
-        return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{mainloop}"
+        return f"{ARCHS[spec.arch].folder}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")
     return _MODULES[type(spec)]

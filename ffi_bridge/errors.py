@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cute_kernels.specs import ARCHS
+from cute_kernels.architectures import ARCHS
 
 
 def remedy(place: Path, options: str = "") -> str:

@@ -7,12 +7,12 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cute_kernels.arch import FOLDERS
+from cute_kernels.architectures import ARCHS
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
-CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}
+CONFIGS = {arch: f"cute_kernels.{each.folder}.configs" for arch, each in ARCHS.items()}
 DEFAULT = "sm_90a"
 """Whose kernels are built where nobody says otherwise, and there is no GPU."""
 

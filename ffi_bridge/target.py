@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from cute_kernels.specs import ARCHS
+from cute_kernels.architectures import ARCHS
 
 from . import manifest as manifests
 from . import trust

@@ -25,7 +25,7 @@ from support.rank_layers import BF16, assert_like_one, cast, inputs, layers, ran
 from torch import Tensor
 
 import glulam
-from cute_kernels.capabilities import capability
+from cute_kernels.architectures import capability
 from cute_kernels.chains import stages_of
 from cute_kernels.dtypes import WIDE_DTYPES
 from cute_kernels.layer.kernels import RANK_KERNELS

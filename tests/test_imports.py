@@ -12,7 +12,8 @@ import pytest
 import cute_kernels
 import ffi_bridge
 import glulam
-from cute_kernels.arch import FOLDERS, GPUS, Room, capability, room, serving
+from cute_kernels.arch import Room, room, serving
+from cute_kernels.architectures import ARCHS, capability
 from ffi_bridge import sources
 from ffi_bridge.profiles import all_stages, shipped_specs
 
@@ -64,11 +65,11 @@ def test_the_front_knows_no_architecture_by_name() -> None:
     assert not [path for path in root.rglob("*.py") if "cute_kernels.sm90" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", ARCHS)
 def test_every_architecture_answers_for_itself(name: str) -> None:
     answers = room(name)
     assert all(hasattr(answers, each) for each in Room.__annotations__)
-    assert name in serving(capability(name)) and GPUS[name]
+    assert name in serving(capability(name)) and ARCHS[name].gpus
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_gpu_is_served_by_the_best_architecture(device: tuple[int, int], best:
 def test_the_folder_of_an_architecture_is_imported_by_itself_alone() -> None:
     """Who wants one asks by name, as `room` does."""
     known = modules("cute_kernels", Path(cute_kernels.__file__).parent)
-    folders = {f"cute_kernels.{folder}" for folder in FOLDERS.values()}
+    folders = {f"cute_kernels.{folder}" for folder in {one.folder for one in ARCHS.values()}}
     folder_of = {name: ".".join(name.split(".")[:2]) for name in known}
     pairs = {(name, other) for name, file in known.items() for other in imported(name, file, known)}
     inside = {(name, other) for name, other in pairs if folder_of[other] in folders}
@@ -101,8 +102,8 @@ def test_the_folder_of_an_architecture_is_imported_by_itself_alone() -> None:
 def test_no_kernel_is_made_of_a_policy() -> None:
     """Editing one compiles nothing."""
     known = sources.of("cute_kernels")
-    tracers = {sources.tracer_of(spec) for arch in FOLDERS for spec in all_stages(shipped_specs(arch))}
+    tracers = {sources.tracer_of(spec) for arch in ARCHS for spec in all_stages(shipped_specs(arch))}
     files = {file.name for tracer in tracers for file in known.closure(tracer.partition(":")[0])}
     assert len(files) > 20
-    for folder in FOLDERS.values():
+    for folder in {one.folder for one in ARCHS.values()}:
         assert files.isdisjoint({"arch.py", f"{folder}/policy.py", f"{folder}/cost.py", f"{folder}/configs.py"})

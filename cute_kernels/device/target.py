@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from ..capabilities import capability, most_smem
+from ..architectures import ARCHS, capability
 
 HOPPER = (9, 0)
 
@@ -29,7 +29,7 @@ def has_packed_integers() -> bool:
 
 def is_for_hopper_alone() -> bool:
     """Hopper's own kernels. What the others share is compiled for six architectures, of which none must spill."""
-    return _target() == "sm_90a"
+    return ARCHS[_target()].folder == "sm90"
 
 
 def has_fp8() -> bool:
@@ -45,7 +45,7 @@ def has_float_pairs() -> bool:
 
 def smem_of_cta() -> int:
     """Bytes at most."""
-    return most_smem(_target())
+    return ARCHS[_target()].smem_bytes
 
 
 def early(wanted: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..capabilities import most_smem
+from ..architectures import ARCHS
 
 CTAS_PER_SM = 4
 """Of post_mix's backward: of 128 threads with up to 128 registers each. Every CTA leaves a row of partial sums."""
@@ -50,7 +50,7 @@ class ProjectCta(NamedTuple):
 def project_cta(arch: str) -> ProjectCta:
     """On Hopper 64 KB of x are under way. A CTA of 99 KB has a quarter of that, read by half as many warps in rows half
     as long, so that 8 streams' float32 weight fits beside it."""
-    smem = most_smem(arch) - 1024
+    smem = ARCHS[arch].smem_bytes - 1024
     return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
 
 

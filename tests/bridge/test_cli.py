@@ -22,7 +22,7 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import ffi_bridge
-from cute_kernels.arch import FOLDERS
+from cute_kernels.architectures import ARCHS
 from cute_kernels.chains import stages_of
 from cute_kernels.shipped import PROFILES
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
@@ -127,7 +127,7 @@ def test_info_shows_what_a_functions_stages_take(tmp_path: Path, monkeypatch: py
     assert registers.startswith("14 + 14") and kilobytes.startswith("0.5 + 0.5")
 
 
-@pytest.mark.parametrize("arch", FOLDERS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("command", ["info", "explain LAYER --rows 8"])
 def test_advice_builds_the_architecture_that_was_asked_for(place: Path, command: str, arch: str) -> None:
     """Without `--arch`, a build makes this machine's own."""
@@ -687,7 +687,7 @@ class TestExplain:
         assert "4096 rows: grouped_mm on sm_90a" in result.output
         assert "run `glulam build --arch sm_90a`" in result.output
 
-    @pytest.mark.parametrize("arch", FOLDERS)
+    @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize("op", ["grouped_mm", "grouped_glu", "grouped_mlp"])
     def test_numbers_are_written_out(self, place: Path, monkeypatch: pytest.MonkeyPatch, op: str, arch: str) -> None:
         monkeypatch.setattr(kernels, "find", lambda spec: kernels.Kernel(print, "shipped"))

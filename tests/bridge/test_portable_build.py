@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.capabilities import most_smem
-from cute_kernels.specs import ARCHS
+from cute_kernels.architectures import ARCHS
 
 TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.bundle
-@pytest.mark.parametrize("arch", [arch for arch, folder in ARCHS.items() if folder == "portable"])
+@pytest.mark.parametrize("arch", [arch for arch, one in ARCHS.items() if one.folder == "portable"])
 def test_every_architecture_has_room(arch: str) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), *sys.path])
     command = [sys.executable, "-m", "support.compiled", arch]
@@ -26,4 +25,4 @@ def test_every_architecture_has_room(arch: str) -> None:
     kernels = json.loads(made.stdout)
     assert len(kernels) > 20
     for name, spilled, smem in kernels:
-        assert spilled == 0 and smem <= most_smem(arch), name
+        assert spilled == 0 and smem <= ARCHS[arch].smem_bytes, name

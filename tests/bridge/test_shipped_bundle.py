@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.capabilities import most_smem
+from cute_kernels.architectures import ARCHS
 from cute_kernels.specs import to_dict
 from ffi_bridge import Bundle, build, load, profiles
 from ffi_bridge.loader import packaged_root
@@ -33,7 +33,7 @@ def test_holds_the_shipped_specs(bundle: Bundle) -> None:
 
 
 def test_every_kernel_is_within_bounds(bundle: Bundle) -> None:
-    most = most_smem(bundle.manifest.arch)
+    most = ARCHS[bundle.manifest.arch].smem_bytes
 
     def fits(kernel: KernelResources) -> bool:
         return 0 < kernel.registers <= MAX_REGISTERS and kernel.static_smem + kernel.dynamic_smem <= most

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 
-from cute_kernels.specs import ARCHS
+from cute_kernels.architectures import ARCHS
 from ffi_bridge import toolchain
 from terminal import in_terminal
 from toys import HERE, REPOSITORY

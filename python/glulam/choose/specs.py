@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cute_kernels.arch import room
-from cute_kernels.specs import ARCHS, GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
+from cute_kernels.architectures import ARCHS
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
 from cute_kernels.tiles import SpecError, TileConfig, require
 
 from . import records

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import typer
 
 from cute_kernels.arch import serving
+from cute_kernels.architectures import ARCHS
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 from ffi_bridge.errors import remedy
 
 from ..choose import known, records
-from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, TESTED_ON, arch_of, state_of, supported
+from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, arch_of, state_of, supported
 from .app import command, console
 from .terminal import in_one_line
 
@@ -110,7 +111,7 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
     if gpu.arch is None:
         return "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {supported()}"
     state = state_of(gpu.arch, gpu.name)
-    where = f" on {TESTED_ON[gpu.arch]}" if state == TESTED else ""
+    where = f" on {ARCHS[gpu.arch].tested_on}" if state == TESTED else ""
     finding = f"{named}: served by the {gpu.arch} kernels, {state}{where}"
     if gpu.arch != gpu.best and not os.environ.get(ENV_ARCH):
         finding += f"; those of {gpu.best} would fit it better, and there is no bundle of them"

@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
-from cute_kernels.arch import FOLDERS
+from cute_kernels.architectures import ARCHS
 from cute_kernels.specs import ACTIVATIONS, DTYPES, GATED, GLU_LAYOUTS, GroupedDgluSpec, GroupedMlpSpec, Spec
 from cute_kernels.tiles import CLUSTERS, TILE_K
 from ffi_bridge import cache, manifest, profiles
@@ -202,7 +202,7 @@ def explain(
     if torch.cuda.is_available() and (arch is None or gpu is None):
         here = gpus.gpu(torch.cuda.current_device())
         arch, gpu = arch or here.arch, here.name if gpu is None else gpu
-    arch, gpu = arch or next(iter(FOLDERS)), gpu or ""
+    arch, gpu = arch or next(iter(ARCHS)), gpu or ""
     for problem in entry.problems_of("explain", entry.shape_of(op, **_given(op, layer)), training):
         for total in rows or [each * problem.experts for each in rows_per_expert or Options.rows_per_expert]:
             told = explanation.of_problem(changed(problem, rows=total), gpu or arch, arch, gpu)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_kernels.arch import FOLDERS, GPUS, capability, serving
+from cute_kernels.arch import serving
+from cute_kernels.architectures import ARCHS, capability
 from ffi_bridge import BundleError, ToolchainError, loader, manifest
 
 from ..errors import UnsupportedDevice
@@ -27,8 +28,6 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects cert
 ENV_ARCH = "GLULAM_ARCH"
 """Names the architecture whose kernels serve every GPU that can run them, instead of the best one."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
-TESTED_ON = {"sm_90a": "H100 and H200", "sm_90": "an H100"}
-"""GPUs on which an architecture's kernels passed all of our tests."""
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
 """What is known of an architecture's kernels on a GPU: our tests passed, `glulam validate` did on this machine, or
 nobody has seen their results."""
@@ -136,7 +135,7 @@ def allows_unvalidated() -> bool:
 
 def state_of(arch: str, gpu: str) -> str:
     """TESTED, VALIDATED or NEVER_RUN: of an architecture's kernels, as this machine has them, on a GPU of a name."""
-    if arch in TESTED_ON:
+    if ARCHS[arch].tested_on:
         return TESTED
     from ffi_bridge import stamps
 
@@ -148,7 +147,7 @@ def state_of(arch: str, gpu: str) -> str:
 
 def supported() -> str:
     """The architectures, and GPUs of theirs, in words."""
-    return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {GPUS[arch]}" for arch in FOLDERS)
+    return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {ARCHS[arch].gpus}" for arch in ARCHS)
 
 
 def arch_of(device: tuple[int, int]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arch import FOLDERS
+from cute_kernels.architectures import ARCHS
 from cute_kernels.specs import GATED
 
 from .. import recipes
@@ -176,7 +176,7 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
         table.check(shape)
         problems = list(training_parts(shape)) if training else [shape]
         for problem in problems:
-            families_of(problem, next(iter(FOLDERS)))
+            families_of(problem, next(iter(ARCHS)))
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     return problems
