@@ -362,13 +362,15 @@ class TestPlanned:
             glulam.grouped_mlp(**given, splits=[*SIZES]).sum().backward()
             assert len(looks) == calls
 
-    @pytest.mark.parametrize("how", ["recompute", "lists", "GateUp", "transposed"])
+    @pytest.mark.parametrize("how", ["recompute", "lists", "tuples", "GateUp", "transposed"])
     def test_a_second_step_looks_at_nothing(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         """Weights however they lie have a step that is kept: the second is checked no more, and has the same bits."""
         given, offs = self.layer()
         every: dict[str, Any] = dict(given)
         if how == "lists":
             every.update({n: [one.detach().requires_grad_() for one in given[n]] for n in ("w1", "w2")})
+        elif how == "tuples":
+            every.update({n: tuple(one.detach().requires_grad_() for one in given[n]) for n in ("w1", "w2")})
         elif how == "GateUp":
             every["w1"] = glulam.GateUp(*(h.detach().clone().requires_grad_() for h in given["w1"].chunk(2, 1)))
         elif how == "transposed":

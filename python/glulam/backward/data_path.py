@@ -11,7 +11,7 @@ weights that they meet. Gradients of weights are GEMMs of what is stored in 16 b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -88,12 +88,9 @@ class DataPath(Path):
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
         made = dataclasses.replace(self, kind=type(call), problem=problem, is_copied=is_copied, is_small=is_small)
-        if like is not None and like.by_rows() != made.by_rows():
+        if isinstance(like, DataPath) and (like.is_copied, like.is_small) != (is_copied, is_small):
             like = None
         return super(DataPath, made).planned(call, problem, like)  # type: ignore[return-value]
-
-    def by_rows(self) -> Hashable:
-        return self.is_copied, self.is_small
 
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None

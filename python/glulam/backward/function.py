@@ -57,7 +57,7 @@ class Layout:
             return dict(zip(self.names, flat, strict=True))
         named = dict(zip(self.names, self._firsts(flat), strict=True))
         for _, name, size, begin in self.several:
-            named[name] = _taken(flat, size, begin)
+            named[name] = _several(flat, size, begin)
         return named
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
@@ -95,9 +95,7 @@ class Layout:
         return flat
 
 
-def _taken(flat: Sequence[Any], size: int, begin: int) -> Any:
-    if size == SINGLE:
-        return flat[begin]
+def _several(flat: Sequence[Any], size: int, begin: int) -> Any:
     values = flat[begin : begin + abs(size)]
     return GateUp(*values) if size == PAIR else list(values)
 
@@ -105,17 +103,13 @@ def _taken(flat: Sequence[Any], size: int, begin: int) -> Any:
 _layout = functools.lru_cache(MAX_LAYOUTS)(Layout)
 
 
-def layout_of(arguments: dict[str, Any]) -> Layout:
+def flatten(arguments: dict[str, Any]) -> tuple[Layout, list[Any]]:
+    """The layout of arguments, and the flat inputs."""
     sizes = [
         (PAIR if isinstance(value, GateUp) else len(value)) if isinstance(value, (list, tuple)) else SINGLE
         for value in arguments.values()
     ]
-    return _layout(tuple(arguments), tuple(sizes))
-
-
-def flatten(arguments: dict[str, Any]) -> tuple[Layout, list[Any]]:
-    """The layout of arguments, and the flat inputs."""
-    layout = layout_of(arguments)
+    layout = _layout(tuple(arguments), tuple(sizes))
     return layout, layout.flat(arguments.values())
 
 

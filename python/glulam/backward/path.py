@@ -8,7 +8,7 @@ traced and is checked like any other call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,8 @@ from ..ops.grouped_mm import GroupedMmCall
 from ..ops.grouped_wgrad import GroupedWgradCall
 from .parts import Targets, contracted
 
+LISTS = (list, tuple)
+"""Classes of lists of experts' tensors."""
 Groups = dict[str, Any]
 """Group sizes, as a keyword."""
 Options = Callable[[], dict[str, Any]]
@@ -71,7 +73,6 @@ class Launches:
     def __init__(self, has_lists: bool, like: Launches | None = None) -> None:
         """`like`: those of a step that differs in its rows alone."""
         self.plans: dict[str, tuple[Plan, Problem]] = {}
-        self._runs: dict[str, Callable[..., Any]] = {}
         self._has_lists = has_lists
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
@@ -83,12 +84,11 @@ class Launches:
                     tensors[name] = with_table(kind.op, name, value)
         if tensors.get("out") is not None:
             part += ", into out"
-        run = self._runs.get(part)
-        if run is None:
-            plan, problem = self._planned(part, kind, {**options(), **tensors, **groups})
-            self.plans[part], self._runs[part] = (plan, problem), (run := plan.run)
+        if part not in self.plans:
+            self.plans[part] = self._planned(part, kind, {**options(), **tensors, **groups})
+        plan, _ = self.plans[part]
         (sizes,) = groups.values()
-        return run(**tensors, groups=sizes)
+        return plan.run(**tensors, groups=sizes)
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
         if "numbers" in kind.names and "numbers" not in given:
@@ -148,13 +148,9 @@ class Path:
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
         """This path for calls like one that was checked, by launches. `like`: of a call with other rows."""
-        has_lists = any(isinstance(getattr(call, name), list) for name in (*call.weights, *call.biases))
+        has_lists = any(getattr(call, name).__class__ in LISTS for name in (*call.weights, *call.biases))
         launches = Launches(has_lists, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches, make=launches.make)
-
-    def by_rows(self) -> Hashable:
-        """What a number of rows decides of the launches besides sizes."""
-        return None
 
     def times_w(self, part: str, groups: Groups, transpose_w: bool, tensors: dict[str, Any]) -> Tensor:
         """x w_e^T, or with transpose_w x w_e. `tensors`: x, w, and grouped_mm's others."""

@@ -26,13 +26,11 @@ from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
 from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, picker
 from .parts import ORDINARY, Targets, key_of
-from .path import Path, with_table
+from .path import LISTS, Path, with_table
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
-LISTS = (list, tuple)
-"""Classes of lists of experts' tensors."""
 PLANS: Plans[Any] = Plans()
 """Of calls with targets, which come from modules and not through an operator."""
 
