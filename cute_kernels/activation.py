@@ -102,7 +102,7 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
 
 
 def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """The same of one of these, which `params` names."""
+    """Compute the activation among `names` that `params` tells at run time."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
     _fill_one_of(outputs, names, parts, params)
     return outputs

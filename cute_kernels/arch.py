@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from .architectures import ARCHS
-from .architectures import capability as capability
+from .architectures import ARCHS, capability
 from .specs import GemmSpec, Spec
 from .tiles import TileConfig
 

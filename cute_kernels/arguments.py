@@ -12,7 +12,7 @@ KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
 DIVISOR = 8
-"""Of a size in elements, unless its signature says otherwise: TMA wants rows of whole 16 bytes."""
+"""Sizes in elements are multiples of this unless a signature says otherwise: TMA wants rows of whole 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-"""Of operands in 16 bits."""
+"""16-bit operands."""
 WIDE_DTYPES = {**DTYPES, "float32": "f32"}
-"""Of what is read once: rows that are quantised, tokens, streams."""
+"""Matrices that a kernel reads once: rows to quantise, tokens, streams."""
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """How a kernel reads parameters: their dtype is a run-time value, since they are few."""

@@ -1,7 +1,6 @@
-"""What a kernel is that takes nothing but addresses and numbers: a row of its family's table.
+"""Rows of the tables in `layer/kernels.py` and `mhc/kernels.py`: kernels that take nothing but addresses and numbers.
 
-Families are those of `mhc` and of `layer`, whose `kernels` hold their tables. Names, signatures, the modules that make
-kernels, and what ships follow from these.
+Names, signatures, the modules that make these kernels, and what bundles ship follow from the tables.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from .architectures import ARCHS as ARCHS
+from .architectures import ARCHS
 from .dtypes import DTYPES as DTYPES
 from .dtypes import PARAM_FORMS as PARAM_FORMS
 from .dtypes import WIDE_DTYPES as WIDE_DTYPES

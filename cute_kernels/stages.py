@@ -33,7 +33,7 @@ _MODULES: dict[type, str] = {
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
     QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
-"""Of kernels that know no architecture's facts; those of families say theirs in their tables (`kernels`)."""
+"""Modules of kernels that know no architecture's facts. Rows of `layer` and `mhc` name their own (`kernels`)."""
 _GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
 
 FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"

@@ -3,7 +3,7 @@
 Their arguments, besides tensors' addresses and sizes:
 
     forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
-    weight_form, bias_form      those of a router's parameters, or of choices' weights
+    weight_form, bias_form      dtypes of a router's parameters, or of choices' weights
     wide                        whether ids have 64 bits
     chunk                       tokens of a CTA
     workspace                   int32 [chunks, experts]; 0: there is one chunk
@@ -13,7 +13,7 @@ Their arguments, besides tensors' addresses and sizes:
 Those of send_tokens and send_sums:
 
     most                        tokens of a rank
-    regions, state              as of `windows`
+    regions, state              see `windows`
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
     sum_rows, weight_places     tables of the way back (`ranks.send.Table`)
     status                      what x is, of `windows.STATUSES`; of rows in MXFP8 `x_scale` is a byte for 32 elements

@@ -25,9 +25,8 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it: all merged
-    activations with a gate or without one, and all layouts but of transposed weights, each of which is loaded another
-    way.
+    """Return the activations and layouts that an FC1's kernel serves, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS`
+    name them: all merged activations, gated or not, and all layouts; each layout of transposed weights has a kernel.
     """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:

@@ -72,13 +72,13 @@ class Activation(NamedTuple):
 
     @property
     def params(self) -> dict[str, float]:
-        """What kernels take of the numbers, by the names of `signatures.PARAMS`."""
+        """The numbers as kernels take them, by the names of `signatures.PARAMS`."""
         values = (*map(float, self.numbers), *[0.0] * len(PARAMS))
         return {argument.name: value for argument, value in zip(PARAMS, values, strict=False)}
 
     @property
     def kernel_params(self) -> dict[str, Any]:
-        """What kernels that serve several activations take: which one, its layout and its numbers."""
+        """Arguments of kernels that serve several activations: which one, its layout and its numbers."""
         return {"kind": KINDS[self.name], "glu_layout": LAYOUTS[self.glu_layout], **self.params}
 
 

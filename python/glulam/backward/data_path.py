@@ -181,7 +181,7 @@ class DataPath(Path):
 
     @property
     def has_fused_gradients(self) -> bool:
-        """Whether the gradients of h, x and row_scale are one launch."""
+        """True if the gradients of h, x and row_scale are one launch."""
         return self.fuses and self.launches is not None and not (self.transpose_w or self.in_halves)
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:

@@ -111,7 +111,7 @@ class FrozenMm(Frozen):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenPath(Frozen, DataPath):
-    """Of rows in 16 bits by a recipe that decodes weights. GEMMs read copies of a layer's rows."""
+    """The gradient of grouped_mlp with 16-bit rows and quantised weights. GEMMs read copies of a layer's rows."""
 
     need_preact = BEHIND_THE_ACTIVATION - {"w1"}
     reads_by_index = fuses = False

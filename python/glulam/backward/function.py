@@ -26,7 +26,7 @@ SINGLE, PAIR = -1, -2
 
 @functools.cache  # equal steps have the same
 def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes these places of a sequence, as a tuple: of a single one, itemgetter would give that itself."""
+    """Return a function that picks these places of a sequence as a tuple, a single one included."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 

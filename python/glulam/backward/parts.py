@@ -37,7 +37,7 @@ def groups_of(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_groups(named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of arguments by name, which it takes over, the others and the group sizes."""
+    """Split arguments by name, a dictionary that it takes over, into the others and the group sizes."""
     name = "offs" if "offs" in named else "splits"
     return named, {name: named.pop(name)}
 

@@ -77,7 +77,7 @@ class Launches:
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def make(self, part: str, kind: type[Call], groups: Groups, options: Options, tensors: dict[str, Any]) -> Any:
-        """As `by_operator`, by a launch."""
+        """Return the results of a part by a launch; arguments as of `by_operator`."""
         if self._has_lists:
             for name, value in tensors.items():
                 if value.__class__ is list:
@@ -147,7 +147,7 @@ class Path:
         raise NotImplementedError
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
-        """This path for calls like one that was checked, by launches. `like`: of a call with other rows."""
+        """Return this path by launches, for calls like one that was checked. `like`: of a call with other rows."""
         has_lists = any(getattr(call, name).__class__ in LISTS for name in (*call.weights, *call.biases))
         launches = Launches(has_lists, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches, make=launches.make)
@@ -166,7 +166,7 @@ class Path:
         self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: dict[str, Any], dy_rows: Any = None,
         x_rows: Any = None,
     ) -> Any:  # fmt: skip
-        """As the weight lies, of a GateUp two. `dy_rows`, `x_rows`: as of grouped_wgrad."""
+        """Return the gradient as the weight lies, for a GateUp two. `dy_rows`, `x_rows`: see `grouped_wgrad`."""
         if self.in_halves and name == "w1":
             halves = dy.chunk(2, dim=1)
             return [self._weight_gradient(targets, name, half, x, groups, dy_rows, x_rows) for half in halves]

@@ -182,8 +182,9 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path) -> Any:
 
 
 def is_common(call: Call) -> bool:
-    """Plain tensors in GPU memory, weights of x's dtype or quantised, lists of experts of 16-bit operators alone; and
-    more than one row or token, whose stride torch leaves arbitrary."""
+    """Return True if tensors are plain and in GPU memory, weights of x's dtype or quantised, lists of experts of a
+    16-bit operator, and rows or tokens more than one: torch leaves the stride of a single row arbitrary.
+    """
     lead, takes_lists = call.lead, not isinstance(call, Quantized)
     is_frozen = isinstance(call, Quantized) and call.is_frozen
     if checking() or lead.device.type != gpus.KERNEL_DEVICE or len(lead) <= 1:
@@ -200,7 +201,7 @@ def is_common(call: Call) -> bool:
 
 
 def are_usual(gradients: tuple[Tensor, ...]) -> bool:
-    """Whether kernels take incoming gradients as they are, in a backward of which nobody makes a graph."""
+    """Return True if kernels take incoming gradients as they are, and nobody makes a graph of this backward."""
     if is_grad_enabled():
         return False
     for dy in gradients:

@@ -14,7 +14,7 @@ import torch
 
 
 class Kind(enum.Enum):
-    """What an argument is."""
+    """Kinds of arguments; the values say what each is."""
 
     MATRIX = "a matrix [T, .]; [num_tokens, .] if its rows come by index"
     WEIGHT = "experts' weights: packed, a list with one tensor an expert, or a GateUp"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 
 class Role(NamedTuple):
-    """What an argument is, in every operator that has it.
+    """The role of an argument, the same in every operator that has it.
 
     Attributes:
         schema: its type in torch's schemas; an operator may have another (`Call.torch_types`).

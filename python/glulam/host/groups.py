@@ -27,11 +27,11 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""What becomes of rows after the last group; see `declare`."""
+"""The fate of rows after the last group; see `declare`."""
 
 
 class _Grouped(NamedTuple):
-    """What an operator says of itself; see `declare`."""
+    """An operator's own words; see `declare`."""
 
     leads: str
     after_groups: str
