@@ -7,6 +7,7 @@ beside what it writes. The first run compiles what it calls; objects are kept in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -32,6 +33,8 @@ from cute_kernels.layer.kernels import RANK_KERNELS
 from cute_kernels.specs import LayerSpec, QuantizeMxfp8Spec, Spec
 from ffi_bridge import profiles
 from glulam.choose import kernels
+from glulam.choose.problem import Problem
+from glulam.choose.shipped import shipped_choice
 from glulam.host.experts import GateUp
 from glulam.validate.inputs import Size
 
@@ -197,6 +200,20 @@ def test_a_function_is_called_by_name() -> None:
     function = Emulator("sm_80").function(QuantizeMxfp8Spec("float32", arch="sm_80", rounded=True))
     function(x=x.numpy(), out=out, offs=torch.tensor([20, 30], dtype=torch.int32), num_groups=2)
     assert torch.equal(out[:30], fake_mxfp8.rounded_rows(x[:30]).float())
+
+
+def _untold(op: str) -> Spec:
+    """The portable function of an operator with a tile of 16 rows, which is only compiled or tuned for."""
+    problem = Problem(op, "bfloat16", 64, 4, 72, intermediate=96, activation="swiglu", save_preact=op == "grouped_glu")
+    spec = shipped_choice(problem, "sm_90").spec
+    return dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, m=16))
+
+
+@pytest.mark.parametrize("op", ["grouped_glu", "grouped_dglu"])
+def test_tiles_that_do_not_ship(op: str) -> None:
+    """Groups of several tiles: none may write what is another's."""
+    with installed("sm_90", check_races=True) as gpu:
+        assert validated.try_function(gpu, _untold(op), most=1).trials == 1
 
 
 def test_memory_that_no_argument_has_is_a_fault() -> None:

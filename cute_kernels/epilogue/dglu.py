@@ -147,8 +147,11 @@ class DgluEpilogue(Epilogue):
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
         """Write the tile's part of a slab's d_row_scale. An adaptive cluster may have a tile behind the last column."""
         parts = vector_at(Float32, state.sums.parts)
+        end = work.group_end
+        if const_expr(self.tile.m < ROWS):  # the rest of the slab is other tiles'
+            end = cutlass.min(end, row + self.tile.m)
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
             at_row = row + state.row_in_slab + 8 * i
-            if (state.lane % 4 == 0) & (at_row < work.group_end) & (work.n_tile < state.sums.count):
+            if (state.lane % 4 == 0) & (at_row < end) & (work.n_tile < state.sums.count):
                 parts[work.n_tile * state.num_rows + at_row] = total
