@@ -364,14 +364,6 @@ class TestTraces:
         real = listed(CALLS[name](*inputs(name, dtype=BF16)))
         assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
 
-    def test_operators_pass_torchs_own_checks(self) -> None:
-        x, h_pre = (t.requires_grad_() for t in inputs("aggregate", dtype=F32))
-        torch.library.opcheck(torch.ops.glulam.mhc_aggregate.default, (x, h_pre))
-        d = randn(2, 3, WIDTH, dtype=F32)
-        torch.library.opcheck(
-            torch.ops.glulam.mhc_aggregate_backward.default, (d, x.detach(), h_pre.detach(), False, True)
-        )
-
 
 def test_is_public() -> None:
     assert glulam.mhc is mhc

@@ -111,12 +111,12 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 def _returned(form: Form, pending: Call, results: Any) -> Any:
     """The results that are not in given buffers."""
-    if form.returns == "Tensor[]":
-        return [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
     fresh = [r for r in results if r is not None and all(r is not g for g in given)]
+    if form.returns == "Tensor[]":
+        return fresh
     return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
 
 

@@ -23,7 +23,7 @@ from cute_kernels.chains import signature_of, stages_of
 from cute_kernels.specs import Spec
 from glulam.choose import kernels
 from glulam.choose.kernels import Kernel, forget_choices
-from glulam.host import device
+from glulam.host import device, tickets
 
 from .launch import NUM_SMS, Emulator
 from .memory import Memory
@@ -121,5 +121,6 @@ def installed(
         patch.setattr(device, "gpu", lambda index: device.Gpu(NAME, arch, num_sms))
         patch.setattr(kernels, "find", gpu.find)
         forget_choices()
+        tickets.forget()  # a kernel that ended in a fault left its own as they were
         yield gpu
     forget_choices()

@@ -192,7 +192,7 @@ def _without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
 def _times(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
     """Rows [T, 2I], either half of a row's columns times a factor of its expert, [E, 2], plus the expert's bias."""
     ends = groups["offs"] if "offs" in groups else groups["splits"].cumsum(0)
-    row = torch.arange(len(rows), device=rows.device)
+    row = torch.arange(rows.shape[0], device=rows.device)
     expert = torch.searchsorted(ends.long(), row, right=True).clamp_(max=len(factors) - 1)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(1, (2, -1))
     scaled = (wide * factors[expert][:, :, None]).flatten(1)

@@ -191,7 +191,8 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
     weight = packed.new_zeros(packed.shape[0], BIAS_COLUMNS, packed.shape[1])
     weight[:, 0] = packed
     rows = groups.get("rows")
-    sums = grouped_mm(dy, weight, **groups, out=dy.new_zeros(len(dy if rows is None else rows), BIAS_COLUMNS))[:, 0]
+    num_rows = (dy if rows is None else rows).shape[0]
+    sums = grouped_mm(dy, weight, **groups, out=dy.new_zeros(num_rows, BIAS_COLUMNS))[:, 0]
     return sums.to(torch.promote_types(dy.dtype, torch.float32))
 
 

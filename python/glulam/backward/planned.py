@@ -201,8 +201,9 @@ def is_common(call: Call) -> bool:
 
 
 def are_usual(gradients: tuple[Tensor, ...]) -> bool:
-    """Return True if kernels take incoming gradients as they are, and nobody makes a graph of this backward."""
-    if is_grad_enabled():
+    """Return True if kernels take incoming gradients as they are, and nobody makes a graph of this backward or watches
+    its operators."""
+    if is_grad_enabled() or gpus.is_watched():
         return False
     for dy in gradients:
         if dy.__class__ not in gpus.PLAIN_TENSORS or not dy.is_contiguous() or dy.is_neg():

@@ -106,7 +106,7 @@ class Call(Launching):
         lead: Any = self.lead
         if lead is None:  # the key has no place for it, since optional arguments alone may be absent: checks name it
             key = None
-        is_planned = key is not None or not unplanned()
+        is_planned = key is not None or not (unplanned() or gpus.is_watched())
         if is_planned and torch.is_grad_enabled():
             if not self.differentiable:
                 self.refuse_gradients()

@@ -23,6 +23,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .device import is_watched
 from .experts import ExpertList, GateUp
 
 MAX_PLANS = 4096
@@ -105,7 +106,7 @@ class Plans(Generic[PlanType]):
         return iter(list(self._plans.values()))
 
     def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
-        """The plan of a call, or None; and the key to keep one by, where no guard found it.
+        """The plan of a call, or None; and the key to keep one by, where no guard found it and nobody watches.
 
         Args:
             given: tensors, ExpertLists or lists of tensors.
@@ -118,6 +119,8 @@ class Plans(Generic[PlanType]):
         for check, plan in self._guarded.get(place, ()):
             if check(*given):
                 return None, plan
+        if is_watched():  # guards know: a tensor's dispatch keys are those of the thread besides its own
+            return None, None
         key = (options, *map(described, given))
         found = self.find(key)
         if found is not None and _Guards is not None and _UNGUARDED.isdisjoint(map(type, given)):

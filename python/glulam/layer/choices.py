@@ -108,8 +108,8 @@ class OfChoices(OfTokens):
         check_choices(self.op, self.ids, self.id_weights, self.num_experts, 0)
         if self.ids.device != self.lead.device:
             raise ValueError(f"{self.op}: ids are on {self.ids.device}, x on {self.lead.device}; move them there")
-        if len(self.ids) != len(self.lead):
-            mismatch(self.op, "ids", self.ids.shape, (len(self.lead), self.ids.shape[1]), "x has so many tokens")
+        if self.ids.shape[0] != self.lead.shape[0]:
+            mismatch(self.op, "ids", self.ids.shape, (self.lead.shape[0], self.ids.shape[1]), "x has so many tokens")
         if self.num_experts != experts:
             raise ValueError(f"{self.op}: num_experts is {self.num_experts}, but {counted} has {experts} experts")
 

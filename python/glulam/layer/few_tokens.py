@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from cute_kernels.specs import LayerSpec, Spec
 
@@ -25,10 +26,14 @@ MOST_ROUTED = 16
 
 
 def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`."""
+    """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`.
+
+    Exported programs take any number of tokens, so there it does not.
+    """
     return (
-        0 < x.shape[0] <= MOST_ROUTED
-        and runs_kernels(x)
+        runs_kernels(x)
+        and not is_exporting()
+        and 0 < x.shape[0] <= MOST_ROUTED
         and x.dtype in KERNEL_DTYPES
         and dtype in (x.dtype, torch.float32)
         and weight.dtype in (x.dtype, dtype)
@@ -75,7 +80,7 @@ class RouterCall(RouteCall):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return len(self.x), len(self.weight)
+        return self.x.shape[0], self.weight.shape[0]
 
     @property
     def logits_dtype(self) -> torch.dtype:

@@ -54,7 +54,7 @@ def _check(routing: Routing) -> None:
     for name, count, letters in (("ids", tokens, "N, K"), ("offs", experts, "E")):
         label, value = f"routing.{name}", getattr(routing, name)
         tensor = check_tensor(op, label, value, f"a tensor [{letters}]", logits, dtypes=INTEGERS)
-        if tensor.dim() != len(letters.split()) or len(tensor) != count or 0 in tensor.shape[1:]:
+        if tensor.dim() != len(letters.split()) or tensor.shape[0] != count or 0 in tensor.shape[1:]:
             why = f"routing.logits has {count} {'tokens' if name == 'ids' else 'experts'}"
             mismatch(op, label, tensor.shape, letters.replace(letters[0], str(count), 1).split(", "), why)
     for name in ("logits", "ids", "offs"):
@@ -80,9 +80,9 @@ def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         raise ValueError(f"router_z_loss: logits has shape {shape_text(logits.shape)}; give [..., E], E at least 1")
     values = wide(logits).flatten(0, -2)
     if num_tokens is None:
-        return values.logsumexp(-1).square().sum() / max(len(values), 1)
+        return values.logsumexp(-1).square().sum() / max(values.shape[0], 1)
     check_tensor("router_z_loss", "num_tokens", num_tokens, "a tensor [1]", logits, shape=(1,), why="it is one number")
     check_plain("router_z_loss", "num_tokens", num_tokens)
-    is_padding = torch.arange(len(values), device=values.device) >= num_tokens
+    is_padding = torch.arange(values.shape[0], device=values.device) >= num_tokens
     squares = values.masked_fill(is_padding.unsqueeze(1), 0).logsumexp(-1).square()
-    return (squares.masked_fill(is_padding, 0).sum() / num_tokens.clamp(1, max(len(values), 1))).squeeze(0)
+    return (squares.masked_fill(is_padding, 0).sum() / num_tokens.clamp(1, max(values.shape[0], 1))).squeeze(0)

@@ -179,7 +179,7 @@ def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
     """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
     for name, tensor in given.items():
         if tensor is not None:
-            if len(tensor) != tokens:
+            if tensor.shape[0] != tokens:
                 mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
             check_alignment(op, name, tensor)
 
@@ -234,7 +234,7 @@ class OfTokens(Call):
         if self.row_of is not None:
             check_row_of(self.op, self.labels["row_of"], self.row_of, self.x)
             _check_choices_of_rows(self.op, self.row_of, self.num_rows)
-        shape, why = (len(self.choices), width), "the result has a row for each token"
+        shape, why = (self.choices.shape[0], width), "the result has a row for each token"
         for name, tensor in (("residual", self.residual), ("out", self.out)):
             if tensor is not None:
                 check_like(self.op, name, tensor, shape, like, why)
@@ -251,9 +251,9 @@ class OfTokens(Call):
     def look(cls, op: str, outs: list[Any], **read: Any) -> None:
         super().look(op, outs, **read)
         given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
-        check_tokens(op, len(choices), x=read["x"], residual=read.get("residual"), **given)
+        check_tokens(op, choices.shape[0], x=read["x"], residual=read.get("residual"), **given)
         if "row_of" in read:
-            _check_choices_of_rows(op, read["row_of"], len(read["rows"]))
+            _check_choices_of_rows(op, read["row_of"], read["rows"].shape[0])
 
 
 class MoeCall(OfTokens, GroupedMlpCall):

@@ -137,7 +137,7 @@ class PermuteCall(_Moving):
 
     def check_inputs(self) -> None:
         tokens, _ = check_matrix(self.op, "x", self.x, "N, H")
-        check_routed(self.op, tokens, len(self.row_of))
+        check_routed(self.op, tokens, self.row_of.shape[0])
         self.check_rows()
 
     def likes(self) -> Sequence[Like | None]:
@@ -164,11 +164,11 @@ class CombineCall(_Moving):
             raise ValueError(f"{self.op}: y is not contiguous; call .contiguous()")
         self.check_rows()
         if self.residual is not None:
-            shape = len(self.row_of), y.shape[-1]
+            shape = self.row_of.shape[0], y.shape[-1]
             check_like(self.op, "residual", self.residual, shape, y, "it is added to the tokens' sums")
 
     def likes(self) -> Sequence[Like | None]:
-        return [((len(self.row_of), self.y.shape[-1]), self.y.dtype)]
+        return [((self.row_of.shape[0], self.y.shape[-1]), self.y.dtype)]
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:

@@ -57,7 +57,7 @@ def pre(
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
     if norm_weight is not None:
         tensors = (x, scaled_weight("pre", tensors, norm_weight), *tensors[2:])
-    if is_dynamo_compiling() or any(map(gpus.is_traced, tensors)):
+    if is_dynamo_compiling() or gpus.is_watched() or any(map(gpus.is_traced, tensors)):
         h_pre, h_post, logits = project(*tensors, eps)
         return PreResults(aggregate(x, h_pre), x, h_post, sinkhorn(logits, iters, sinkhorn_eps))
     out, h_post, h_res, *others = prepare_streams(*tensors, eps, iters, sinkhorn_eps)
@@ -75,7 +75,7 @@ class PreCall(Projecting):
 
     def check_inputs(self) -> None:
         super().check_inputs()
-        check_iters(self.op, self.iters, MAX_ITERS.get(self.x.shape[-2]))
+        check_iters(self.op, self.iters, MAX_ITERS.get(int(self.x.shape[-2])))
         check_eps(self.op, self.sinkhorn_eps, "sinkhorn_eps")
 
     def likes(self) -> Sequence[Like | None]:

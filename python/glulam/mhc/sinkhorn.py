@@ -31,7 +31,7 @@ class _Normalising(MhcCall):
         if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
             raise ValueError(f"{self.op}: logits has shape {list(logits.shape)}; give square matrices [..., n, n]")
         check_count(self.op, "logits", logits, logits.shape[-1])
-        check_iters(self.op, self.iters, MAX_ITERS.get(logits.shape[-1]))
+        check_iters(self.op, self.iters, MAX_ITERS.get(int(logits.shape[-1])))
         check_eps(self.op, self.eps)
 
     def likes(self) -> Sequence[Like | None]:

@@ -242,7 +242,7 @@ class MoE(Converts):
         if self.shared_gate is not None:
             gate = _linear(tokens, self.shared_gate, tokens.dtype).squeeze(-1)
             scale = gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
-        ends = torch.full((1,), len(tokens), dtype=torch.int32, device=tokens.device)
+        ends = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
         y: Tensor = self.shared(tokens, offs=ends, row_scale=scale)  # type: ignore[misc]
         return y
 

@@ -68,7 +68,7 @@ def grouped_bias_grad(
         check_out_dtype(OP, out_dtype, dy)
         sum_dtype = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
         with nullcontext() if is_dynamo_compiling() else part_of(OP):
-            weights = _weights(dy, len(dy if rows is None else rows), row_scale)
+            weights = _weights(dy, (dy if rows is None else rows).shape[0], row_scale)
             by_column = grouped_wgrad(weights, dy, offs=offs, splits=splits, x_rows=rows, out_dtype=sum_dtype)
     except ARGUMENT_ERRORS:
         _check(dy, offs, splits, rows, row_scale, out_dtype)
@@ -86,7 +86,7 @@ def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype
     check_x(OP, dy)
     check_indices(OP, rows, dy, of="dy")
     count_groups(OP, offs, splits, dy)
-    check_scale(OP, "row_scale", row_scale, dy if rows is None else dy.new_empty(len(rows), 0))
+    check_scale(OP, "row_scale", row_scale, dy if rows is None else dy.new_empty(rows.shape[0], 0))
     check_out_dtype(OP, out_dtype, dy)
     if runs_kernels(dy):
         check_alignment(OP, "dy", dy)

@@ -121,12 +121,16 @@ def forward_kind(kind: Any) -> Any:
 
 
 class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
-    """The result and h."""
+    """The result and h, a part of a step, which has no gradient of its own."""
 
     torch_op = "grouped_mlp_mxfp8_preact"
+    differentiable = False
     torch_results = {"": ("(Tensor, Tensor)", {})}
     makes = (*QuantizedMlpCall.makes, PREACT)
     recompute = False
+
+    def refuse_gradients(self) -> None:
+        Call.refuse_gradients(self)
 
     def assembled(self, returned: Any) -> Any:
         return returned if self.out is None else (self.out, returned)
@@ -244,6 +248,7 @@ class Mxfp8GradientsCall(FoldsColumns):
     torch_op = "grouped_mlp_mxfp8_backward"
     torch_results = {"": ("Tensor[]", {})}
     torch_types = {"w1": "Tensor[]?"}
+    has_torch_out = False  # torch functionalises no operator that returns a list and writes a buffer
     w1_scale = w2_scale = w1_global_scale = w2_global_scale = None  # weights are not in MXFP8
 
     def check(self) -> Problem:
@@ -270,9 +275,9 @@ class Mxfp8GradientsCall(FoldsColumns):
 
     def assembled(self, returned: Any) -> DataGradients:
         dpreact, act, *others = returned
-        dx = self.out
-        if self.input_grad and dx is None:
-            dx = others.pop(0)
+        dx = others.pop(0) if self.input_grad else None
+        if dx is not None and self.out is not None:
+            dx = self.out.copy_(dx)
         return DataGradients(dpreact, act, dx, others[0] if others else None)
 
     def reference(self, problem: Problem) -> DataGradients:

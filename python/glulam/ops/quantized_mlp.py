@@ -278,5 +278,5 @@ class QuantizedMlpCall(Quantized):
         super().look(op, outs, **read)
         look_at_scales(op, cls.labels, read)
         x, scale = read["x"], read.get("x_scale")
-        if scale is not None and len(scale) != len(x):
-            mismatch(op, "x's scale", scale.shape, (len(x), scale.shape[1]), "x has so many rows")
+        if scale is not None and scale.shape[0] != x.shape[0]:
+            mismatch(op, "x's scale", scale.shape, (x.shape[0], scale.shape[1]), "x has so many rows")
