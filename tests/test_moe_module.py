@@ -556,9 +556,9 @@ def test_blocks_see_every_tensor() -> None:
 @pytest.mark.parametrize(
     "router, error, words",
     [
-        (nn.Sequential(nn.Linear(64, 8)), TypeError, "router is a Sequential without a weight; give a torch.nn.Linear"),
+        (nn.Sequential(nn.Linear(64, 4)), ValueError, r"router returned \[3, 4\]; give a module that returns \[N, 8\]"),
         (nn.Linear(64, 4), ValueError, r"router.weight has shape \[4, 64\]; it must be \[8, 64\]"),
-        (nn.Bilinear(8, 64, 8), ValueError, r"router.weight has shape \[8, 8, 64\]; it must be \[8, 64\]"),
+        (nn.LSTM(64, 8), TypeError, r"router returned a tuple; give a module that returns a tensor \[N, 8\]"),
     ],
 )
 def test_a_router_that_does_not_fit_is_named(router: nn.Module, error: type[Exception], words: str) -> None:

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.utils.checkpoint import checkpoint
 
 from cute_kernels.specs import GATED
 
 from .. import recipes
 from ..activations import Activation, NamedNumbers, is_in_halves, packed, packer, with_numbers
+from ..backward.parts import tensor_groups
 from ..calls.checks import check_activation, check_numbers, intermediate_width, runs_kernels
 from ..choose.problem import dtype_name
-from ..host.groups import Splits
+from ..host.groups import Splits, is_after_groups
+from ..ops.gate import gate
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
+from .children import has_global_hooks, is_itself, is_plain
 from .linear import GroupedLinear
 from .options import check_options, check_placement, shown_options
 from .quantized_linear import LAYERS
@@ -34,7 +39,8 @@ _packed = packer(NAME)
 class GroupedMLP(DelaysWeightGradients):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
-    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters.
+    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters. If one of them is hooked, wrapped, compiled or
+    of another class, both are called, with an activation between them in place of the fused one.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
@@ -94,6 +100,11 @@ class GroupedMLP(DelaysWeightGradients):
             **Activation.named(activation, glu_layout, **numbers).keywords, "recipe": chosen.name,
             "recompute": recompute,
         }  # fmt: skip
+        self.has_bias, self._why_together = bias, ""  # why not each layer by itself
+        if chosen is not BF16 and not chosen.freezes_weights:
+            self._why_together = f"recipe {chosen.name!r} quantises rows between them"
+        elif delay_wgrad:
+            self._why_together = "delay_wgrad is True"
         form, layer = chosen.weights, LAYERS.get(type(chosen.weights))
         if layer is not None and not packed:
             raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
@@ -119,7 +130,10 @@ class GroupedMLP(DelaysWeightGradients):
         grad_input: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
-        given = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale, **self.arguments()}
+        given: dict[str, Any] = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale}
+        if not self.has_plain_layers():
+            return self._by_layers(**given, out=out, grad_input=grad_input)
+        given.update(self.arguments())
         try:
             return run(grouped_mlp, self._call, given, self.grad_writers(x), out, grad_input)
         except TypeError:
@@ -132,6 +146,37 @@ class GroupedMLP(DelaysWeightGradients):
         if self.recipe.name == BF16.name:
             return GroupedMlpCall(transpose_w=False, **packed(given))
         return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
+
+    def has_plain_layers(self) -> bool:
+        """Return True if one operator does the work of both layers."""
+        layers: Any = self._modules
+        if not (is_itself(layers["fc1"], GroupedLinear) and is_itself(layers["fc2"], GroupedLinear)):
+            return False
+        return is_dynamo_compiling() or not has_global_hooks() or bool(self._why_together)
+
+    def _by_layers(self, x: Tensor, row_scale: Tensor | None, out: Any, grad_input: Any, **groups: Any) -> Tensor:
+        """Forward by calls of both layers, whose results are rounded. `groups`: as forward has them.
+
+        Raises:
+            ValueError: the recipe or an option needs both layers in one call.
+        """
+        if self._why_together:
+            raise ValueError(
+                f"{NAME}: fc1 or fc2 has hooks, is wrapped or a unit of its own, so that both are called, but "
+                f"{self._why_together}; do so with the whole module instead"
+            )
+        options = {name: value for name, value in self.call_options.items() if name not in ("recipe", "recompute")}
+        first = groups if grad_input is None else {**groups, "grad_input": grad_input}
+        second = groups if out is None else {**groups, "out": out}
+        if self.has_bias and row_scale is not None:
+            second = {**second, "bias_scale": row_scale}
+
+        def layers(x: Tensor) -> Tensor:
+            h = self.fc1(x, **first)
+            made: Tensor = self.fc2(gate(h, _without_tail(row_scale, x, **groups), **options), **second)
+            return made
+
+        return checkpoint(layers, x, use_reentrant=False) if self.call_options["recompute"] else layers(x)
 
     def arguments(self) -> dict[str, Any]:
         """Weights and options, as operators take them."""
@@ -157,3 +202,18 @@ class GroupedMLP(DelaysWeightGradients):
 
     def extra_repr(self) -> str:
         return shown_options(GroupedMLP, **self.call_options, delay_wgrad=self.delay_wgrad)
+
+
+def arguments_of(experts: Any) -> dict[str, Any] | None:
+    """The arguments of a GroupedMLP whose work its parent does; None: it is to be called."""
+    if is_plain(experts, GroupedMLP) and experts.has_plain_layers():
+        found: dict[str, Any] = experts.arguments()
+        return found
+    return None
+
+
+def _without_tail(row_scale: Tensor | None, x: Tensor, offs: Tensor | None, splits: Splits | None) -> Tensor | None:
+    """A row scale for `gate` whose gradient is zero after the last group, where `gate` leaves it uninitialised."""
+    if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
+        return row_scale
+    return row_scale.masked_fill(is_after_groups(row_scale, **tensor_groups(NAME, offs, splits, x)), 0)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
-from ..layer import Routing, moe, route
+from ..formats.mxfp8 import MXFP8Tensor
+from ..layer import Routing, combine, moe, permute, route
 from ..layer.few_tokens import route_few, routes_few
 from ..layer.moe import moe_call, rows_of_experts
 from ..layer.routing import LOGITS_DTYPES, check_rule
+from ..recipes import BF16
 from . import dialects
-from .mlp import GroupedMLP
+from .children import called, is_plain, parameters_of, product
+from .mlp import GroupedMLP, arguments_of
 from .options import check_options, check_placement, held, shown_options
 from .state import Converts, Move
 from .weight_gradients import run
@@ -51,6 +52,9 @@ class MoE(Converts):
 
     `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear
     or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`.
+
+    A child that is hooked, wrapped, compiled, of another class or a unit of FSDP2 is called: the router and the gate
+    with tokens [N, H], experts with rows [T, H], `offs` and `row_scale`. Plain ones are part of fewer launches.
 
     State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`. So do
     quantised experts one by one, the shared one included, where the recipe keeps their format: see
@@ -162,7 +166,7 @@ class MoE(Converts):
         """Return the result [N, H] and the routing, all experts being here."""
         tokens = self._tokens(x)
         routing = self.route(tokens, num_tokens)
-        given = self._modules["experts"].arguments()  # type: ignore[union-attr, operator]
+        given = arguments_of(self._modules["experts"])
         return self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens)), routing
 
     def _among_ranks(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
@@ -171,9 +175,10 @@ class MoE(Converts):
         with self.parallel.refusing():
             tokens = self._tokens(x)
             routing = self.route(tokens, num_tokens)
-            given = self.experts.arguments()
+            given = arguments_of(self._modules["experts"])
         shared, experts = None if self.shared is None else self._shared, partial(self._of_ranks, given)
-        y = self.parallel.layer(NAME, self.experts.recipe, experts, given, tokens, routing, shared=shared)
+        recipe = getattr(self.experts, "recipe", BF16)
+        y = self.parallel.layer(NAME, recipe, experts, given or {}, tokens, routing, shared=shared)
         return y, routing
 
     def _tokens(self, x: Any) -> Tensor:
@@ -198,53 +203,60 @@ class MoE(Converts):
             self.__dict__.update(_routing=routing, _recomputed=None)
 
     def _experts(
-        self, given: dict[str, Any], tokens: Tensor, routing: Routing, residual: Tensor | None = None
+        self, given: dict[str, Any] | None, tokens: Tensor, routing: Routing, residual: Tensor | None = None
     ) -> Tensor:
-        """Sum tokens' experts, + residual, [N, H]. `given`: arguments of this module's experts."""
+        """Sum tokens' experts, + residual, [N, H]. `given`: arguments of the experts; None: they are called."""
+        if given is None:
+            return combine(self._called_experts(tokens, routing), routing, residual)
         called = {"x": tokens, "routing": routing, "residual": residual, **given}
         y: Tensor = run(moe, moe_call, called, self.experts.grad_writers(tokens))
         return y
 
-    def _of_ranks(self, given: dict[str, Any], tokens: Tensor, routing: Routing, is_summed: bool) -> Tensor:
+    def _called_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """The rows [T, H] of tokens' experts, times their weights, by a call of the module."""
+        rows: Tensor = self.experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
+        return rows
+
+    def _of_ranks(
+        self, given: dict[str, Any] | None, tokens: Tensor | MXFP8Tensor, routing: Routing, is_summed: bool
+    ) -> Tensor:
         """`_experts` of all ranks' tokens, or experts' rows, which are not summed yet."""
-        if is_summed:
-            return self._experts(given, tokens, routing)
         assert self.parallel is not None
-        return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **given)
+        if given is not None and not is_summed:
+            return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **given)
+        tokens = tokens.dequantize(self.parallel.dtype) if isinstance(tokens, MXFP8Tensor) else tokens
+        return self._experts(given, tokens, routing) if is_summed else self._called_experts(tokens, routing)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
-        weight, weight_bias = self._router()
-        dtype = self.router_dtype or tokens.dtype
+        router, dtype = self._modules["router"], self.router_dtype or tokens.dtype
         bias = held(self, self._buffers, "choice_bias")
         options = {"bias": None if bias is None else bias.float(), "num_tokens": num_tokens, **self.rule}
-        if routes_few(tokens, weight, weight_bias, dtype):
-            return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
-        return route(_linear(tokens, self.router, dtype), self.top_k, **options)
-
-    def _router(self) -> tuple[Tensor, Tensor | None]:
-        """The router's parameters. Raises TypeError or ValueError where it is no Linear of this module's sizes."""
-        router: Any = self._modules["router"]
-        parameters = router._parameters if router.__class__ is nn.Linear else {}
-        weight = parameters["weight"] if "weight" in parameters else getattr(router, "weight", None)
-        bias = parameters["bias"] if "bias" in parameters else getattr(router, "bias", None)
-        if not isinstance(weight, Tensor):
-            kind = type(router).__name__
-            raise TypeError(f"{NAME}: router is a {kind} without a weight; give a torch.nn.Linear")
+        if not is_plain(router, nn.Linear):
+            logits = called(f"{NAME}: router", router, tokens, dtype, self.num_experts)
+            return route(logits, self.top_k, **options)
+        weight, weight_bias = parameters_of(router)
         if weight.shape != (self.num_experts, self.hidden_size):
             wanted = self.num_experts, self.hidden_size
             mismatch(NAME, "router.weight", weight.shape, wanted, "it has a row of hidden_size for each expert")
-        return weight, bias
+        if routes_few(tokens, weight, weight_bias, dtype):
+            return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
+        return route(product(tokens, weight, weight_bias, dtype), self.top_k, **options)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
         scale = None
         if self.shared_gate is not None:
-            gate = _linear(tokens, self.shared_gate, tokens.dtype).squeeze(-1)
+            gate = self._gate(self.shared_gate, tokens).squeeze(-1)
             scale = gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
         ends = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
         y: Tensor = self.shared(tokens, offs=ends, row_scale=scale)  # type: ignore[misc]
         return y
+
+    def _gate(self, gate: nn.Linear, tokens: Tensor) -> Tensor:
+        if is_plain(gate, nn.Linear):
+            return product(tokens, *parameters_of(gate), tokens.dtype)
+        return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that the oldest backward pass left; see `GroupedMLP`.
@@ -320,10 +332,3 @@ def _check_parallel(parallel: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if getattr(parallel, name) != size:
             raise ValueError(f"{NAME}: {name} is {size}, and that of parallel {getattr(parallel, name)}")
-
-
-def _linear(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """In this dtype, whatever the parameters' is; and not autocast, which would undo a float32 router."""
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)

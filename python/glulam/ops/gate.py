@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.specs import LayerSpec, Spec, is_gated
 
 from ..activations import Activation, Numbers, activate, activate_backward, packer
-from ..calls.addressed import AddressedCall, Like, check_dtype, check_vectors
+from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, check_vectors
 from ..calls.front import operator
 from ..choose.problem import dtype_name
 from ..host.groups import is_after_groups
@@ -53,6 +53,17 @@ def _on_cpu(preact: Tensor, row_scale: Tensor | None, *function: Any) -> Tensor:
 class GateCall(_OfRows):
     op = kernel = "gate"
     on_cpu = staticmethod(_on_cpu)
+    differentiable = True
+    saves = "preact", "row_scale"
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        """The row scale's gradient is uninitialised where no group has the row."""
+        (preact, row_scale), (activation, glu_layout, numbers), (_, of_row_scale) = saved, options, needed
+        made: Gradients = gate_rows_backward(
+            gradients[0], preact, row_scale, activation, glu_layout, numbers, of_row_scale
+        )
+        return made
 
     def likes(self) -> Sequence[Like | None]:
         rows, columns = self.preact.shape

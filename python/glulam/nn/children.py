@@ -1,0 +1,86 @@
+"""Children of a module: computed for in the parent's own call if they are plain, else called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.func import functional_call
+
+from ..calls.checks import shape_text
+from .options import held
+
+has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
+
+
+def is_plain(child: Any, kind: type[nn.Module]) -> bool:
+    """Return True if a call of `child` would run the forward of `kind` and nothing else, hooks of all modules included.
+
+    False: the child is wrapped, hooked (by FSDP2, too), compiled, or of a class with another forward. Parametrizations,
+    pruning and FSDP1 change where a module's tensors come from, and not what it computes of them.
+    """
+    return is_itself(child, kind) and (is_dynamo_compiling() or not has_global_hooks())
+
+
+def is_itself(child: Any, kind: type[nn.Module]) -> bool:
+    """As `is_plain`, but for hooks of all modules."""
+    own = child.__dict__
+    return not (
+        child.__class__.forward is not kind.forward
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own  # as accelerate sets it
+        or child._compiled_call_impl is not None
+    )
+
+
+def parameters_of(child: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of a plain Linear."""
+    return held(child, child._parameters, "weight"), held(child, child._parameters, "bias")
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [N, H] times a weight, in `dtype`, whatever the parameters' is; and not autocast, which would undo a float32
+    router."""
+    with _without_autocast(x):
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Return what a child makes of x [N, H], [N, width], in `dtype`.
+
+    Args:
+        name: what errors call the child.
+
+    Raises:
+        TypeError, ValueError: the child returns something else.
+    """
+    with _without_autocast(x):
+        made = _called(child, x, dtype)
+    if not isinstance(made, Tensor):
+        raise TypeError(f"{name} returned a {type(made).__name__}; give a module that returns a tensor [N, {width}]")
+    if made.shape != (x.shape[0], width):
+        got, wanted = shape_text(made.shape), shape_text((x.shape[0], width))
+        raise ValueError(f"{name} returned {got}; give a module that returns [N, {width}] = {wanted}")
+    return made.to(dtype)
+
+
+def _called(child: Any, x: Tensor, dtype: torch.dtype) -> Any:
+    """A Linear that is hooked computes in `dtype`, as one that is not; other modules in the dtype of their weight."""
+    weight = getattr(child, "weight", None)
+    own = weight.dtype if isinstance(weight, Tensor) else dtype
+    if child.__class__ is nn.Linear and own != dtype:
+        cast = {name: parameter.to(dtype) for name, parameter in child.named_parameters()}
+        return functional_call(child, cast, (x.to(dtype),))
+    return child(x.to(own))
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
