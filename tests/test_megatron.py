@@ -125,6 +125,26 @@ def test_results_and_gradients_are_those_of_sequential_experts(form: str, packed
     close(grads_of(ours), grads_of(theirs))
 
 
+@pytest.mark.parametrize("size", [1, 32])
+def test_interleaved_rows_of_a_gate(size: int) -> None:
+    """An option since Megatron-Core 0.18: blocks of the gate's and the up-projection's rows in turns."""
+    sizes = {"moe_ffn_hidden_size": 64}
+    theirs, halves = pair(**sizes)
+    ours = experts_of(integration.experts_spec(), changed(config(**sizes), moe_mlp_glu_interleave_size=size))
+    state = theirs.state_dict()
+    for name, value in state.items():
+        if "linear_fc1" in name and isinstance(value, Tensor):
+            state[name] = value.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(0, 2).clone()
+    ours.load_state_dict(state)
+    close(run(ours, SIZES), run(halves, SIZES))
+
+
+def test_a_name_as_newer_layers_give_it() -> None:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    made = build_module(integration.experts_spec(), EXPERTS, config(), pg_collection=groups, name="layers.0.experts")
+    assert made.name == "layers.0.experts"
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_without_tokens_weights_have_gradients(packed: bool) -> None:
     """Zeros: data parallelism waits for them."""
@@ -257,6 +277,10 @@ def test_what_glulam_has_not_is_refused() -> None:
         experts_of(integration.experts_spec(), changed(config(), activation_func=torch.tanh))
     with pytest.raises(NotImplementedError, match="fp8 is 'e4m3'"):
         experts_of(integration.experts_spec(), changed(config(), fp8="e4m3"))
+    with pytest.raises(NotImplementedError, match="moe_paged_stash is True"):
+        experts_of(integration.experts_spec(), changed(config(), moe_paged_stash=True))
+    with pytest.raises(NotImplementedError, match="moe_mlp_glu_interleave_size is 16; Glulam has 1 and 32"):
+        experts_of(integration.experts_spec(), changed(config(), moe_mlp_glu_interleave_size=16))
 
 
 def changed(config: Any, **changes: Any) -> Any:
@@ -267,5 +291,5 @@ def changed(config: Any, **changes: Any) -> Any:
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.99.1")
-    with pytest.warns(RuntimeWarning, match="megatron-core 0.99.1 was not tested with Glulam; 0.16 was"):
+    with pytest.warns(RuntimeWarning, match="megatron-core 0.99.1 was not tested with Glulam; 0.16, .* were"):
         experts_of(integration.experts_spec(), config())

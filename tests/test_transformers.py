@@ -141,7 +141,7 @@ EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def experts_of(name: str, **options: Any) -> Any:
-    """A module of experts alone, eager."""
+    """A module of experts alone, eager. Skips the test if this version of transformers lacks the model."""
     module, more = EXPERTS_CLASSES[name]
     more = more | options
     torch.manual_seed(2)
@@ -150,7 +150,8 @@ def experts_of(name: str, **options: Any) -> Any:
         "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, **more,
     })  # fmt: skip
     config._experts_implementation = "eager"
-    experts = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)(config)
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    experts = getattr(modeling, name)(config)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.5)
     return experts
@@ -694,7 +695,7 @@ def test_a_clamped_activation_without_a_gate_is_none(name: str, limit: float) ->
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "6.1.0")
-    with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, 5.23 were"):
+    with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, .* were"):
         integration.register()
 
 

@@ -31,14 +31,19 @@ from ..nn import GroupedMLP
 from .gates import activation_of, gate_of
 from .versions import warn_if_untested
 
-KNOWN_VERSIONS = ("0.16",)
+KNOWN_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 """Minor versions that this was tested with."""
 LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 """Ours, and as Megatron's MLP calls them."""
 SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
 """By which dimension of an expert's tensor tensor parallelism cuts it."""
-UNSUPPORTED = ("fp8", "fp4", "moe_latent_size")
-"""Options of a config that must be None, or not there."""
+UNSUPPORTED = (
+    "fp8", "fp4", "moe_latent_size", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_paged_stash",
+)  # fmt: skip
+"""Options of a config that must be None or False, or not there."""
+INTERLEAVE_SIZE = "moe_mlp_glu_interleave_size"
+INTERLEAVED = {None: "concat", 1: "interleaved", 32: "interleaved32"}
+"""Layouts of a gated FC1, by a config's `moe_mlp_glu_interleave_size`."""
 
 
 def experts_spec(packed: bool = False) -> ModuleSpec:
@@ -53,7 +58,8 @@ class GlulamMLP(MegatronModule):
     With expert tensor parallelism results are partial sums, which the dispatcher adds, as of Megatron's own.
 
     Args:
-        num_local_experts, config, pg_collection: as Megatron's MoELayer gives them. submodules: of a spec; ignored.
+        num_local_experts, config, pg_collection, name: as Megatron's MoELayer gives them, the name since 0.18.
+        submodules: of a spec; ignored.
         packed: one parameter a layer instead of one for each expert.
 
     Raises:
@@ -63,11 +69,11 @@ class GlulamMLP(MegatronModule):
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, pg_collection: Any = None,
-        *, packed: bool = False,
+        *, packed: bool = False, name: str | None = None,
     ):  # fmt: skip
         super().__init__(config=config)
         _check(config)
-        self.num_local_experts, self.packed = num_local_experts, packed
+        self.num_local_experts, self.packed, self.name = num_local_experts, packed, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.sizes = {"fc1": config.moe_ffn_hidden_size * (1 + config.gated_linear_unit), "fc2": config.hidden_size}
         form = _form_of(config)
@@ -168,8 +174,10 @@ class GlulamMLP(MegatronModule):
 def _check(config: Any) -> None:
     warn_if_untested("megatron-core", KNOWN_VERSIONS)
     for name in UNSUPPORTED:
-        if (value := getattr(config, name, None)) is not None:
+        if (value := getattr(config, name, None)) not in (None, False):
             raise NotImplementedError(f"glulam: {name} is {value!r}; leave it out, Glulam has none")
+    if (size := getattr(config, INTERLEAVE_SIZE, None)) not in INTERLEAVED:
+        raise NotImplementedError(f"glulam: {INTERLEAVE_SIZE} is {size}; Glulam has 1 and 32, and halves without it")
 
 
 def _form_of(config: Any) -> Activation:
@@ -187,7 +195,8 @@ def _form_of(config: Any) -> Activation:
     form = gate_of(glu, cpu) if config.gated_linear_unit else activation_of(act, cpu)
     if form is None:
         raise NotImplementedError(f"glulam: activation_func {getattr(act, '__name__', act)} is none that Glulam has")
-    return form
+    layout = INTERLEAVED[getattr(config, INTERLEAVE_SIZE, None)]
+    return form._replace(glu_layout=layout) if config.gated_linear_unit else form
 
 
 def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,7 @@ from .fp8_experts import Fp8
 from .gates import activation_of, gate_of
 from .versions import warn_if_untested
 
-KNOWN_VERSIONS = ("5.17", "5.23")
+KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 """Minor versions that this was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
