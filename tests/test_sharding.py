@@ -1,0 +1,376 @@
+"""Modules and operators under PyTorch's own sharding, on two ranks of a gloo group, against one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.rank_cases import RankCases
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import glulam
+from glulam.host.experts import GateUp
+from glulam.nn import GroupedLinear, GroupedMLP, MoE
+
+CASES = RankCases("test_sharding")
+WORLD = 2
+H, I, E, K, N = 16, 12, 6, 2, 11
+F64 = torch.float64
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return CASES.run(WORLD, tmp_path_factory.mktemp("ranks"))
+
+
+def some(*shape: int, seed: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape or (WORLD,), mesh_dim_names=("dp", "tp")[: len(shape or (WORLD,))])
+
+
+class Block(nn.Module):
+    """A norm, an MoE layer and the sum with what came in."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"shared_intermediate_size": 8, "shared_gate": True, "dtype": F64, **options}
+        self.norm = nn.LayerNorm(H, dtype=given["dtype"])
+        self.moe = MoE(H, I, E, K, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(self.norm(x))
+        return y
+
+
+class Model(nn.Module):
+    """Two blocks and a last layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.last = nn.Linear(H, 3, dtype=options.get("dtype", F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.last(x)
+        return y
+
+
+def seeded(module: nn.Module) -> nn.Module:
+    """The same weights on every rank, and routers that are not indifferent."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            scale = 0.5 if parameter.dim() > 1 else 0.1
+            parameter.copy_(some(*parameter.shape, seed=seed, dtype=parameter.dtype) * scale)
+    return module
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.double().sin() * torch.arange(1, y.shape[-1] + 1)).sum()
+
+
+def tokens_of(rank: int, dtype: torch.dtype = F64) -> Tensor:
+    return some(N + rank, H, seed=100 + rank, dtype=dtype)
+
+
+def mean_gradients(model: nn.Module, call: Callable[[nn.Module, int], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """The results of each rank's tokens, and the mean of the ranks' gradients."""
+    results = [call(model, rank) for rank in range(WORLD)]
+    for y in results:
+        loss_of(y).backward()
+    grads = {n: None if p.grad is None else p.grad / WORLD for n, p in model.named_parameters()}
+    return [y.detach() for y in results], grads
+
+
+def on_tokens(model: nn.Module, rank: int, dtype: torch.dtype = F64) -> Tensor:
+    y: Tensor = model(tokens_of(rank, dtype))
+    return y
+
+
+def assert_like_unsharded(
+    alone: nn.Module, sharded: nn.Module, call: Callable[[nn.Module, int], Tensor] = on_tokens, tolerance: float = 1e-10
+) -> None:
+    """Forward, gradients and, after a step by them, forward again."""
+    rank = dist.get_rank()
+    for _ in range(2):
+        wanted, grads = mean_gradients(alone, call)
+        y = call(sharded, rank)
+        torch.testing.assert_close(y, wanted[rank], rtol=tolerance, atol=tolerance)
+        loss_of(y).backward()
+        found = {clean(n): p for n, p in sharded.named_parameters()}
+        assert found.keys() == grads.keys()
+        for name, parameter in found.items():
+            if grads[name] is None:
+                assert parameter.grad is None, name
+            else:
+                got = full(parameter.grad)
+                torch.testing.assert_close(got, grads[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
+        assert any(g is not None and bool(g.any()) for g in grads.values())
+        with torch.no_grad():
+            for name, parameter in found.items():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    alone.get_parameter(name).sub_(grads[name], alpha=0.01)
+                parameter.grad = alone.get_parameter(name).grad = None
+
+
+def clean(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    for part in ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module."):
+        name = name.replace(part, "")
+    return name
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    return seeded(make()), seeded(make())
+
+
+# FSDP2
+
+
+@CASES
+def fsdp2_of_a_model_as_a_whole() -> None:
+    alone, model = pair(Model)
+    assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
+def fsdp2_of_each_block() -> None:
+    for reshard in (True, False):
+        alone, model = pair(functools.partial(Model, choice_bias=True, bias=True))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh(), reshard_after_forward=reshard)
+        assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
+def fsdp2_of_experts_that_are_parameters_apart() -> None:
+    alone, model = pair(functools.partial(Model, packed=False))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh())
+    assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+def fsdp2_of_parts(*paths: str, **options: Any) -> None:
+    alone, model = pair(functools.partial(Model, **options))
+    for block in model.blocks:
+        for path in paths:
+            fully_shard(block.get_submodule(path), mesh=mesh())
+        fully_shard(block, mesh=mesh())
+    assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
+def fsdp2_of_experts_apart() -> None:
+    fsdp2_of_parts("moe.experts")
+
+
+@CASES
+def fsdp2_of_the_router_apart() -> None:
+    fsdp2_of_parts("moe.router")
+
+
+@CASES
+def fsdp2_of_the_shared_expert_and_its_gate_apart() -> None:
+    fsdp2_of_parts("moe.shared", "moe.shared_gate")
+
+
+@CASES
+def fsdp2_of_an_mlps_layers_apart() -> None:
+    fsdp2_of_parts("moe.experts.fc1", "moe.experts.fc2")
+
+
+def on_rows(module: nn.Module, rank: int) -> Tensor:
+    offs = torch.tensor([2, 2, 5, 8, 9, N + rank], dtype=torch.int32)
+    y: Tensor = module(tokens_of(rank), offs=offs)
+    return y
+
+
+@CASES
+def fsdp2_of_grouped_layers_alone() -> None:
+    for packed in (True, False):
+        makes: list[Callable[[], nn.Module]] = [
+            lambda p=packed: GroupedLinear(E, H, I, bias=True, packed=p, dtype=F64),
+            lambda p=packed: GroupedMLP(E, H, I, bias=True, packed=p, dtype=F64),
+            lambda p=packed: GroupedMLP(E, H, I, packed=p, recompute=True, dtype=F64),
+        ]
+        for make in makes:
+            alone, module = pair(make)
+            assert_like_unsharded(alone, fully_shard(module, mesh=mesh()), on_rows)
+
+
+@CASES
+def fsdp2_of_an_mlps_layers_within_it() -> None:
+    alone, module = pair(lambda: GroupedMLP(E, H, I, bias=True, dtype=F64))
+    for layer in (module.fc1, module.fc2):
+        fully_shard(layer, mesh=mesh())
+    assert_like_unsharded(alone, fully_shard(module, mesh=mesh()), on_rows)
+
+
+@CASES
+def fsdp2_with_mixed_precision() -> None:
+    """Parameters in bfloat16, as they are gathered; the router's logits in float32; gradients reduced in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    alone, model = pair(functools.partial(Model, dtype=torch.float32, router_dtype=torch.float32, choice_bias=True))
+    alone = alone.bfloat16()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh(), mp_policy=policy)
+    fully_shard(model, mesh=mesh(), mp_policy=policy)
+    wanted, grads = mean_gradients(alone, functools.partial(on_tokens, dtype=torch.bfloat16))
+    y = model(tokens_of(dist.get_rank(), torch.float32))
+    assert y.dtype == torch.bfloat16 and torch.equal(y, wanted[dist.get_rank()])
+    loss_of(y).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        got, exact = full(parameter.grad), grads[name].float()
+        assert float((got - exact).norm()) <= 0.02 * float(exact.norm()) + 1e-6, name
+
+
+@CASES
+def fsdp2_with_activation_checkpointing() -> None:
+    alone, model = pair(Model)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fully_shard(checkpoint_wrapper(block), mesh=mesh())
+    assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
+def fsdp2_with_frozen_parts() -> None:
+    def freeze(model: nn.Module, *parts: str) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in parts))
+        return model
+
+    for parts in (("experts.fc1",), ("experts",), ("router", "shared"), ("fc2", "norm", "last")):
+        alone, model = (freeze(one, *parts) for one in pair(Model))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh())
+        assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
+def fsdp2_with_quantised_experts() -> None:
+    """Their buffers are not sharded; what is trained around them is."""
+    make = functools.partial(moe_in_mxfp4, trained=True)
+    alone, model = make(), make()
+    rank = dist.get_rank()
+    wanted, grads = mean_gradients(alone, functools.partial(on_wide_tokens))
+    fully_shard(model, mesh=mesh())
+    y = on_wide_tokens(model, rank)
+    assert torch.equal(y, wanted[rank])
+    loss_of(y).backward()
+    for name, parameter in model.named_parameters():
+        got, exact = full(parameter.grad).float(), grads[name].float()
+        assert float((got - exact).norm()) <= 0.02 * float(exact.norm()), name
+
+
+def moe_in_mxfp4(trained: bool = False, **options: Any) -> nn.Module:
+    module = MoE(32, 32, E, K, recipe="mxfp4_weight_only", bias=True, dtype=torch.bfloat16, **options)
+    torch.manual_seed(3)
+    module.reset_parameters()
+    seeded(module).requires_grad_(trained)
+    return module
+
+
+def on_wide_tokens(model: nn.Module, rank: int) -> Tensor:
+    y: Tensor = model(some(N + rank, 32, seed=rank, dtype=torch.bfloat16))
+    return y
+
+
+@CASES
+def fsdp2_refuses_delayed_weight_gradients() -> None:
+    """They would go to the gathered weight, of which the gradient was reduced before."""
+    module = fully_shard(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh=mesh())
+    loss_of(on_rows(module, dist.get_rank())).backward()
+    with pytest.raises(RuntimeError, match=r"delay_wgrad.*FSDP"):
+        module.backward_dw()
+
+
+# FSDP1
+
+
+@CASES
+def fsdp1_of_flat_parameters() -> None:
+    for use_orig_params in (False, True):
+        for options in ({}, {"packed": False, "bias": True}):
+            alone, model = pair(functools.partial(Model, **options))
+            wrapped = FullyShardedDataParallel(
+                model, use_orig_params=use_orig_params, device_id=torch.device("cpu"),
+                auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=ShardingStrategy.FULL_SHARD,
+            )  # fmt: skip
+            wanted, grads = mean_gradients(alone, on_tokens)
+            y = wrapped(tokens_of(dist.get_rank()))
+            torch.testing.assert_close(y, wanted[dist.get_rank()], rtol=1e-10, atol=1e-10)
+            loss_of(y).backward()
+            torch.optim.SGD(wrapped.parameters(), lr=0.01).step()
+            with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+                for name, parameter in wrapped.named_parameters():
+                    stepped = alone.get_parameter(clean(name)) - 0.01 * grads[clean(name)]
+                    torch.testing.assert_close(parameter, stepped, rtol=1e-10, atol=1e-10)
+
+
+# DDP
+
+
+@CASES
+def ddp_uses_every_parameter_each_time() -> None:
+    """Experts without rows have gradients of zero, so that DDP needs not look for unused parameters."""
+    for options in ({}, {"packed": False}):
+        alone, model = pair(functools.partial(Model, **options))
+        with torch.no_grad():
+            for one in (alone, model):
+                for block in one.blocks:
+                    block.moe.router.weight[2:] = block.moe.router.weight[0] * 0.01  # few experts have rows
+        wrapped = DistributedDataParallel(model, find_unused_parameters=False)
+        assert_like_unsharded(alone, wrapped)
+
+
+@CASES
+def ddp_leaves_out_experts_of_each_rank() -> None:
+    """As of experts over ranks, whose gradients no other rank has."""
+    alone, model = pair(Model)
+    ignored = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    wrapped = DistributedDataParallel(model)
+    rank = dist.get_rank()
+    loss_of(wrapped(tokens_of(rank))).backward()
+    own = copy.deepcopy(alone)
+    loss_of(own(tokens_of(rank))).backward()
+    _, grads = mean_gradients(alone, on_tokens)
+    for name, parameter in model.named_parameters():
+        wanted = own.get_parameter(name).grad if name in ignored else grads[name]
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES.functions)
+def test_on_two_ranks(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]
