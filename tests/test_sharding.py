@@ -309,10 +309,19 @@ def on_wide_tokens(model: nn.Module, rank: int) -> Tensor:
 @CASES
 def fsdp2_refuses_delayed_weight_gradients() -> None:
     """They would go to the gathered weight, of which the gradient was reduced before."""
-    module = fully_shard(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh=mesh())
+    module: Any = fully_shard(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh=mesh())
     loss_of(on_rows(module, dist.get_rank())).backward()
-    with pytest.raises(RuntimeError, match=r"delay_wgrad.*FSDP"):
+    with pytest.raises(RuntimeError, match="delay_wgrad: fc1.weight was gathered by FSDP"):
         module.backward_dw()
+
+
+@CASES
+def fsdp1_refuses_delayed_weight_gradients() -> None:
+    for use_orig_params in (False, True):
+        module = seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64))
+        wrapped = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        with pytest.raises(RuntimeError, match=r"delay_wgrad: fc1.weight was computed.*FSDP1"):
+            on_rows(wrapped, dist.get_rank())
 
 
 # FSDP1
@@ -369,6 +378,247 @@ def ddp_leaves_out_experts_of_each_rank() -> None:
     for name, parameter in model.named_parameters():
         wanted = own.get_parameter(name).grad if name in ignored else grads[name]
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-10)
+
+
+# DTensors as arguments of operators and modules
+
+
+def placed(tensor: Tensor, on: DeviceMesh, *placements: Any) -> Tensor:
+    """A leaf that requires a gradient, if its elements have one, the same on every rank before it is placed."""
+    made = distribute_tensor(tensor, on, list(placements)).detach()
+    return made.requires_grad_(tensor.is_floating_point())
+
+
+def operands(**changes: Any) -> dict[str, Any]:
+    """Of grouped_mlp, in glu_layout "interleaved"."""
+    given = {
+        "x": some(N, H, seed=1), "w1": some(E, 2 * I, H, seed=2), "w2": some(E, H, I, seed=3),
+        "row_scale": some(N, seed=4).abs(), "b1": some(E, 2 * I, seed=5),
+        "offs": torch.tensor([2, 2, 5, 8, 9, N], dtype=torch.int32),
+    }  # fmt: skip
+    return {**given, **changes}
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [one for part in value or () for one in flat(part)]
+
+
+def assert_like_plain(
+    operator: Callable[..., Any], given: dict[str, Any], placements: dict[str, Any], on: DeviceMesh, want: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """An operator of DTensors, of which those without `placements` are replicated, against that of plain tensors.
+
+    Args:
+        want: placements of the results.
+    """
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(leaf, value)) if isinstance(value, list) else type(value)(*map(leaf, value))
+        return value.clone().requires_grad_(value.is_floating_point())
+
+    def shard(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            parts = [shard(name, one) for one in value]
+            return parts if isinstance(value, list) else type(value)(*parts)
+        return placed(value, on, *placements.get(name, [Replicate()] * on.ndim))
+
+    plain = {name: leaf(value) for name, value in given.items()}
+    sharded = {name: shard(name, value) for name, value in given.items()}
+    exact, results = (flat(operator(**values, **options)) for values in (plain, sharded))
+    for one, wanted in zip(results, exact, strict=True):
+        assert isinstance(one, DTensor) and list(one.placements) == want, one.placements
+        torch.testing.assert_close(full(one), wanted, rtol=1e-10, atol=1e-10)
+    sum(map(loss_of, exact)).backward()
+    sum(loss_of(full(one)) for one in results).backward()
+    for name, value in plain.items():
+        for one, leaf_of in zip(flat(sharded[name]), flat(value), strict=True):
+            if leaf_of.requires_grad:
+                assert isinstance(one.grad, DTensor), name
+                torch.testing.assert_close(full(one.grad), leaf_of.grad, rtol=1e-10, atol=1e-10)
+        assert not flat(value)[0].requires_grad or any(bool(one.grad.any()) for one in flat(value)), name
+
+
+TP_MLP = {"w1": [Shard(1)], "w2": [Shard(2)], "b1": [Shard(1)]}
+
+
+@CASES
+def replicated_dtensors_run_on_each_rank() -> None:
+    b2 = {"b2": some(E, H, seed=6)}
+    for on in (mesh(), mesh(2, 1)):
+        same = [Replicate()] * on.ndim
+        assert_like_plain(glulam.grouped_mlp, operands(**b2), {}, on, same)
+        assert_like_plain(glulam.grouped_mlp, operands(), {}, on, same, recompute=True)
+    given = operands()
+    of_glu = {name: given[name] for name in ("x", "w1", "row_scale", "offs")}
+    assert_like_plain(glulam.grouped_glu, of_glu, {}, mesh(), [Replicate()], return_preact=True)
+    lists = {name: list(given[name]) for name in ("w1", "w2", "b1")}
+    assert_like_plain(glulam.grouped_mlp, operands(**lists), {}, mesh(), [Replicate()])
+
+
+@CASES
+def an_mlp_is_split_by_its_inner_width() -> None:
+    for layout, w1 in (("interleaved", 2 * I), ("interleaved32", 128)):
+        width = w1 // 2
+        given = operands(w1=some(E, w1, H, seed=2), w2=some(E, H, width, seed=3), b1=some(E, w1, seed=5))
+        assert_like_plain(glulam.grouped_mlp, given, TP_MLP, mesh(), [Partial()], glu_layout=layout)
+    given = operands(w1=some(E, I, H, seed=2), b1=some(E, I, seed=5))
+    assert_like_plain(glulam.grouped_mlp, given, TP_MLP, mesh(), [Partial()], activation="srelu")
+
+
+@CASES
+def an_mlp_of_lists_halves_or_transposed_weights_is_split_by_its_inner_width() -> None:
+    options: dict[str, Any] = {"glu_layout": "interleaved"}
+    given = operands()
+    lists = {name: list(given[name]) for name in TP_MLP}
+    of_lists = {"w1": [Shard(0)], "w2": [Shard(1)], "b1": [Shard(0)]}
+    assert_like_plain(glulam.grouped_mlp, operands(**lists), of_lists, mesh(), [Partial()], **options)
+    transposed = {name: given[name].mT.contiguous() for name in ("w1", "w2")}
+    of_transposed = {**TP_MLP, "w1": [Shard(2)], "w2": [Shard(1)]}
+    options["transpose_w"] = True
+    assert_like_plain(glulam.grouped_mlp, operands(**transposed), of_transposed, mesh(), [Partial()], **options)
+    halves = operands(w1=GateUp(*given["w1"].chunk(2, 1)))
+    del halves["b1"]
+    assert_like_plain(glulam.grouped_mlp, halves, TP_MLP, mesh(), [Partial()])
+
+
+@CASES
+def two_dimensions_of_a_mesh_each_split_for_themselves() -> None:
+    placements = {name: [Replicate(), *one] for name, one in TP_MLP.items()}
+    for on in (mesh(1, 2), mesh(2, 1)):
+        want = [Replicate(), Partial()]
+        assert_like_plain(glulam.grouped_mlp, operands(), placements, on, want, glu_layout="interleaved")
+
+
+@CASES
+def grouped_glu_and_grouped_mm_are_split_by_columns_and_by_rows() -> None:
+    given = operands()
+    of_glu = {"x": given["x"], "w1": given["w1"], "bias": given["b1"], "offs": given["offs"]}
+    split = {"w1": [Shard(1)], "bias": [Shard(1)]}
+    for preact in (False, True):
+        options = {"glu_layout": "interleaved", "return_preact": preact}
+        assert_like_plain(glulam.grouped_glu, of_glu, split, mesh(), [Shard(1)], **options)
+    of_mm = {"x": given["x"], "w": given["w1"], "offs": given["offs"]}
+    bias = {"bias": given["b1"], "bias_scale": given["row_scale"]}
+    split = {"w": [Shard(1)], "bias": [Shard(1)]}
+    assert_like_plain(glulam.grouped_mm, {**of_mm, **bias}, split, mesh(), [Shard(1)])
+    assert_like_plain(glulam.grouped_mm, of_mm, {"x": [Shard(1)], "w": [Shard(2)]}, mesh(), [Partial()])
+    of_mm["w"] = of_mm["w"].mT.contiguous()
+    split = {"w": [Shard(2)], "bias": [Shard(1)]}
+    assert_like_plain(glulam.grouped_mm, {**of_mm, **bias}, split, mesh(), [Shard(1)], transpose_w=True)
+
+
+def split_experts(name: str, module: nn.Module, on: DeviceMesh) -> None:
+    """For `distribute_module`, which replicates the rest: experts by their inner width."""
+    for path, dim in (("fc1", 1), ("fc2", 2)):
+        if name.endswith(f"experts.{path}") or name.endswith(f"shared.{path}"):
+            for label, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(label, nn.Parameter(distribute_tensor(parameter, on, [Shard(dim)])))
+
+
+@CASES
+def a_layer_is_split_by_its_experts_inner_width() -> None:
+    """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
+    make = functools.partial(MoE, H, I, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
+    for options in ({}, {"shared_intermediate_size": 8, "shared_gate": True}):
+        alone, module = pair(functools.partial(make, **options))
+        module = distribute_module(module, mesh(), split_experts)
+        x = some(2, N, H, seed=1)
+        given, tokens = x.clone().requires_grad_(), placed(x, mesh(), Replicate())
+        wanted, y = alone(given), module(tokens)
+        assert list(y.placements) == [Partial()]
+        torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-10, atol=1e-10)
+        loss_of(wanted).backward()
+        loss_of(y.full_tensor()).backward()
+        torch.testing.assert_close(tokens.grad.full_tensor(), given.grad, rtol=1e-10, atol=1e-10)
+        for name, parameter in module.named_parameters():
+            wanted = alone.get_parameter(name).grad
+            torch.testing.assert_close(full(parameter.grad), wanted, rtol=1e-10, atol=1e-10, msg=name)
+        with torch.no_grad():
+            torch.testing.assert_close(module(tokens).full_tensor(), alone(x), rtol=1e-10, atol=1e-10)
+        module.update_choice_bias(0.1)
+        alone.update_choice_bias(0.1)
+        torch.testing.assert_close(full(module.choice_bias), alone.choice_bias)
+
+
+@CASES
+def a_layer_of_replicated_dtensors_runs_on_each_rank() -> None:
+    alone, module = pair(functools.partial(MoE, H, I, E, K, shared_intermediate_size=8, bias=True, dtype=F64))
+    module = distribute_module(module, mesh())
+    x = some(N, H, seed=1)
+    wanted, y = alone(x), module(placed(x, mesh(), Replicate()))
+    assert list(y.placements) == [Replicate()]
+    torch.testing.assert_close(y.to_local(), wanted, rtol=1e-10, atol=1e-10)
+    loss_of(wanted).backward()
+    loss_of(y.full_tensor()).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
+@CASES
+def fsdp2_over_split_experts() -> None:
+    """FSDP2 over one dimension of the mesh gathers DTensors, which the other one splits."""
+    both = mesh(1, 2)
+    alone, module = pair(functools.partial(MoE, H, I, E, K, glu_layout="interleaved", dtype=F64))
+    module = distribute_module(module, both["tp"], split_experts)
+    fully_shard(module, mesh=both["dp"])
+    x = some(N, H, seed=1)
+    wanted, y = alone(x), module(placed(x, both["tp"], Replicate()))
+    torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-10, atol=1e-10)
+    loss_of(wanted).backward()
+    loss_of(y.full_tensor()).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
+@CASES
+def quantised_weights_may_be_replicated() -> None:
+    weights = [glulam.quantize_mxfp4(some(E, 64, 32, seed=1).float()), some(E, 32, 32, seed=2).float()]
+    x, offs = some(N, 32, seed=3, dtype=torch.bfloat16), operands()["offs"]
+    on = mesh()
+
+    def replicated(w: Any) -> Any:
+        parts = [DTensor.from_local(part, on, [Replicate()]) for part in (w.data, w.scale)]
+        return glulam.MXFP4Tensor(*parts)
+
+    weights[1] = glulam.quantize_mxfp4(weights[1])
+    wanted = glulam.grouped_mlp(x, *weights, offs=offs, recipe="mxfp4_weight_only")
+    tokens = DTensor.from_local(x, on, [Replicate()])
+    y = glulam.grouped_mlp(tokens, *map(replicated, weights), offs=offs, recipe="mxfp4_weight_only")
+    assert torch.equal(y.full_tensor(), wanted)
+
+
+def refused(message: str, kind: type[Exception] = ValueError, /, **given: Any) -> None:
+    with pytest.raises(kind, match=message):
+        glulam.grouped_mlp(**{**operands(), "glu_layout": "interleaved", **given})
+
+
+@CASES
+def other_layouts_are_refused_by_name() -> None:
+    on, given = mesh(), operands()
+    same = {name: placed(value, on, Replicate()) for name, value in given.items() if name != "offs"}
+    split = {**same, **{name: placed(given[name], on, *one) for name, one in TP_MLP.items()}}
+    by_experts = {name: placed(given[name], on, Shard(0)) for name in TP_MLP}
+    refused(r"grouped_mlp: w1 is a DTensor with placements \(Shard\(dim=0\),\).*ExpertParallel", **{**same, **by_experts})
+    refused(r"grouped_mlp: x is a DTensor .*Shard\(dim=0\).*redistribute", **{**same, "x": placed(given["x"], on, Shard(0))})
+    refused(r"grouped_mlp: w2 is a DTensor with placements \(Replicate", **{**split, "w2": same["w2"]})
+    refused(r"grouped_mlp: b2 is a DTensor .*served are.*b2 Partial", **split, b2=placed(some(E, H, seed=6), on, Replicate()))
+    refused("grouped_mlp: w1 is a DTensor .*'concat'.*interleaved.*GateUp", **{**split, "glu_layout": "concat"})
+    refused("grouped_mlp: x is a Tensor, but w1 is a DTensor.*from_local.*FSDP", TypeError, **{**split, "x": given["x"]})
+    refused("grouped_mlp: w1 is a Tensor, but x is a DTensor", TypeError, x=same["x"])
+    refused("grouped_mlp: out is given", TypeError, **same, out=torch.empty(N, H, dtype=F64))
+    refused("grouped_mlp: w1 is on .*one mesh", **{**same, "w1": placed(given["w1"], mesh(1, 2), Replicate(), Replicate())})
+    odd = operands(w1=some(E, 18, H, seed=2), w2=some(E, H, 9, seed=3), b1=some(E, 18, seed=5))
+    uneven = {**same, **{name: placed(odd[name], on, *one) for name, one in TP_MLP.items()}}
+    refused("grouped_mlp: w1 has 18 of dimension 1, which 2 ranks split; give a multiple of 4", **uneven)
+
+
+@CASES
+def modules_refuse_dtensors_whose_gradients_go_elsewhere() -> None:
+    module = distribute_module(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh())
+    with pytest.raises(TypeError, match=r"grouped_mlp: x is a DTensor, and a gradient .* goes into a buffer"):
+        module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
 
 
 @pytest.mark.parametrize("case", CASES.functions)

@@ -73,7 +73,7 @@ class Call(Launching):
         """A call's arguments, of the public function's by name, which it takes over; shapes may stand for tensors."""
         return public
 
-    def splits(self) -> tuple[sharding.Split, ...]:
+    def served_splits(self) -> tuple[sharding.Split, ...]:
         """How a dimension of a mesh may split the call, where arguments are DTensors, besides replicating them."""
         return ()
 

@@ -1,7 +1,7 @@
 """Calls with DTensors (torch.distributed.tensor): each rank calls the operator with its local tensors.
 
 `DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. A dimension of the mesh
-replicates all arguments, or splits them in a way that the operator lists (`Call.splits`); any other layout is refused.
+replicates all arguments, or splits them in a way that the operator lists (`Call.served_splits`); any other layout is refused.
 Group sizes may be plain: they are the same on all ranks.
 """
 
@@ -128,7 +128,7 @@ def _mesh(call: Any) -> Any:
 
 def _split_of(call: Any, mesh: Any, dim: int) -> Split:
     """Return how a dimension of the mesh splits the call. Raises ValueError where the operator does not serve that."""
-    served = (REPLICATED, *call.splits())
+    served = (REPLICATED, *call.served_splits())
     misfits = [_misfits(call, split, dim) for split in served]
     best = min(range(len(served)), key=lambda place: len(misfits[place]))
     if misfits[best]:

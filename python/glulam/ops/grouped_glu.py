@@ -45,7 +45,7 @@ class GroupedGluCall(Call):
         check_out(self.op, "out", self.out, like, width)
         return self.problem(experts, columns, intermediate=width, save_preact=self.return_preact)
 
-    def splits(self) -> tuple[Split, ...]:
+    def served_splits(self) -> tuple[Split, ...]:
         return (split_of_width(self, {"w1": 2 if self.transpose_w else 1, "bias": 1}, 1, "bias"),)
 
     @property

@@ -74,7 +74,7 @@ class GroupedMlpCall(Call):
         """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
         check_out(self.op, "out", self.out, like, width)
 
-    def splits(self) -> tuple[Split, ...]:
+    def served_splits(self) -> tuple[Split, ...]:
         rows, columns = (2, 1) if self.transpose_w else (1, 2)
         return (split_of_width(self, {"w1": rows, "w2": columns, "b1": 1, **dict.fromkeys(self.added, SUM)}, SUM, "b1"),)
 

@@ -46,7 +46,7 @@ class GroupedMmCall(Call):
         check_out(self.op, "out", self.out, like, width)
         return self.problem(experts, columns, out_features=width, in_halves=in_halves)
 
-    def splits(self) -> tuple[Split, ...]:
+    def served_splits(self) -> tuple[Split, ...]:
         contracted, width = (1, 2) if self.transpose_w else (2, 1)
         return Split({"w": width, "bias": 1}, 1), Split({"x": 1, "w": contracted, "bias": SUM}, SUM)
 
