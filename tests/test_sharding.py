@@ -484,6 +484,23 @@ def an_mlp_of_lists_halves_or_transposed_weights_is_split_by_its_inner_width() -
 
 
 @CASES
+def addends_of_the_result_may_be_replicated_or_partial() -> None:
+    for b2 in (some(E, H, seed=6), list(some(E, H, seed=6))):
+        assert_like_plain(glulam.grouped_mlp, operands(b2=b2), TP_MLP, mesh(), [Partial()], glu_layout="interleaved")
+    given, on = operands(), mesh()
+    tensors = {name: placed(value, on, *TP_MLP.get(name, [Replicate()])) for name, value in given.items()}
+    b2 = some(E, H, seed=6 + dist.get_rank()).requires_grad_()
+    tensors["b2"] = DTensor.from_local(b2, on, [Partial()])
+    y = glulam.grouped_mlp(**tensors, glu_layout="interleaved").full_tensor()
+    both = (some(E, H, seed=6) + some(E, H, seed=7)).requires_grad_()
+    wanted = glulam.grouped_mlp(**given, b2=both, glu_layout="interleaved")
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
+    loss_of(y).backward()
+    loss_of(wanted).backward()
+    torch.testing.assert_close(b2.grad, both.grad, rtol=1e-10, atol=1e-10)
+
+
+@CASES
 def two_dimensions_of_a_mesh_each_split_for_themselves() -> None:
     placements = {name: [Replicate(), *one] for name, one in TP_MLP.items()}
     for on in (mesh(1, 2), mesh(2, 1)):
@@ -511,17 +528,17 @@ def grouped_glu_and_grouped_mm_are_split_by_columns_and_by_rows() -> None:
 
 def split_experts(name: str, module: nn.Module, on: DeviceMesh) -> None:
     """For `distribute_module`, which replicates the rest: experts by their inner width."""
-    for path, dim in (("fc1", 1), ("fc2", 2)):
-        if name.endswith(f"experts.{path}") or name.endswith(f"shared.{path}"):
-            for label, parameter in list(module.named_parameters(recurse=False)):
-                module.register_parameter(label, nn.Parameter(distribute_tensor(parameter, on, [Shard(dim)])))
+    for label, dim in {"fc1": {"weight": 1, "bias": 1}, "fc2": {"weight": 2}}.get(name.rpartition(".")[2], {}).items():
+        if (parameter := module.get_parameter(label) if module.has_bias or label == "weight" else None) is not None:
+            module.register_parameter(label, nn.Parameter(distribute_tensor(parameter, on, [Shard(dim)])))
 
 
 @CASES
 def a_layer_is_split_by_its_experts_inner_width() -> None:
     """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
     make = functools.partial(MoE, H, I, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
-    for options in ({}, {"shared_intermediate_size": 8, "shared_gate": True}):
+    shared = {"shared_intermediate_size": 8, "shared_gate": True}
+    for options in ({}, shared, {**shared, "bias": True, "router_bias": True}):
         alone, module = pair(functools.partial(make, **options))
         module = distribute_module(module, mesh(), split_experts)
         x = some(2, N, H, seed=1)
@@ -603,7 +620,7 @@ def other_layouts_are_refused_by_name() -> None:
     refused(r"grouped_mlp: w1 is a DTensor with placements \(Shard\(dim=0\),\).*ExpertParallel", **{**same, **by_experts})
     refused(r"grouped_mlp: x is a DTensor .*Shard\(dim=0\).*redistribute", **{**same, "x": placed(given["x"], on, Shard(0))})
     refused(r"grouped_mlp: w2 is a DTensor with placements \(Replicate", **{**split, "w2": same["w2"]})
-    refused(r"grouped_mlp: b2 is a DTensor .*served are.*b2 Partial", **split, b2=placed(some(E, H, seed=6), on, Replicate()))
+    refused(r"grouped_mlp: b2 is a DTensor .*b2 Partial.*or Replicate", **split, b2=placed(some(E, H, seed=6), on, Shard(1)))
     refused("grouped_mlp: w1 is a DTensor .*'concat'.*interleaved.*GateUp", **{**split, "glu_layout": "concat"})
     refused("grouped_mlp: x is a Tensor, but w1 is a DTensor.*from_local.*FSDP", TypeError, **{**split, "x": given["x"]})
     refused("grouped_mlp: w1 is a Tensor, but x is a DTensor", TypeError, x=same["x"])

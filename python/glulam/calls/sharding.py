@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from cute_kernels.specs import GATED
@@ -22,7 +23,9 @@ from .memory import tensors_of
 from .roles import GROUPS
 
 SUM = "sum"
-"""In the place of a dimension: each rank has an addend of the tensor."""
+"""In the place of a dimension: each rank has an addend of the tensor. An argument may be replicated instead; then the
+first rank adds it, and the others zeros.
+"""
 MODULE = "torch.distributed.tensor"
 
 
@@ -69,7 +72,7 @@ def dtensor() -> Any:
 
 def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
     """Yield each tensor of a call, with its argument and the name that errors give it."""
-    for name in (*call.names,):
+    for name in call.names:
         for label, tensor in tensors_of(call.labels.get(name, name), getattr(call, name)):
             yield name, label, tensor
 
@@ -147,18 +150,24 @@ def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
         (label, tensor)
         for name, label, tensor in tensors_given(call)
         if isinstance(tensor, kind)
-        and tensor.placements[dim] != _placement(split.dims.get(name), getattr(call, name))  # type: ignore[attr-defined]
+        and tensor.placements[dim] not in _served(split.dims.get(name), getattr(call, name))  # type: ignore[attr-defined]
     ]
+
+
+def _served(cut: int | str | None, value: Any) -> list[Any]:
+    """Return the placements that a split has for an argument."""
+    return [_placement(one, value) for one in ((SUM, None) if cut == SUM else (cut,))]
 
 
 def _refuse(call: Any, served: Sequence[Split], misfit: tuple[str, Any], dim: int) -> NoReturn:
     label, tensor = misfit
     ways = ["all Replicate()"]
     for split in served[1:]:
-        cuts = [f"{name} {_placement(cut, getattr(call, name))}" for name, cut in split.dims.items()]
-        ways.append(f"{', '.join(cuts)}, the rest Replicate()")
+        cuts = {name: cut for name, cut in split.dims.items() if getattr(call, name) is not None}
+        placed = [f"{name} {' or '.join(map(repr, _served(cut, getattr(call, name))))}" for name, cut in cuts.items()]
+        ways.append(f"{', '.join(placed)}, the rest Replicate()")
     raise ValueError(
-        f"{call.op}: {label} is a DTensor with placements {_text(tensor)}, and {tensor.placements[dim]} does not go "
+        f"{call.op}: {label} is a DTensor with placements {_text(tensor)}, and {tensor.placements[dim]!r} does not go "
         f"with how the other arguments are placed; served are: {'; '.join(ways)}. Call {label}.redistribute() or "
         f"{label}.full_tensor(); for experts on several ranks give {label}.to_local() with "
         "parallel=glulam.distributed.ExpertParallel(...), which nn.MoE and moe take"
@@ -182,13 +191,27 @@ def _check_parts(call: Any, split: Split, ranks: int) -> None:
 def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
     """Return an argument with the local tensors of this rank."""
     if isinstance(value, dtensor()):
-        return value.to_local(grad_placements=[_grad_placement(split, name, value) for split in splits])
+        return _local_tensor(value, [split.dims.get(name) for split in splits], splits)
     if isinstance(value, GateUp):
         return GateUp(*[_local(one, name, splits) for one in value])
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dtensor()):
-        grads = [_grad_placement(split, name, value) for split in splits]
-        return [one.to_local(grad_placements=grads) for one in value]
+        cuts = [cut if cut in (None, SUM) else _dim_in(cut, value) for cut in (s.dims.get(name) for s in splits)]
+        return [_local_tensor(one, cuts, splits) for one in value]
     return value
+
+
+def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequence[Split]) -> Tensor:
+    """Return this rank's part of a DTensor, or its addend. `cuts`: of each dimension of the mesh."""
+    grads, is_zero = [], False
+    for dim, (cut, split, placement) in enumerate(zip(cuts, splits, tensor.placements, strict=True)):
+        is_whole = cut is None or (cut == SUM and placement.is_replicate())
+        if is_whole and split is not REPLICATED:  # ranks that have parts of the work have addends of the gradient
+            grads.append(_placement(SUM, tensor))
+            is_zero |= cut == SUM and tensor.device_mesh.get_local_rank(dim) > 0
+        else:
+            grads.append(_placement(None if cut == SUM else cut, tensor))
+    local: Tensor = tensor.to_local(grad_placements=grads)
+    return local.masked_fill(local.new_ones((), dtype=torch.bool), 0) if is_zero else local
 
 
 def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
@@ -207,14 +230,6 @@ def _placement(cut: int | str | None, value: Any) -> Any:
     if cut is None:
         return types.Replicate()
     return types.Partial() if cut == SUM else types.Shard(_dim_in(cut, value))
-
-
-def _grad_placement(split: Split, name: str, value: Any) -> Any:
-    """Return how the gradient of an argument is placed: ranks that have parts of the work have addends of it."""
-    cut = split.dims.get(name)
-    if cut == SUM or split is REPLICATED:
-        return _placement(None, value)
-    return _placement(SUM if cut is None else cut, value)
 
 
 def _dim_in(cut: Any, value: Any) -> int:
