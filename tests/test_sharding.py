@@ -638,6 +638,150 @@ def modules_refuse_dtensors_whose_gradients_go_elsewhere() -> None:
         module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
 
 
+# State dicts
+
+
+def shared_folder(name: str) -> str:
+    """A folder that both ranks use."""
+    folders = [tempfile.mkdtemp(prefix=name) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    return str(folders[0])
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    states = [{name: full(value) for name, value in module.state_dict().items()} for module in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def of_blocks(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh())
+    return fully_shard(model, mesh=mesh())
+
+
+def of_the_whole(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=mesh())
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    return model
+
+
+@CASES
+def distributed_checkpoints_load_into_other_shardings() -> None:
+    for options in ({"bias": True, "choice_bias": True}, {"packed": False}):
+        make = functools.partial(Model, **options)
+        saved = of_blocks(seeded(make()))
+        for buffer in saved.buffers():
+            buffer.fill_(0.25)
+        folder = shared_folder("checkpoint")
+        dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder)
+        for shard in (of_the_whole, of_blocks, unsharded):
+            other = shard(make())
+            state = {"model": get_model_state_dict(other)}
+            dcp.load(state, checkpoint_id=folder)
+            result = set_model_state_dict(other, state["model"])
+            assert not result.missing_keys and not result.unexpected_keys
+            assert_same_state(saved, other)
+
+
+@CASES
+def full_state_dicts_go_both_ways() -> None:
+    alone, model = seeded(Model(choice_bias=True)), of_blocks(Model(choice_bias=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = alone.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, given, options=options)
+    assert_same_state(alone, model)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    other = Model(choice_bias=True)
+    other.load_state_dict(found)
+    assert_same_state(alone, other)
+
+
+@CASES
+def state_dicts_of_the_other_layout_load_into_sharded_modules() -> None:
+    """As into those that are not: packed experts from experts apart, and the other way."""
+    for packed in (True, False):
+        source, target = (functools.partial(Model, bias=True, packed=one) for one in (not packed, packed))
+        wanted = target()
+        wanted.load_state_dict(seeded(source()).state_dict())
+        sharded = of_blocks(target())
+        state = glulam.nn.convert_state_dict(seeded(source()).state_dict(), sharded)
+        set_model_state_dict(sharded, state, options=StateDictOptions(full_state_dict=True))
+        assert_same_state(wanted, sharded)
+        sharded = of_blocks(target())
+        sharded.load_state_dict(of_the_whole(seeded(source())).state_dict())
+        assert_same_state(wanted, sharded)
+
+
+@CASES
+def states_of_optimizers_resume_a_run() -> None:
+    def step(model: nn.Module, adam: torch.optim.Optimizer, index: int) -> Tensor:
+        y: Tensor = model(tokens_of(dist.get_rank()) + index)
+        loss_of(y).backward()
+        adam.step()
+        adam.zero_grad()
+        return y.detach()
+
+    first = of_blocks(seeded(Model()))
+    adam = torch.optim.Adam(first.parameters(), lr=0.01)
+    step(first, adam, 0)
+    folder = shared_folder("resumed")
+    state, moments = get_state_dict(first, adam)
+    dcp.save({"model": state, "moments": moments}, checkpoint_id=folder)
+    second = of_the_whole(Model())
+    other = torch.optim.Adam(second.parameters(), lr=0.01)
+    state, moments = get_state_dict(second, other)
+    loaded = {"model": state, "moments": moments}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(second, other, model_state_dict=loaded["model"], optim_state_dict=loaded["moments"])
+    for index in (1, 2):
+        wanted, got = step(first, adam, index), step(second, other, index)
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@CASES
+def quantised_experts_are_saved_and_loaded() -> None:
+    saved = fully_shard(moe_in_mxfp4(trained=True), mesh=mesh())
+    folder = shared_folder("quantised")
+    dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder)
+    for shard in (of_the_whole, unsharded):
+        other = shard(MoE(32, 32, E, K, recipe="mxfp4_weight_only", bias=True, dtype=torch.bfloat16))
+        on_wide_tokens(other, 0)  # a forward keeps the tensors that its buffers make
+        state = {"model": get_model_state_dict(other)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state["model"])
+        assert_same_state(saved, other)
+        assert torch.equal(on_wide_tokens(other, 0), on_wide_tokens(saved, 0))
+
+
+@CASES
+def quantised_modules_may_be_replicated() -> None:
+    alone, module = moe_in_mxfp4(), distribute_module(moe_in_mxfp4(), mesh())
+    x = some(N, 32, seed=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(module(placed(x, mesh(), Replicate())).full_tensor(), alone(x))
+    assert_same_state(alone, module)
+    alone.reset_parameters()
+    module.load_state_dict(distribute_module(copy.deepcopy(alone), mesh()).state_dict())
+    assert_same_state(alone, module)
+
+
+@CASES
+def recipes_that_quantise_weights_take_replicated_ones_alone() -> None:
+    w1, w2, x = (some(*shape, seed=1).bfloat16() for shape in ((E, 256, 128), (E, 128, 128), (N, 128)))
+    on, offs = mesh(), operands()["offs"]
+    options: dict[str, Any] = {"offs": offs, "recipe": "mxfp8", "glu_layout": "interleaved"}
+    same = [placed(value, on, Replicate()) for value in (x, w1, w2)]
+    wanted = glulam.grouped_mlp(x, w1, w2, **options)
+    assert torch.equal(full(glulam.grouped_mlp(*same, **options)), wanted)
+    split = [same[0], placed(w1, on, Shard(1)), placed(w2, on, Shard(2))]
+    with pytest.raises(ValueError, match=r"grouped_mlp: w1 is a DTensor .*served are: all Replicate\(\)\. "):
+        glulam.grouped_mlp(*split, **options)
+
+
 @pytest.mark.parametrize("case", CASES.functions)
 def test_on_two_ranks(case: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[case], outcomes[case]

@@ -8,7 +8,7 @@ Group sizes may be plain: they are the same on all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -68,6 +68,24 @@ def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, 
 def dtensor() -> Any:
     """Return the class DTensor; None as long as nobody has imported it."""
     return getattr(sys.modules.get(MODULE), "DTensor", None)
+
+
+def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+    """Return a function's result of a tensor; of a DTensor, a DTensor of the function's result of the local tensor."""
+    kind = dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return function(tensor)
+    return kind.from_local(function(tensor.to_local()), tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def moved_shards(tensor: Tensor, old: int, new: int) -> Tensor:
+    """Return a DTensor that is sharded in dimension `new` where it was in `old`; any other tensor as it is."""
+    kind, types = dtensor(), sys.modules.get(MODULE)
+    if kind is None or types is None or not isinstance(tensor, kind):
+        return tensor
+    placements = [types.Shard(new) if one == types.Shard(old) else one for one in tensor.placements]  # type: ignore[attr-defined]
+    moved: Tensor = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return moved
 
 
 def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
@@ -132,15 +150,14 @@ def _mesh(call: Any) -> Any:
 def _split_of(call: Any, mesh: Any, dim: int) -> Split:
     """Return how a dimension of the mesh splits the call. Raises ValueError where the operator does not serve that."""
     served = (REPLICATED, *call.served_splits())
-    misfits = [_misfits(call, split, dim) for split in served]
-    best = min(range(len(served)), key=lambda place: len(misfits[place]))
-    if misfits[best]:
-        _refuse(call, served, misfits[best][0], dim)
-    split = served[best]
-    if split.refusal:
-        raise ValueError(f"{call.op}: w1 is a DTensor with placements {_text(_first(call.w1))}, but {split.refusal}")
-    _check_parts(call, split, mesh.size(dim))
-    return split
+    for split in served:
+        if not _misfits(call, split, dim):
+            if split.refusal:
+                placements = _text(_first(call.w1))
+                raise ValueError(f"{call.op}: w1 is a DTensor with placements {placements}, but {split.refusal}")
+            _check_parts(call, split, mesh.size(dim))
+            return split
+    _refuse(call, served, dim)
 
 
 def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
@@ -159,8 +176,8 @@ def _served(cut: int | str | None, value: Any) -> list[Any]:
     return [_placement(one, value) for one in ((SUM, None) if cut == SUM else (cut,))]
 
 
-def _refuse(call: Any, served: Sequence[Split], misfit: tuple[str, Any], dim: int) -> NoReturn:
-    label, tensor = misfit
+def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
+    label, tensor = min((_misfits(call, split, dim) for split in served), key=len)[0]
     ways = ["all Replicate()"]
     for split in served[1:]:
         cuts = {name: cut for name, cut in split.dims.items() if getattr(call, name) is not None}
