@@ -6,7 +6,6 @@ import copy
 import functools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import glulam
+from glulam.distributed import ExpertParallel, expert_parameters, shard_state_dict
 from glulam.host.experts import GateUp
 from glulam.nn import GroupedLinear, GroupedMLP, MoE
 
 CASES = RankCases("test_sharding")
 WORLD = 2
-H, I, E, K, N = 16, 12, 6, 2, 11
+H, INNER, E, K, N = 16, 12, 6, 2, 11
+"""Hidden and inner width, experts, choices of a token, tokens."""
 F64 = torch.float64
 
 
@@ -59,7 +60,7 @@ class Block(nn.Module):
         super().__init__()
         given: dict[str, Any] = {"shared_intermediate_size": 8, "shared_gate": True, "dtype": F64, **options}
         self.norm = nn.LayerNorm(H, dtype=given["dtype"])
-        self.moe = MoE(H, I, E, K, **given)
+        self.moe = MoE(H, INNER, E, K, **given)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.moe(self.norm(x))
@@ -133,7 +134,9 @@ def assert_like_unsharded(
                 assert parameter.grad is None, name
             else:
                 got = full(parameter.grad)
-                torch.testing.assert_close(got, grads[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
+                torch.testing.assert_close(
+                    got, grads[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
+                )
         assert any(g is not None and bool(g.any()) for g in grads.values())
         with torch.no_grad():
             for name, parameter in found.items():
@@ -159,8 +162,30 @@ def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 @CASES
 def fsdp2_of_a_model_as_a_whole() -> None:
-    alone, model = pair(Model)
-    assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+    """Over all ranks, and over one dimension of a mesh whose other one has replicas (HSDP)."""
+    for on in (mesh(), mesh(2, 1)):
+        alone, model = pair(Model)
+        assert_like_unsharded(alone, fully_shard(model, mesh=on))
+
+
+@CASES
+def fsdp2_leaves_experts_of_each_rank_alone() -> None:
+    """Experts over ranks have whole gradients of all tokens; what is around them is sharded."""
+    parallel = ExpertParallel(None, E, K, H, N + 1, dtype=F64)
+    alone = seeded(MoE(H, INNER, E, K, dtype=F64))
+    module = MoE(H, INNER, E, K, parallel=parallel, dtype=F64)
+    module.load_state_dict(shard_state_dict(alone.state_dict(), parallel))
+    own = expert_parameters(module)
+    fully_shard(module, mesh=mesh(), ignored_params=set(own.values()))
+    wanted, grads = mean_gradients(alone, on_tokens)
+    y = on_tokens(module, dist.get_rank())
+    torch.testing.assert_close(y, wanted[dist.get_rank()], rtol=1e-10, atol=1e-10)
+    loss_of(y).backward()
+    for name, parameter in module.named_parameters():
+        exact = (
+            grads[name][parallel.first : parallel.first + parallel.num_local] * WORLD if name in own else grads[name]
+        )
+        torch.testing.assert_close(full(parameter.grad), exact, rtol=1e-10, atol=1e-10)
 
 
 @CASES
@@ -219,9 +244,9 @@ def on_rows(module: nn.Module, rank: int) -> Tensor:
 def fsdp2_of_grouped_layers_alone() -> None:
     for packed in (True, False):
         makes: list[Callable[[], nn.Module]] = [
-            lambda p=packed: GroupedLinear(E, H, I, bias=True, packed=p, dtype=F64),
-            lambda p=packed: GroupedMLP(E, H, I, bias=True, packed=p, dtype=F64),
-            lambda p=packed: GroupedMLP(E, H, I, packed=p, recompute=True, dtype=F64),
+            lambda p=packed: GroupedLinear(E, H, INNER, bias=True, packed=p, dtype=F64),
+            lambda p=packed: GroupedMLP(E, H, INNER, bias=True, packed=p, dtype=F64),
+            lambda p=packed: GroupedMLP(E, H, INNER, packed=p, recompute=True, dtype=F64),
         ]
         for make in makes:
             alone, module = pair(make)
@@ -230,7 +255,7 @@ def fsdp2_of_grouped_layers_alone() -> None:
 
 @CASES
 def fsdp2_of_an_mlps_layers_within_it() -> None:
-    alone, module = pair(lambda: GroupedMLP(E, H, I, bias=True, dtype=F64))
+    alone, module = pair(lambda: GroupedMLP(E, H, INNER, bias=True, dtype=F64))
     for layer in (module.fc1, module.fc2):
         fully_shard(layer, mesh=mesh())
     assert_like_unsharded(alone, fully_shard(module, mesh=mesh()), on_rows)
@@ -309,7 +334,7 @@ def on_wide_tokens(model: nn.Module, rank: int) -> Tensor:
 @CASES
 def fsdp2_refuses_delayed_weight_gradients() -> None:
     """They would go to the gathered weight, of which the gradient was reduced before."""
-    module: Any = fully_shard(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh=mesh())
+    module: Any = fully_shard(seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64)), mesh=mesh())
     loss_of(on_rows(module, dist.get_rank())).backward()
     with pytest.raises(RuntimeError, match="delay_wgrad: fc1.weight was gathered by FSDP"):
         module.backward_dw()
@@ -318,7 +343,7 @@ def fsdp2_refuses_delayed_weight_gradients() -> None:
 @CASES
 def fsdp1_refuses_delayed_weight_gradients() -> None:
     for use_orig_params in (False, True):
-        module = seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64))
+        module = seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64))
         wrapped = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
         with pytest.raises(RuntimeError, match=r"delay_wgrad: fc1.weight was computed.*FSDP1"):
             on_rows(wrapped, dist.get_rank())
@@ -392,8 +417,8 @@ def placed(tensor: Tensor, on: DeviceMesh, *placements: Any) -> Tensor:
 def operands(**changes: Any) -> dict[str, Any]:
     """Of grouped_mlp, in glu_layout "interleaved"."""
     given = {
-        "x": some(N, H, seed=1), "w1": some(E, 2 * I, H, seed=2), "w2": some(E, H, I, seed=3),
-        "row_scale": some(N, seed=4).abs(), "b1": some(E, 2 * I, seed=5),
+        "x": some(N, H, seed=1), "w1": some(E, 2 * INNER, H, seed=2), "w2": some(E, H, INNER, seed=3),
+        "row_scale": some(N, seed=4).abs(), "b1": some(E, 2 * INNER, seed=5),
         "offs": torch.tensor([2, 2, 5, 8, 9, N], dtype=torch.int32),
     }  # fmt: skip
     return {**given, **changes}
@@ -459,11 +484,11 @@ def replicated_dtensors_run_on_each_rank() -> None:
 
 @CASES
 def an_mlp_is_split_by_its_inner_width() -> None:
-    for layout, w1 in (("interleaved", 2 * I), ("interleaved32", 128)):
+    for layout, w1 in (("interleaved", 2 * INNER), ("interleaved32", 128)):
         width = w1 // 2
         given = operands(w1=some(E, w1, H, seed=2), w2=some(E, H, width, seed=3), b1=some(E, w1, seed=5))
         assert_like_plain(glulam.grouped_mlp, given, TP_MLP, mesh(), [Partial()], glu_layout=layout)
-    given = operands(w1=some(E, I, H, seed=2), b1=some(E, I, seed=5))
+    given = operands(w1=some(E, INNER, H, seed=2), b1=some(E, INNER, seed=5))
     assert_like_plain(glulam.grouped_mlp, given, TP_MLP, mesh(), [Partial()], activation="srelu")
 
 
@@ -533,10 +558,16 @@ def split_experts(name: str, module: nn.Module, on: DeviceMesh) -> None:
             module.register_parameter(label, nn.Parameter(distribute_tensor(parameter, on, [Shard(dim)])))
 
 
+def losses(module: MoE) -> Tensor:
+    routing = module.routing
+    assert routing is not None and routing.logits is not None
+    return glulam.load_balancing_loss(routing) + glulam.router_z_loss(routing.logits)
+
+
 @CASES
 def a_layer_is_split_by_its_experts_inner_width() -> None:
     """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
-    make = functools.partial(MoE, H, I, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
+    make = functools.partial(MoE, H, INNER, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
     shared = {"shared_intermediate_size": 8, "shared_gate": True}
     for options in ({}, shared, {**shared, "bias": True, "router_bias": True}):
         alone, module = pair(functools.partial(make, **options))
@@ -554,6 +585,7 @@ def a_layer_is_split_by_its_experts_inner_width() -> None:
             torch.testing.assert_close(full(parameter.grad), wanted, rtol=1e-10, atol=1e-10, msg=name)
         with torch.no_grad():
             torch.testing.assert_close(module(tokens).full_tensor(), alone(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(full(losses(module)), losses(alone), rtol=1e-10, atol=1e-10)
         module.update_choice_bias(0.1)
         alone.update_choice_bias(0.1)
         torch.testing.assert_close(full(module.choice_bias), alone.choice_bias)
@@ -561,7 +593,7 @@ def a_layer_is_split_by_its_experts_inner_width() -> None:
 
 @CASES
 def a_layer_of_replicated_dtensors_runs_on_each_rank() -> None:
-    alone, module = pair(functools.partial(MoE, H, I, E, K, shared_intermediate_size=8, bias=True, dtype=F64))
+    alone, module = pair(functools.partial(MoE, H, INNER, E, K, shared_intermediate_size=8, bias=True, dtype=F64))
     module = distribute_module(module, mesh())
     x = some(N, H, seed=1)
     wanted, y = alone(x), module(placed(x, mesh(), Replicate()))
@@ -577,7 +609,7 @@ def a_layer_of_replicated_dtensors_runs_on_each_rank() -> None:
 def fsdp2_over_split_experts() -> None:
     """FSDP2 over one dimension of the mesh gathers DTensors, which the other one splits."""
     both = mesh(1, 2)
-    alone, module = pair(functools.partial(MoE, H, I, E, K, glu_layout="interleaved", dtype=F64))
+    alone, module = pair(functools.partial(MoE, H, INNER, E, K, glu_layout="interleaved", dtype=F64))
     module = distribute_module(module, both["tp"], split_experts)
     fully_shard(module, mesh=both["dp"])
     x = some(N, H, seed=1)
@@ -606,6 +638,39 @@ def quantised_weights_may_be_replicated() -> None:
     assert torch.equal(y.full_tensor(), wanted)
 
 
+@CASES
+def compiled_calls_are_split_alike() -> None:
+    def mlp(**given: Any) -> Tensor:
+        y: Tensor = glulam.grouped_mlp(**given, glu_layout="interleaved")
+        return y
+
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (mlp, compiled):
+        given = {name: placed(value, mesh(), *TP_MLP.get(name, [Replicate()])) for name, value in operands().items()}
+        y = function(**given)
+        assert list(y.placements) == [Partial()]
+        loss_of(y.full_tensor()).backward()
+        results.append([full(y), *[full(one.grad) for one in given.values() if one.requires_grad]])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@CASES
+def local_tensors_of_a_split_layer_are_plain() -> None:
+    """A rank's own weights in plain calls, whose results the caller sums; as trainers do that unwrap DTensors."""
+    given, rank = operands(), dist.get_rank()
+    gate, up, down = (part.chunk(WORLD, dim)[rank] for part, dim in zip(
+        (*given["w1"].chunk(2, 1), given["w2"]), (1, 1, 2), strict=True
+    ))  # fmt: skip
+    y = glulam.grouped_mlp(
+        given["x"], GateUp(gate.contiguous(), up.contiguous()), down.contiguous(), offs=given["offs"]
+    )
+    dist.all_reduce(y)
+    wanted = glulam.grouped_mlp(given["x"], given["w1"], given["w2"], offs=given["offs"])
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
+
+
 def refused(message: str, kind: type[Exception] = ValueError, /, **given: Any) -> None:
     with pytest.raises(kind, match=message):
         glulam.grouped_mlp(**{**operands(), "glu_layout": "interleaved", **given})
@@ -617,24 +682,41 @@ def other_layouts_are_refused_by_name() -> None:
     same = {name: placed(value, on, Replicate()) for name, value in given.items() if name != "offs"}
     split = {**same, **{name: placed(given[name], on, *one) for name, one in TP_MLP.items()}}
     by_experts = {name: placed(given[name], on, Shard(0)) for name in TP_MLP}
-    refused(r"grouped_mlp: w1 is a DTensor with placements \(Shard\(dim=0\),\).*ExpertParallel", **{**same, **by_experts})
-    refused(r"grouped_mlp: x is a DTensor .*Shard\(dim=0\).*redistribute", **{**same, "x": placed(given["x"], on, Shard(0))})
+    refused(
+        r"grouped_mlp: w1 is a DTensor with placements \(Shard\(dim=0\),\).*ExpertParallel", **{**same, **by_experts}
+    )
+    refused(
+        r"grouped_mlp: x is a DTensor .*Shard\(dim=0\).*redistribute", **{**same, "x": placed(given["x"], on, Shard(0))}
+    )
     refused(r"grouped_mlp: w2 is a DTensor with placements \(Replicate", **{**split, "w2": same["w2"]})
-    refused(r"grouped_mlp: b2 is a DTensor .*b2 Partial.*or Replicate", **split, b2=placed(some(E, H, seed=6), on, Shard(1)))
+    refused(
+        r"grouped_mlp: b2 is a DTensor .*b2 Partial.*or Replicate", **split, b2=placed(some(E, H, seed=6), on, Shard(1))
+    )
     refused("grouped_mlp: w1 is a DTensor .*'concat'.*interleaved.*GateUp", **{**split, "glu_layout": "concat"})
-    refused("grouped_mlp: x is a Tensor, but w1 is a DTensor.*from_local.*FSDP", TypeError, **{**split, "x": given["x"]})
+    refused(
+        "grouped_mlp: x is a Tensor, but w1 is a DTensor.*from_local.*FSDP", TypeError, **{**split, "x": given["x"]}
+    )
     refused("grouped_mlp: w1 is a Tensor, but x is a DTensor", TypeError, x=same["x"])
     refused("grouped_mlp: out is given", TypeError, **same, out=torch.empty(N, H, dtype=F64))
-    refused("grouped_mlp: w1 is on .*one mesh", **{**same, "w1": placed(given["w1"], mesh(1, 2), Replicate(), Replicate())})
+    refused(
+        "grouped_mlp: w1 is on .*one mesh", **{**same, "w1": placed(given["w1"], mesh(1, 2), Replicate(), Replicate())}
+    )
+    routing = glulam.route(some(N, E, seed=7), K)
+    with pytest.raises(TypeError, match=r"moe: routing.token_of_row is a Tensor, but x is a DTensor"):
+        glulam.moe(same["x"], routing, same["w1"], same["w2"])
+    with pytest.raises(
+        ValueError, match=r"route: logits is a DTensor .*Shard\(dim=0\).*served are: all Replicate\(\)\. "
+    ):
+        glulam.route(placed(some(N + 1, E, seed=7), on, Shard(0)), K)
     odd = operands(w1=some(E, 18, H, seed=2), w2=some(E, H, 9, seed=3), b1=some(E, 18, seed=5))
     uneven = {**same, **{name: placed(odd[name], on, *one) for name, one in TP_MLP.items()}}
-    refused("grouped_mlp: w1 has 18 of dimension 1, which 2 ranks split; give a multiple of 4", **uneven)
+    refused("grouped_mlp: w1 has 18 in dimension 1, which ranks split; give a multiple of 4", **uneven)
 
 
 @CASES
 def modules_refuse_dtensors_whose_gradients_go_elsewhere() -> None:
-    module = distribute_module(seeded(GroupedMLP(E, H, I, delay_wgrad=True, dtype=F64)), mesh())
-    with pytest.raises(TypeError, match=r"grouped_mlp: x is a DTensor, and a gradient .* goes into a buffer"):
+    module = distribute_module(seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64)), mesh())
+    with pytest.raises(TypeError, match=r"grouped_mlp: x is a DTensor, and .* is delayed \(delay_wgrad\)"):
         module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
 
 

@@ -67,7 +67,10 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
     assert path_of_kind is not None  # of the others, none was left
     try:
         if targets is not ORDINARY:
-            refuse_dtensors(call, "a gradient or the result goes into a buffer (out, grad_input, main_grad), or later")
+            refuse_dtensors(
+                call,
+                "the result or a gradient goes into a buffer (out, grad_input, main_grad) or is delayed (delay_wgrad)",
+            )
             call.check_plain()
             check_targets(call, targets)
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():

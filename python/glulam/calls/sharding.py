@@ -1,8 +1,8 @@
 """Calls with DTensors (torch.distributed.tensor): each rank calls the operator with its local tensors.
 
 `DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. A dimension of the mesh
-replicates all arguments, or splits them in a way that the operator lists (`Call.served_splits`); any other layout is refused.
-Group sizes may be plain: they are the same on all ranks.
+replicates all arguments, or splits them in a way that the operator lists (`Call.served_splits`); any other layout is
+refused. Group sizes may be plain: they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def moved_shards(tensor: Tensor, old: int, new: int) -> Tensor:
     kind, types = dtensor(), sys.modules.get(MODULE)
     if kind is None or types is None or not isinstance(tensor, kind):
         return tensor
-    placements = [types.Shard(new) if one == types.Shard(old) else one for one in tensor.placements]  # type: ignore[attr-defined]
-    moved: Tensor = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    placements = [types.Shard(new) if one == types.Shard(old) else one for one in tensor.placements]
+    moved: Tensor = tensor.redistribute(placements=placements)
     return moved
 
 
@@ -98,7 +98,14 @@ def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
 def has_dtensors(call: Any) -> bool:
     """Return True if an argument is a DTensor, or holds one."""
     kind = dtensor()
-    return kind is not None and any(isinstance(tensor, kind) for _, _, tensor in tensors_given(call))
+    if kind is None:
+        return False
+    for name in call.given:
+        value = getattr(call, name)
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, kind):
+                return True
+    return False
 
 
 def refuse_dtensors(call: Any, why: str) -> None:
@@ -119,7 +126,8 @@ def run(call: Any) -> Any:
         if getattr(call, name) is not None:
             raise TypeError(f"{call.op}: {name} is given, and arguments are DTensors, which have none; leave it out")
     mesh = _mesh(call)
-    splits = [_split_of(call, mesh, dim) for dim in range(mesh.ndim)]
+    splits = [_split_of(call, dim) for dim in range(mesh.ndim)]
+    _check_parts(call, splits, mesh)
     local = {name: _local(getattr(call, name), name, splits) for name in call.names}
     return _global(changed(call, **local).again(), mesh, splits)
 
@@ -128,14 +136,14 @@ def _mesh(call: Any) -> Any:
     """Return the mesh that all tensors are on. Raises TypeError, ValueError where they are not."""
     kind = dtensor()
     given = list(tensors_given(call))
+    leader: Any
     _, first, leader = next(one for one in given if isinstance(one[2], kind))
-    mesh: Any = leader.device_mesh  # type: ignore[attr-defined]
+    mesh = leader.device_mesh
     for name, label, tensor in given:
         if isinstance(tensor, kind):
-            if tensor.device_mesh != mesh:  # type: ignore[attr-defined]
+            if tensor.device_mesh != mesh:
                 raise ValueError(
-                    f"{call.op}: {label} is on {tensor.device_mesh}, {first} on {mesh}; "  # type: ignore[attr-defined]
-                    "put all DTensors on one mesh"
+                    f"{call.op}: {label} is on {tensor.device_mesh}, {first} on {mesh}; put all DTensors on one mesh"
                 )
         elif name not in GROUPS:
             raise TypeError(
@@ -147,7 +155,7 @@ def _mesh(call: Any) -> Any:
     return mesh
 
 
-def _split_of(call: Any, mesh: Any, dim: int) -> Split:
+def _split_of(call: Any, dim: int) -> Split:
     """Return how a dimension of the mesh splits the call. Raises ValueError where the operator does not serve that."""
     served = (REPLICATED, *call.served_splits())
     for split in served:
@@ -155,7 +163,6 @@ def _split_of(call: Any, mesh: Any, dim: int) -> Split:
             if split.refusal:
                 placements = _text(_first(call.w1))
                 raise ValueError(f"{call.op}: w1 is a DTensor with placements {placements}, but {split.refusal}")
-            _check_parts(call, split, mesh.size(dim))
             return split
     _refuse(call, served, dim)
 
@@ -166,8 +173,7 @@ def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
     return [
         (label, tensor)
         for name, label, tensor in tensors_given(call)
-        if isinstance(tensor, kind)
-        and tensor.placements[dim] not in _served(split.dims.get(name), getattr(call, name))  # type: ignore[attr-defined]
+        if isinstance(tensor, kind) and tensor.placements[dim] not in _served(split.dims.get(name), getattr(call, name))
     ]
 
 
@@ -191,17 +197,19 @@ def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
     )
 
 
-def _check_parts(call: Any, split: Split, ranks: int) -> None:
+def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
     """Raise ValueError where ranks would not have equal parts, or parts that cut a gate from its up-projection."""
-    for name, cut in split.dims.items():
-        value = getattr(call, name)
-        if value is None or cut == SUM:
-            continue
-        place, unit = _dim_in(cut, value), split.multiples.get(name, 1)
-        if (size := _first(value).shape[place]) % (ranks * unit):
+    parts: dict[tuple[str, Any], int] = {}
+    for dim, split in enumerate(splits):
+        for name, cut in split.dims.items():
+            if cut != SUM and getattr(call, name) is not None:
+                parts[name, cut] = parts.get((name, cut), split.multiples.get(name, 1)) * mesh.size(dim)
+    for (name, cut), multiple in parts.items():
+        place = _dim_in(cut, getattr(call, name))
+        if (size := _first(getattr(call, name)).shape[place]) % multiple:
             raise ValueError(
-                f"{call.op}: {name} has {size} of dimension {place}, which {ranks} ranks split; give a multiple of "
-                f"{ranks * unit}, or pad it with zeros"
+                f"{call.op}: {name} has {size} in dimension {place}, which ranks split; give a multiple of {multiple}, "
+                "or pad it with zeros"
             )
 
 

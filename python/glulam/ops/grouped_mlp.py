@@ -76,7 +76,9 @@ class GroupedMlpCall(Call):
 
     def served_splits(self) -> tuple[Split, ...]:
         rows, columns = (2, 1) if self.transpose_w else (1, 2)
-        return (split_of_width(self, {"w1": rows, "w2": columns, "b1": 1, **dict.fromkeys(self.added, SUM)}, SUM, "b1"),)
+        return (
+            split_of_width(self, {"w1": rows, "w2": columns, "b1": 1, **dict.fromkeys(self.added, SUM)}, SUM, "b1"),
+        )
 
     def reference(self, problem: Problem) -> Tensor:
         return self.reference_rows(self.results(problem))
