@@ -6,6 +6,7 @@ import copy
 import functools
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -526,6 +527,32 @@ def addends_of_the_result_may_be_replicated_or_partial() -> None:
 
 
 @CASES
+def addends_of_rows_are_combined_to_addends_of_tokens() -> None:
+    """As where a layer's steps are called one by one."""
+    on, logits, residual = mesh(), some(N, E, seed=7), some(N, H, seed=8)
+    given = operands(x=some(N, H, seed=1))
+    results = []
+    for shard in (False, True):
+        leaves = {
+            name: placed(value, on, *TP_MLP.get(name, [Replicate()])) if shard else value.clone().requires_grad_()
+            for name, value in {**given, "logits": logits, "residual": residual}.items()
+            if name in ("x", "w1", "w2", "logits", "residual")
+        }
+        routing = glulam.route(leaves["logits"], K)
+        rows = glulam.permute(leaves["x"], routing)
+        y = glulam.grouped_mlp(
+            rows, leaves["w1"], leaves["w2"], offs=routing.offs, row_scale=routing.weight_of_row,
+            glu_layout="interleaved",
+        )  # fmt: skip
+        y = glulam.combine(y, routing, leaves["residual"])
+        assert not shard or list(y.placements) == [Partial()]
+        loss_of(full(y)).backward()
+        results.append([full(y), *[full(leaf.grad) for leaf in leaves.values()]])
+    for got, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@CASES
 def two_dimensions_of_a_mesh_each_split_for_themselves() -> None:
     placements = {name: [Replicate(), *one] for name, one in TP_MLP.items()}
     for on in (mesh(1, 2), mesh(2, 1)):
@@ -718,6 +745,19 @@ def modules_refuse_dtensors_whose_gradients_go_elsewhere() -> None:
     module = distribute_module(seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64)), mesh())
     with pytest.raises(TypeError, match=r"grouped_mlp: x is a DTensor, and .* is delayed \(delay_wgrad\)"):
         module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
+
+
+@CASES
+def the_example_of_the_page_runs() -> None:
+    page = Path(__file__).parents[1] / "docs" / "sharding.md"
+    code = page.read_text().partition("```python\n")[2].partition("```")[0]
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    layer, alone = names["layer"], MoE(64, 32, num_experts=8, top_k=2, glu_layout="interleaved")
+    alone.load_state_dict({name: full(value) for name, value in layer.state_dict().items()})
+    torch.testing.assert_close(names["y"].full_tensor(), alone(names["tokens"]), rtol=1e-4, atol=1e-5)
+    assert all(bool(full(parameter.grad).any()) for parameter in layer.parameters())
 
 
 # State dicts
