@@ -596,9 +596,14 @@ def a_layer_is_split_by_its_experts_inner_width() -> None:
     """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
     make = functools.partial(MoE, H, INNER, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
     shared = {"shared_intermediate_size": 8, "shared_gate": True}
-    for options in ({}, shared, {**shared, "bias": True, "router_bias": True}):
+    both_biases = {**shared, "bias": True, "router_bias": True}
+    cases: list[tuple[dict[str, Any], str]] = [({}, ""), (shared, ""), (both_biases, "")]
+    cases += [(both_biases, hooked) for hooked in ("experts", "router")]
+    for options, hooked in cases:  # a part that has hooks is called, and not fused with others
         alone, module = pair(functools.partial(make, **options))
         module = distribute_module(module, mesh(), split_experts)
+        if hooked:
+            module.get_submodule(hooked).register_forward_hook(lambda *_: None)
         x = some(2, N, H, seed=1)
         given, tokens = x.clone().requires_grad_(), placed(x, mesh(), Replicate())
         wanted, y = alone(given), module(tokens)
