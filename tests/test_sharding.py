@@ -170,6 +170,18 @@ def fsdp2_of_a_model_as_a_whole() -> None:
 
 
 @CASES
+def fsdp2_gathers_for_backward_if_a_layers_result_is_written() -> None:
+    """Its hook of backward is on the result, which loses the hook in a write if the result is a view."""
+
+    def written(module: nn.Module, rank: int) -> Tensor:
+        y: Tensor = module(some(2, N, H, seed=rank))
+        return y.mul_(2).add_(1)
+
+    alone, module = pair(functools.partial(MoE, H, INNER, E, K, dtype=F64))
+    assert_like_unsharded(alone, fully_shard(module, mesh=mesh(), reshard_after_forward=True), written)
+
+
+@CASES
 def fsdp2_leaves_experts_of_each_rank_alone() -> None:
     """Experts over ranks have whole gradients of all tokens; what is around them is sharded."""
     parallel = ExpertParallel(None, E, K, H, N + 1, dtype=F64)
