@@ -230,6 +230,7 @@ def fsdp2_of_parts(*paths: str, **options: Any) -> None:
 @CASES
 def fsdp2_of_experts_apart() -> None:
     fsdp2_of_parts("moe.experts")
+    fsdp2_of_parts("moe.experts", packed=False, bias=True)
 
 
 @CASES
@@ -758,9 +759,13 @@ def other_layouts_are_refused_by_name() -> None:
 
 
 @CASES
-def modules_refuse_dtensors_whose_gradients_go_elsewhere() -> None:
+def modules_refuse_dtensors_for_delayed_gradients_and_for_layers_apart() -> None:
     module = distribute_module(seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64)), mesh())
     with pytest.raises(TypeError, match=r"grouped_mlp: x is a DTensor, and .* is delayed \(delay_wgrad\)"):
+        module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
+    module = distribute_module(seeded(GroupedMLP(E, H, INNER, dtype=F64)), mesh())
+    module.fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match=r"GroupedMLP: x is a DTensor, and fc1 or fc2 has hooks"):
         module(placed(some(N, H, seed=1), mesh(), Replicate()), offs=operands()["offs"])
 
 

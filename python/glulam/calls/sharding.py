@@ -70,22 +70,27 @@ def dtensor() -> Any:
     return getattr(sys.modules.get(MODULE), "DTensor", None)
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return True for a DTensor."""
+    kind = dtensor()
+    return kind is not None and isinstance(value, kind)
+
+
 def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
     """Return a function's result of a tensor; of a DTensor, a DTensor of the function's result of the local tensor."""
-    kind = dtensor()
-    if kind is None or not isinstance(tensor, kind):
+    if not is_dtensor(tensor):
         return function(tensor)
-    return kind.from_local(function(tensor.to_local()), tensor.device_mesh, tensor.placements, run_check=False)
+    made = function(tensor.to_local())
+    return dtensor().from_local(made, tensor.device_mesh, tensor.placements, run_check=False)
 
 
-def moved_shards(tensor: Tensor, old: int, new: int) -> Tensor:
+def moved_shards(tensor: Any, old: int, new: int) -> Tensor:
     """Return a DTensor that is sharded in dimension `new` where it was in `old`; any other tensor as it is."""
-    kind, types = dtensor(), sys.modules.get(MODULE)
-    if kind is None or types is None or not isinstance(tensor, kind):
-        return tensor
-    placements = [types.Shard(new) if one == types.Shard(old) else one for one in tensor.placements]
-    moved: Tensor = tensor.redistribute(placements=placements)
-    return moved
+    if is_dtensor(tensor):
+        before, after = _placement(old, tensor), _placement(new, tensor)
+        tensor = tensor.redistribute(placements=[after if one == before else one for one in tensor.placements])
+    made: Tensor = tensor
+    return made
 
 
 def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
