@@ -54,6 +54,7 @@ each_page = each(PAGES)
 NOT_RUN = {
     "torch.cuda.graph(": "needs a GPU; tests/test_readme.py runs it there",
     "ExpertParallel(": "needs ranks",
+    "fully_shard(": "needs ranks; tests/test_sharding.py",
     "from_pretrained(": "needs a checkpoint",
     "glulam.integrations.megatron": "Megatron-Core takes many seconds to import; tests/test_megatron.py",
     "glulam.compile(": "compiles",

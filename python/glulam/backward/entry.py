@@ -8,6 +8,7 @@ from typing import Any
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
 from ..calls.quantized import Quantized
+from ..calls.sharding import refuse_dtensors
 from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
 from ..ops.grouped_glu import GroupedGluCall
@@ -66,6 +67,10 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
     assert path_of_kind is not None  # of the others, none was left
     try:
         if targets is not ORDINARY:
+            refuse_dtensors(
+                call,
+                "the result or a gradient goes into a buffer (out, grad_input, main_grad) or is delayed (delay_wgrad)",
+            )
             call.check_plain()
             check_targets(call, targets)
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():

@@ -21,6 +21,7 @@ from ..host import device as gpus
 from ..host import experts, groups
 from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
+from . import sharding
 from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
 from .planning import Launching
 
@@ -72,6 +73,10 @@ class Call(Launching):
         """A call's arguments, of the public function's by name, which it takes over; shapes may stand for tensors."""
         return public
 
+    def served_splits(self) -> tuple[sharding.Split, ...]:
+        """How a dimension of a mesh may split the call, where arguments are DTensors, besides replicating them."""
+        return ()
+
     def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
         """Which kernel serves this call on an architecture and the GPU of this name, and why. Raises ValueError: none
         does, since a width of a tensor on no GPU, whose checks are others, is no multiple of 8.
@@ -103,6 +108,8 @@ class Call(Launching):
             key: of its plan; None where it has none.
             known: lists that are known and weights that were prepared, by the arguments that they stand for.
         """
+        if sharding.has_dtensors(self):
+            return sharding.run(self)
         lead: Any = self.lead
         if lead is None:  # the key has no place for it, since optional arguments alone may be absent: checks name it
             key = None

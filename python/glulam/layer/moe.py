@@ -259,6 +259,7 @@ class OfTokens(Call):
 class MoeCall(OfTokens, GroupedMlpCall):
     """A call of moe in 16 bits."""
 
+    added = ("b2", "residual")
     makes: tuple[Made, ...] = (
         GroupedMlpCall.makes[0]._replace(name="y", returned=False),
         Made("out", "out", ("tokens", "out_features")),

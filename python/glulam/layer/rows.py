@@ -12,6 +12,7 @@ from cute_kernels.specs import LayerSpec, Spec
 from ..calls.addressed import Gradients, Like, check_dtype, check_like, check_vectors
 from ..calls.checks import check_tensor
 from ..calls.front import operator
+from ..calls.sharding import SUM, Split
 from ..choose.problem import Problem, dtype_name
 from ..errors import ARGUMENT_ERRORS
 from ..formats.mxfp8 import MXFP8Tensor
@@ -157,6 +158,9 @@ class CombineCall(_Moving):
         return {"bound": self.y.shape[:-1].numel()}
 
     on_cpu = staticmethod(reference.combine)
+
+    def served_splits(self) -> tuple[Split, ...]:
+        return (Split({"y": SUM, "residual": SUM}, SUM),)
 
     def check_inputs(self) -> None:
         y = self.y

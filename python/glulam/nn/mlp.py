@@ -17,6 +17,7 @@ from .. import recipes
 from ..activations import Activation, NamedNumbers, is_in_halves, packed, packer, with_numbers
 from ..backward.parts import tensor_groups
 from ..calls.checks import check_activation, check_numbers, intermediate_width, runs_kernels
+from ..calls.sharding import is_dtensor
 from ..choose.problem import dtype_name
 from ..host.groups import Splits, is_after_groups
 from ..ops.gate import gate
@@ -159,7 +160,13 @@ class GroupedMLP(DelaysWeightGradients):
 
         Raises:
             ValueError: the recipe or an option needs both layers in one call.
+            TypeError: x is a DTensor.
         """
+        if is_dtensor(x):
+            raise TypeError(
+                f"{NAME}: x is a DTensor, and fc1 or fc2 has hooks, is wrapped or a unit of its own; do so with the "
+                "whole module instead"
+            )
         if self._why_together:
             raise ValueError(
                 f"{NAME}: fc1 or fc2 has hooks, is wrapped or a unit of its own, so that both are called, but "

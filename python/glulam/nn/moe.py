@@ -158,7 +158,8 @@ class MoE(Converts):
         """
         y, routing = self._alone(x, num_tokens) if self.parallel is None else self._among_ranks(x, num_tokens)
         if x.dim() != 2:
-            y = y.view(x.shape)
+            # FSDP2 hangs its hook of backward on this result; a later write to a view would drop the hook.
+            y = y.view(x.shape) if y.grad_fn is None else torch.ops.aten._unsafe_view.default(y, x.shape)
         self._keep(routing, y)
         return y
 

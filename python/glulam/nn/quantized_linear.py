@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.formats import WORD_ELEMENTS
 
 from ..calls.checks import shape_text
+from ..calls.sharding import on_local
 from ..formats.e2m1 import MAGNITUDES
 from ..formats.form import Form
 from ..formats.fp8_block.form import Fp8Block
@@ -212,10 +213,12 @@ class FourBitsLinear(QuantizedLinear):
     def as_kept(self, name: str, part: Tensor) -> Tensor:
         if name != "weight" or part.dtype == WORD_DTYPE:
             return super().as_kept(name, part)
-        return words_of(part if self.weight.is_meta else part.to(self.weight.device))
+        made: Tensor = on_local(words_of, part if self.weight.is_meta else part.to(self.weight.device))
+        return made
 
     def as_stored(self, name: str, part: Tensor) -> Tensor:
-        return bytes_of(part) if name == "weight" else part
+        stored: Tensor = on_local(bytes_of, part) if name == "weight" else part
+        return stored
 
 
 class MXFP4Linear(FourBitsLinear):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..calls.sharding import moved_shards
+
 PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
@@ -190,14 +192,15 @@ def alike(parts: list[Any], rank: int | None = None) -> bool:
 
 
 def _stack(parts: list[Any], rank: int | None) -> list[Tensor] | None:
-    return [torch.stack(parts)] if alike(parts, None if rank is None else rank - 1) else None
+    return [moved_shards(torch.stack(parts), 1, 0)] if alike(parts, None if rank is None else rank - 1) else None
 
 
 def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[Tensor] | None:
     (whole,) = wholes
     if not _has_dimensions(whole) or rank not in (None, whole.dim()) or whole.shape[0] != count:
         return None
-    return [part.clone() if copy else part for part in whole.unbind()]
+    parts = moved_shards(whole, 0, 1).unbind()  # DTensors cannot be cut where they are sharded
+    return [part.clone() if copy else part for part in parts]
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:

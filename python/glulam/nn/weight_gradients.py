@@ -23,6 +23,7 @@ from torch.compiler import is_exporting
 from ..backward import Targets, differentiate
 from ..backward.parts import backward_of
 from ..calls.checks import any_requires_grad, gradient_dtypes, shape_text
+from ..calls.memory import is_in_storage
 from ..errors import CaptureError
 from ..host import device as gpus
 from ..ops.grouped_wgrad import grouped_wgrad
@@ -145,6 +146,8 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
     into_main = has_main_grads(experts, x)
     if not into_main and put is None:
         return None
+    if not into_main and any(weight.grad_fn is not None for weight in experts.trained_weights()):
+        raise RuntimeError(_lost(name, "computed, as by parametrizations and FSDP1"))
     write = _write_main_grads if into_main else _write_grads
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
@@ -214,6 +217,8 @@ def _write_main_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str,
 
 def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
     trained = experts.trained_weights()
+    if not all(map(is_in_storage, trained)):
+        raise RuntimeError(_lost(experts.name, "gathered by FSDP, which has reduced its gradients and freed it"))
     grads = [weight.grad for weight in trained]
     if all(grad is not None and grad.is_contiguous() and grad.dtype in gradient_dtypes(x) for grad in grads):
         _write(experts, grads, [True] * len(grads), dy, x, groups)
@@ -223,6 +228,11 @@ def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]
     made = [dw] if experts.packed else itertools.compress(dw, is_trained)
     for weight, grad in zip(trained, made, strict=True):
         weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+def _lost(name: str, how: str) -> str:
+    """Say that a delayed gradient would reach no optimizer, since no optimizer has the weight."""
+    return f"delay_wgrad: {name} was {how}, so that its delayed gradient would be lost; leave out delay_wgrad=True"
 
 
 def _write(

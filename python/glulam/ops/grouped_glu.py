@@ -13,6 +13,7 @@ from ..calls.call import Call
 from ..calls.checks import check_out, check_w1
 from ..calls.front import operator
 from ..calls.launch import Made
+from ..calls.sharding import Split, split_of_width
 from ..choose.problem import Problem
 from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
@@ -43,6 +44,9 @@ class GroupedGluCall(Call):
         self.check_addends(experts, "w1", like, bias=w1_rows)
         check_out(self.op, "out", self.out, like, width)
         return self.problem(experts, columns, intermediate=width, save_preact=self.return_preact)
+
+    def served_splits(self) -> tuple[Split, ...]:
+        return (split_of_width(self, {"w1": 2 if self.transpose_w else 1, "bias": 1}, 1, "bias"),)
 
     @property
     def variant(self) -> str:

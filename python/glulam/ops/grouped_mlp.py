@@ -13,6 +13,7 @@ from ..calls.call import Call
 from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
 from ..calls.front import operator
 from ..calls.launch import MATRIX, Made
+from ..calls.sharding import SUM, Split, split_of_width
 from ..choose.problem import Problem
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
@@ -39,6 +40,8 @@ class GroupedMlpCall(Call):
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features")),)
     scratch = {"mid": MATRIX}
+    added: tuple[str, ...] = ("b2",)
+    """Arguments that are added to the result."""
 
     def again(self) -> Any:
         check_recipe(self.op, self.recipe)
@@ -70,6 +73,12 @@ class GroupedMlpCall(Call):
     def check_result(self, width: int, like: Tensor) -> None:
         """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
         check_out(self.op, "out", self.out, like, width)
+
+    def served_splits(self) -> tuple[Split, ...]:
+        rows, columns = (2, 1) if self.transpose_w else (1, 2)
+        return (
+            split_of_width(self, {"w1": rows, "w2": columns, "b1": 1, **dict.fromkeys(self.added, SUM)}, SUM, "b1"),
+        )
 
     def reference(self, problem: Problem) -> Tensor:
         return self.reference_rows(self.results(problem))

@@ -11,6 +11,7 @@ from ..calls.call import Call
 from ..calls.checks import check_experts, check_halves, check_out, check_width, mismatch, runs_kernels
 from ..calls.front import operator
 from ..calls.launch import Made
+from ..calls.sharding import SUM, Split
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
 from ..host.experts import GateUp
@@ -44,6 +45,10 @@ class GroupedMmCall(Call):
         self.check_addends(experts, "w", like, bias=width)
         check_out(self.op, "out", self.out, like, width)
         return self.problem(experts, columns, out_features=width, in_halves=in_halves)
+
+    def served_splits(self) -> tuple[Split, ...]:
+        contracted, width = (1, 2) if self.transpose_w else (2, 1)
+        return Split({"w": width, "bias": 1}, 1), Split({"x": 1, "w": contracted, "bias": SUM}, SUM)
 
     def _check_halves(self) -> tuple[int, ...]:
         """[E, 2N, K], of a GateUp."""

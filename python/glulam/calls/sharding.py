@@ -1,0 +1,276 @@
+"""Calls with DTensors (torch.distributed.tensor): each rank calls the operator with its local tensors.
+
+`DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. A dimension of the mesh
+replicates all arguments, or splits them in a way that the operator lists (`Call.served_splits`); any other layout is
+refused. Group sizes may be plain: they are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import GATED
+
+from ..activations import INTERLEAVED32_BLOCK
+from ..choose.problem import changed
+from ..host.experts import GateUp
+from .memory import tensors_of
+from .roles import GROUPS
+
+SUM = "sum"
+"""In the place of a dimension: each rank has an addend of the tensor. An argument may be replicated instead; then the
+first rank adds it, and the others zeros.
+"""
+MODULE = "torch.distributed.tensor"
+
+
+class Split(NamedTuple):
+    """How one dimension of a mesh splits a call.
+
+    Attributes:
+        dims: by argument, the dimension that is cut, of lists of experts as if they were packed, or SUM. Arguments that
+            are absent here are replicated.
+        result: the same of each result; None: replicated.
+        multiples: by argument, what a rank's part of the cut dimension is a multiple of.
+        refusal: why this call cannot be split like this; empty: it can.
+    """
+
+    dims: Mapping[str, int | str]
+    result: int | str | None
+    multiples: Mapping[str, int] = {}
+    refusal: str = ""
+
+
+REPLICATED = Split({}, None)
+
+
+def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, bias: str) -> Split:
+    """Return the split of I: of w1's rows, and of what has a column for each. `bias`: the name of w1's."""
+    unit, refusal = 1, ""
+    if isinstance(call.w1, GateUp):
+        if getattr(call, bias) is not None or getattr(call, "return_preact", False):
+            refusal = f"{bias} and the preactivation have all gates before all up-projections; leave them out"
+    elif call.activation in GATED:
+        unit = 2 * INTERLEAVED32_BLOCK if call.glu_layout == "interleaved32" else 2
+        if call.glu_layout == "concat":
+            refusal = (
+                "glu_layout 'concat' has all gates before all up-projections, so that a rank would have gates without "
+                "their up-projections; choose glu_layout 'interleaved', or give w1 as a GateUp whose halves are sharded"
+            )
+    return Split(dims, result, {"w1": unit}, refusal)
+
+
+def dtensor() -> Any:
+    """Return the class DTensor; None as long as nobody has imported it."""
+    return getattr(sys.modules.get(MODULE), "DTensor", None)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return True for a DTensor."""
+    kind = dtensor()
+    return kind is not None and isinstance(value, kind)
+
+
+def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+    """Return a function's result of a tensor; of a DTensor, a DTensor of the function's result of the local tensor."""
+    if not is_dtensor(tensor):
+        return function(tensor)
+    made = function(tensor.to_local())
+    return dtensor().from_local(made, tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def moved_shards(tensor: Any, old: int, new: int) -> Tensor:
+    """Return a DTensor that is sharded in dimension `new` where it was in `old`; any other tensor as it is."""
+    if is_dtensor(tensor):
+        before, after = _placement(old, tensor), _placement(new, tensor)
+        tensor = tensor.redistribute(placements=[after if one == before else one for one in tensor.placements])
+    made: Tensor = tensor
+    return made
+
+
+def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield each tensor of a call, with its argument and the name that errors give it."""
+    for name in call.names:
+        for label, tensor in tensors_of(call.labels.get(name, name), getattr(call, name)):
+            yield name, label, tensor
+
+
+def has_dtensors(call: Any) -> bool:
+    """Return True if an argument is a DTensor, or holds one."""
+    kind = dtensor()
+    if kind is None:
+        return False
+    for name in call.given:
+        value = getattr(call, name)
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, kind):
+                return True
+    return False
+
+
+def refuse_dtensors(call: Any, why: str) -> None:
+    """Raise TypeError, naming it, if an argument is a DTensor."""
+    for _, label, tensor in tensors_given(call) if has_dtensors(call) else ():
+        if isinstance(tensor, dtensor()):
+            raise TypeError(f"{call.op}: {label} is a DTensor, and {why}; leave that out, or give {label}.to_local()")
+
+
+def run(call: Any) -> Any:
+    """Return the result of a call with DTensors, as DTensors.
+
+    Raises:
+        TypeError: a tensor is none, or an `out` is given.
+        ValueError: DTensors are of several meshes, or the operator does not serve how they are placed.
+    """
+    for name in call.outputs:
+        if getattr(call, name) is not None:
+            raise TypeError(f"{call.op}: {name} is given, and arguments are DTensors, which have none; leave it out")
+    mesh = _mesh(call)
+    splits = [_split_of(call, dim) for dim in range(mesh.ndim)]
+    _check_parts(call, splits, mesh)
+    local = {name: _local(getattr(call, name), name, splits) for name in call.names}
+    return _global(changed(call, **local).again(), mesh, splits)
+
+
+def _mesh(call: Any) -> Any:
+    """Return the mesh that all tensors are on. Raises TypeError, ValueError where they are not."""
+    kind = dtensor()
+    given = list(tensors_given(call))
+    leader: Any
+    _, first, leader = next(one for one in given if isinstance(one[2], kind))
+    mesh = leader.device_mesh
+    for name, label, tensor in given:
+        if isinstance(tensor, kind):
+            if tensor.device_mesh != mesh:
+                raise ValueError(
+                    f"{call.op}: {label} is on {tensor.device_mesh}, {first} on {mesh}; put all DTensors on one mesh"
+                )
+        elif name not in GROUPS:
+            raise TypeError(
+                f"{call.op}: {label} is a {type(tensor).__name__}, but {first} is a DTensor with placements "
+                f"{_text(leader)}. Give {label} as a DTensor (DTensor.from_local(..., [Replicate()]) if all ranks have "
+                f"the same), or {first}.full_tensor() or .to_local(). If FSDP shards a module that holds {first}, call "
+                "that module, whose hooks gather it, or shard the module around it that is called"
+            )
+    return mesh
+
+
+def _split_of(call: Any, dim: int) -> Split:
+    """Return how a dimension of the mesh splits the call. Raises ValueError where the operator does not serve that."""
+    served = (REPLICATED, *call.served_splits())
+    for split in served:
+        if not _misfits(call, split, dim):
+            if split.refusal:
+                placements = _text(_first(call.w1))
+                raise ValueError(f"{call.op}: w1 is a DTensor with placements {placements}, but {split.refusal}")
+            return split
+    _refuse(call, served, dim)
+
+
+def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
+    """Return the DTensors, with their names, that are not placed as a split wants."""
+    kind = dtensor()
+    return [
+        (label, tensor)
+        for name, label, tensor in tensors_given(call)
+        if isinstance(tensor, kind) and tensor.placements[dim] not in _served(split.dims.get(name), getattr(call, name))
+    ]
+
+
+def _served(cut: int | str | None, value: Any) -> list[Any]:
+    """Return the placements that a split has for an argument."""
+    return [_placement(one, value) for one in ((SUM, None) if cut == SUM else (cut,))]
+
+
+def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
+    label, tensor = min((_misfits(call, split, dim) for split in served), key=len)[0]
+    ways = ["all Replicate()"]
+    for split in served[1:]:
+        cuts = {name: cut for name, cut in split.dims.items() if getattr(call, name) is not None}
+        placed = [f"{name} {' or '.join(map(repr, _served(cut, getattr(call, name))))}" for name, cut in cuts.items()]
+        ways.append(f"{', '.join(placed)}, the rest Replicate()")
+    raise ValueError(
+        f"{call.op}: {label} is a DTensor with placements {_text(tensor)}, and {tensor.placements[dim]!r} does not go "
+        f"with how the other arguments are placed; served are: {'; '.join(ways)}. Call {label}.redistribute() or "
+        f"{label}.full_tensor(); for experts on several ranks give {label}.to_local() with "
+        "parallel=glulam.distributed.ExpertParallel(...), which nn.MoE and moe take"
+    )
+
+
+def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
+    """Raise ValueError where ranks would not have equal parts, or parts that cut a gate from its up-projection."""
+    parts: dict[tuple[str, Any], int] = {}
+    for dim, split in enumerate(splits):
+        for name, cut in split.dims.items():
+            if cut != SUM and getattr(call, name) is not None:
+                parts[name, cut] = parts.get((name, cut), split.multiples.get(name, 1)) * mesh.size(dim)
+    for (name, cut), multiple in parts.items():
+        place = _dim_in(cut, getattr(call, name))
+        if (size := _first(getattr(call, name)).shape[place]) % multiple:
+            raise ValueError(
+                f"{call.op}: {name} has {size} in dimension {place}, which ranks split; give a multiple of {multiple}, "
+                "or pad it with zeros"
+            )
+
+
+def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
+    """Return an argument with the local tensors of this rank."""
+    if isinstance(value, dtensor()):
+        return _local_tensor(value, [split.dims.get(name) for split in splits], splits)
+    if isinstance(value, GateUp):
+        return GateUp(*[_local(one, name, splits) for one in value])
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dtensor()):
+        cuts = [cut if cut in (None, SUM) else _dim_in(cut, value) for cut in (s.dims.get(name) for s in splits)]
+        return [_local_tensor(one, cuts, splits) for one in value]
+    return value
+
+
+def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequence[Split]) -> Tensor:
+    """Return this rank's part of a DTensor, or its addend. `cuts`: of each dimension of the mesh."""
+    grads, is_zero = [], False
+    for dim, (cut, split, placement) in enumerate(zip(cuts, splits, tensor.placements, strict=True)):
+        is_whole = cut is None or (cut == SUM and placement.is_replicate())
+        if is_whole and split is not REPLICATED:  # ranks that have parts of the work have addends of the gradient
+            grads.append(_placement(SUM, tensor))
+            is_zero |= cut == SUM and tensor.device_mesh.get_local_rank(dim) > 0
+        else:
+            grads.append(_placement(None if cut == SUM else cut, tensor))
+    local: Tensor = tensor.to_local(grad_placements=grads)
+    return local.masked_fill(local.new_ones((), dtype=torch.bool), 0) if is_zero else local
+
+
+def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
+    """Return results of this rank as DTensors."""
+    if isinstance(result, tuple):
+        return tuple([_global(one, mesh, splits) for one in result])
+    if result is None:
+        return None
+    placements = [_placement(split.result, result) for split in splits]
+    return dtensor().from_local(result, mesh, placements, run_check=False)
+
+
+def _placement(cut: int | str | None, value: Any) -> Any:
+    """Return how a split places an argument, or a tensor of a list."""
+    types = sys.modules[MODULE]
+    if cut is None:
+        return types.Replicate()
+    return types.Partial() if cut == SUM else types.Shard(_dim_in(cut, value))
+
+
+def _dim_in(cut: Any, value: Any) -> int:
+    """Return a dimension of packed experts as the tensors of an argument have it."""
+    is_list = isinstance(value, (list, tuple)) and not isinstance(value, GateUp)
+    return int(cut) - is_list
+
+
+def _first(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _text(tensor: Any) -> str:
+    return str(tuple(tensor.placements))
