@@ -12,6 +12,7 @@ from . import nn as nn
 from . import recipes as recipes
 from .choose.kernels import compile, preload
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
+from .expert_lora import ExpertLora
 from .explanation import Explanation, explain
 from .formats.checkpoints import load_experts
 from .formats.fp8_block import FP8BlockTensor, quantize_fp8_block
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureError",
+    "ExpertLora",
     "Explanation",
     "FP8BlockTensor",
     "FoldError",

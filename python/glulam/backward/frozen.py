@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import packed
@@ -18,7 +19,7 @@ from ..calls.roles import SUFFIXES
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
 from ..host import device as gpus
-from ..host.groups import is_after_groups
+from ..host.groups import caller, is_after_groups
 from ..ops.gate import gate, gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.mlp_training import DataGradients
@@ -152,10 +153,10 @@ class FrozenPath(Frozen, DataPath):
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         groups, bias = groups_of(saved), saved["b1"]
-        w1, factors = _without_factors(parts_of(saved, "w1"))
+        w1, factors = without_factors(parts_of(saved, "w1"))
         if factors is None:
             return self.product("preact", saved["x"], w1, groups, bias=bias)
-        return _times(self.product("preact", saved["x"], w1, groups), factors, groups, bias)
+        return times_factors(self.product("preact", saved["x"], w1, groups), factors, groups, bias)
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
@@ -166,13 +167,14 @@ class FrozenPath(Frozen, DataPath):
         dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, groups, **self.form)
         dx = None
         if "x" in wanted:
-            w1, factors = _without_factors(w1)
-            dh = dpreact if factors is None else _times(dpreact, factors, groups)  # of weight rows, which are added up
+            w1, factors = without_factors(w1)
+            # Factors of w1's rows, which are added up.
+            dh = dpreact if factors is None else times_factors(dpreact, factors, groups)
             dx = self.input_gradient(targets, dh, w1, groups, over_rows=True)
         return DataGradients(dpreact, d_act, dx, d_scale)
 
 
-def _without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
+def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
     """w1 with one global scale, 1, where each half of its rows has one: these, float32 [E, 2]; else None.
 
     Raises:
@@ -181,21 +183,22 @@ def _without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
     data, scale, global_scale = w1
     if scale is not None and scale.dim() > data.dim():
         raise GradientNotSupported(
-            f"grouped_mlp: w1 has halves of {data.shape[1] // 2} rows, which end inside a block of scales, and an "
-            "argument requires a gradient; give w1.dequantize(torch.bfloat16) and recipe 'bf16'"
+            f"{caller('grouped_mlp')}: w1 has halves of {data.shape[1] // 2} rows, which end inside a block of scales, "
+            "so that neither gradients nor lora are served; give w1.dequantize(torch.bfloat16) and recipe 'bf16'"
         )
     if global_scale is None or global_scale.dim() < 2:
         return w1, None
     return w1._replace(global_scale=global_scale.new_ones(())), global_scale
 
 
-def _times(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
+def times_factors(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
     """Rows [T, 2I], either half of a row's columns times a factor of its expert, [E, 2], plus the expert's bias."""
     ends = groups["offs"] if "offs" in groups else groups["splits"].cumsum(0)
     row = torch.arange(rows.shape[0], device=rows.device)
-    expert = torch.searchsorted(ends.long(), row, right=True).clamp_(max=len(factors) - 1)
+    expert = torch.searchsorted(ends.long(), row, right=True)  # after the last group E, whose bias nobody trains
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(1, (2, -1))
-    scaled = (wide * factors[expert][:, :, None]).flatten(1)
+    scaled = (wide * factors[expert.clamp(max=len(factors) - 1)][:, :, None]).flatten(1)
     if bias is not None:
-        scaled += (bias if isinstance(bias, Tensor) else torch.stack(bias))[expert]
+        packed_bias = bias if isinstance(bias, Tensor) else torch.stack(bias)
+        scaled += F.pad(packed_bias, (0, 0, 0, 1))[expert]
     return scaled.to(rows.dtype)

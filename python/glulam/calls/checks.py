@@ -108,7 +108,8 @@ def check_written(op: str, name: str, out: Tensor) -> None:
         )
 
 
-def _tensor(op: str, name: str, value: Any, what: str) -> Tensor:
+def check_is_tensor(op: str, name: str, value: Any, what: str) -> Tensor:
+    """A tensor of any kind. `what`: what errors ask for."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
     return value
@@ -126,7 +127,7 @@ def check_tensor(
         dtypes: one of these; empty: any. cast: what errors say to do for one.
         shape: None: any. why: what it comes from.
     """
-    tensor = _tensor(op, name, value, what)
+    tensor = check_is_tensor(op, name, value, what)
     if dtypes and tensor.dtype not in dtypes:
         raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}, so {cast}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
@@ -143,7 +144,7 @@ def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> 
         raise ValueError(f"{op}: {name} is on {tensor.device} but {of} is on {x.device}; move it to {x.device}")
 
 
-def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bool = False) -> None:
+def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bool = False) -> None:
     """Same dtype and device as x; `wide`: a 16-bit x also goes with float32."""
     valid = gradient_dtypes(x) if wide else (x.dtype,)
     if tensor.dtype not in valid:
@@ -187,7 +188,7 @@ def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
 def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, int]:
     """x [T, K], or the operand that leads in its place: its rows and columns. `dtypes`: the operator's own."""
     name = leading(op)
-    x = _tensor(op, name, x, "a tensor [T, K]")
+    x = check_is_tensor(op, name, x, "a tensor [T, K]")
     on_gpu = runs_kernels(x)
     valid = dtypes or (KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES)
     if x.dtype not in valid:
@@ -233,8 +234,8 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
 
 def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
     """A matrix [T, columns] of x's rows, dtype and device; `columns` None: any number. Its columns."""
-    matrix = _tensor(op, name, matrix, "a tensor [T, columns]")
-    _like_x(op, name, matrix, x)
+    matrix = check_is_tensor(op, name, matrix, "a tensor [T, columns]")
+    check_like_x(op, name, matrix, x)
     if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
         mismatch(op, name, matrix.shape, (x.shape[0], "columns" if columns is None else columns), why)
     width = int(matrix.shape[1])
@@ -255,12 +256,12 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
     `wide`: float32 will do as well where x is 16-bit.
     """
     if isinstance(value, ExpertList):
-        _like_x(op, name, value, x, wide)
+        check_like_x(op, name, value, x, wide)
         return tuple(value.shape[1:])
     dims = letters.split()
     packed, one = shape_text(dims), shape_text(dims[1:])
     if not isinstance(value, (list, tuple)):
-        tensor = _tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
+        tensor = check_is_tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
         _check_expert(op, name, tensor, x, dims, is_weight=len(dims) == 3, wide=wide)
         if tensor.shape[0] == 0:
             raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
@@ -269,7 +270,9 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
         raise ValueError(f"{op}: {name} is an empty list (E = 0); give at least one expert")
     for index, tensor in enumerate(value):
         label = f"{name}[{index}]"
-        _check_expert(op, label, _tensor(op, label, tensor, f"a tensor {one}"), x, dims[1:], len(dims) == 3, wide)
+        _check_expert(
+            op, label, check_is_tensor(op, label, tensor, f"a tensor {one}"), x, dims[1:], len(dims) == 3, wide
+        )
         if tensor.shape != value[0].shape:
             raise ValueError(
                 f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(value[0].shape)}; "
@@ -284,7 +287,7 @@ def _check_expert(
     """A packed tensor, or one of a list."""
     if tensor.dim() != len(dims):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
-    _like_x(op, name, tensor, x, wide)
+    check_like_x(op, name, tensor, x, wide)
     if empty := next((dim for dim, size in zip(dims, tensor.shape, strict=True) if not size and dim != "E"), None):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}, so {empty} = 0; give at least one")
     if is_weight and not name.startswith("out"):
@@ -302,7 +305,7 @@ def _check_expert(
 def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
     """The shape of either tensor, `letters` naming the dimensions."""
     for part, tensor in value._asdict().items():
-        _tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
+        check_is_tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
     gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
     if gate != up:
         mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")

@@ -160,17 +160,19 @@ def _names(kind: type[Call]) -> dict[str, Any]:
 
 def operator(
     kind: type[Call], *, quantized: type[Quantized] | None = None, when: str = f"recipe != {PLAIN_RECIPE!r}",
-    recipe: str = "recipe",
+    recipe: str = "recipe", beside: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Decorator of an operator's function, whose calls are of a `kind`; its attribute `text` is the function's text.
 
     Args:
+        beside: parameters that calls do not have. Where one is not None, `kind.with_...` answers, by keywords.
         quantized: the kind of calls whose arguments are quantised, or become so: `when` tells them, `recipe` by which.
             They have a function of their own, which takes arguments in their parts.
     """
 
     def made(function: Function) -> Function:
         name, module, parameters = function.__name__, function.__module__, _of_calls(function)
+        parameters = {each: one for each, one in parameters.items() if each not in beside}
         kind.takes_keywords = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         function = with_numbers(function) if kind.takes_keywords else function
         kind.declare(parameters)
@@ -185,6 +187,9 @@ def operator(
                 known_recipes=quantized.recipes, recipe_of=functools.partial(quantized.recipe_of, kind.op),
                 plain=quantized.recipe_of(kind.op, PLAIN_RECIPE),
             )  # fmt: skip
+        for one in beside:
+            given = [f"{each}={each}" for each in (*parameters, one)]
+            lines = [f"if {one} is not None:", *indented(wrapped(f"return kind.with_{one}(", given, ")")), *lines]
         if kind.takes_keywords:
             lines = [f"numbers = {TEXT}", *lines]
         front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)

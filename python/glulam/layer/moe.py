@@ -21,11 +21,14 @@ from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_t
 from ..calls.front import operator, passed_to
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..expert_lora import ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
+from ..lora.mlp import check_goes_with_lora
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
 from ..recipes import BF16, Recipe
+from .adapted import moe_with_lora
 from .routing import Routing, check_row_of
 from .rows import check_routed, combine, combine_rows, permute, permute_tokens, row_indices
 
@@ -41,8 +44,8 @@ longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + bac
 
 def _moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
-    recipe: str | Recipe, recompute: bool, transpose_w: bool, residual: Tensor | None, out: Tensor | None,
-    parallel: Any,
+    recipe: str | Recipe, recompute: bool, transpose_w: bool, lora: ExpertLora | None, residual: Tensor | None,
+    out: Tensor | None, parallel: Any,
 ) -> Tensor:  # fmt: skip
     """`moe`, with all arguments in order."""
     if parallel is not None:
@@ -50,7 +53,16 @@ def _moe(
             "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
             "recompute": recompute, "transpose_w": transpose_w, **named_numbers(numbers),
         }  # fmt: skip
+        if lora is not None:
+            options["lora"] = lora
         return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
+    if lora is not None:
+        found = check_goes_with_lora(MoeCall.op, lora, x, recipe, recompute)
+        call = moe_call(
+            x, routing, w1=w1, w2=w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, recipe=found,
+            transpose_w=transpose_w, residual=residual, out=out, **named_numbers(numbers),
+        )  # fmt: skip
+        return moe_with_lora(call, routing, lora)
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
     if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
@@ -72,7 +84,8 @@ def _moe(
 def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
     glu_layout: str = "concat", recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False,
-    residual: Tensor | None = None, out: Tensor | None = None, parallel: Any = None, **numbers: Unpack[NamedNumbers],
+    lora: ExpertLora | None = None, residual: Tensor | None = None, out: Tensor | None = None, parallel: Any = None,
+    **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
@@ -85,7 +98,7 @@ def moe(
     Args:
         x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
-        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w: as of `grouped_mlp`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w, lora: as of `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
@@ -209,6 +222,7 @@ class OfTokens(Call):
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
         """For a routing may stand the shape (N, K) of its choices."""
+        public = super().arguments_of(public)
         routing = public.pop("routing")
         if public.pop("parallel") is not None:
             raise ValueError(

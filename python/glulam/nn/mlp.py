@@ -26,6 +26,7 @@ from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .children import has_global_hooks, is_itself, is_plain
 from .linear import GroupedLinear
+from .lora import TakesLora
 from .options import check_options, check_placement, shown_options
 from .quantized_linear import LAYERS
 from .weight_gradients import DelaysWeightGradients, run
@@ -37,11 +38,12 @@ NAME = "GroupedMLP"
 _packed = packer(NAME)
 
 
-class GroupedMLP(DelaysWeightGradients):
+class GroupedMLP(DelaysWeightGradients, TakesLora):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
-    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters. If one of them is hooked, wrapped, compiled or
-    of another class, both are called, with an activation between them in place of the fused one.
+    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters, `lora` the adapters of `add_lora`, or None. If
+    `fc1` or `fc2` is hooked, wrapped, compiled or of another class, both are called, with an activation between them in
+    place of the fused one.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
@@ -114,11 +116,12 @@ class GroupedMLP(DelaysWeightGradients):
         is_cut = layer is not None and is_in_halves(activation, glu_layout)
         self.fc1 = linear(num_experts, hidden_size, rows, **how, **({"halves": 2} if is_cut else {}))
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
+        self.lora = None
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear's, in both layers."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
+        """As torch.nn.Linear's, in both layers, and as PEFT's in adapters."""
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self,
@@ -153,7 +156,11 @@ class GroupedMLP(DelaysWeightGradients):
         layers: Any = self._modules
         if not (is_itself(layers["fc1"], GroupedLinear) and is_itself(layers["fc2"], GroupedLinear)):
             return False
-        return is_dynamo_compiling() or not has_global_hooks() or bool(self._why_together)
+        return is_dynamo_compiling() or not has_global_hooks() or bool(self._why_in_one_call())
+
+    def _why_in_one_call(self) -> str:
+        """Say why both layers are one call; "" if each may be called by itself."""
+        return self._why_together or ("it has adapters" if _applied(self._modules.get("lora")) else "")
 
     def _by_layers(self, x: Tensor, row_scale: Tensor | None, out: Any, grad_input: Any, **groups: Any) -> Tensor:
         """Forward by calls of both layers, whose results are rounded. `groups`: as forward has them.
@@ -167,10 +174,10 @@ class GroupedMLP(DelaysWeightGradients):
                 f"{NAME}: x is a DTensor, and fc1 or fc2 has hooks, is wrapped or a unit of its own; do so with the "
                 "whole module instead"
             )
-        if self._why_together:
+        if why := self._why_in_one_call():
             raise ValueError(
                 f"{NAME}: fc1 or fc2 has hooks, is wrapped or a unit of its own, so that both are called, but "
-                f"{self._why_together}; do so with the whole module instead"
+                f"{why}; do so with the whole module instead"
             )
         options = {name: value for name, value in self.call_options.items() if name not in ("recipe", "recompute")}
         first = groups if grad_input is None else {**groups, "grad_input": grad_input}
@@ -186,12 +193,13 @@ class GroupedMLP(DelaysWeightGradients):
         return checkpoint(layers, x, use_reentrant=False) if self.call_options["recompute"] else layers(x)
 
     def arguments(self) -> dict[str, Any]:
-        """Weights and options, as operators take them."""
+        """Weights, options and adapters that are not merged, as operators take them."""
         layers: Any = self._modules
-        fc1, fc2 = layers["fc1"], layers["fc2"]
+        fc1, fc2, lora = layers["fc1"], layers["fc2"], _applied(layers.get("lora"))
+        adapters = {} if lora is None else {"lora": lora.adapter()}
         return {
             "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
-            "b2": fc2.experts("bias"), **self.call_options,
+            "b2": fc2.experts("bias"), **self.call_options, **adapters,
         }  # fmt: skip
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
@@ -224,3 +232,8 @@ def _without_tail(row_scale: Tensor | None, x: Tensor, offs: Tensor | None, spli
     if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
         return row_scale
     return row_scale.masked_fill(is_after_groups(row_scale, **tensor_groups(NAME, offs, splits, x)), 0)
+
+
+def _applied(lora: Any) -> Any:
+    """A module's adapters, if they are not merged; else None."""
+    return None if lora is None or lora.is_merged else lora

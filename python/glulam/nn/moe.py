@@ -20,6 +20,7 @@ from ..layer.routing import LOGITS_DTYPES, check_rule
 from ..recipes import BF16
 from . import dialects
 from .children import called, is_plain, parameters_of, product
+from .lora import Lora
 from .mlp import GroupedMLP, arguments_of
 from .options import check_options, check_placement, held, shown_options
 from .state import Converts, Move
@@ -268,6 +269,24 @@ class MoE(Converts):
         parts = [part for part in (self.experts, self.shared) if part is not None and part.has_delayed()]
         for part in parts or [self.experts]:
             part.backward_dw()
+
+    def add_lora(self, r: int, **options: Any) -> Lora:
+        """Add adapters to the routed experts, as `GroupedMLP.add_lora`; `shared.add_lora` to the shared one. The router
+        stays as trained as it is.
+        """
+        return self.experts.add_lora(r, **options)
+
+    def remove_lora(self) -> None:
+        """Drop the experts' adapters; see `GroupedMLP.remove_lora`."""
+        self.experts.remove_lora()
+
+    def merge_lora(self, keep: bool = True) -> None:
+        """Add the adapters to the experts' weights; see `GroupedMLP.merge_lora`."""
+        self.experts.merge_lora(keep)
+
+    def unmerge_lora(self) -> None:
+        """Restore the experts' weights; see `GroupedMLP.unmerge_lora`."""
+        self.experts.unmerge_lora()
 
     @torch.no_grad()
     def update_choice_bias(self, rate: float, counts: Tensor | None = None) -> None:

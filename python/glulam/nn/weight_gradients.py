@@ -24,7 +24,7 @@ from ..backward import Targets, differentiate
 from ..backward.parts import backward_of
 from ..calls.checks import any_requires_grad, gradient_dtypes, shape_text
 from ..calls.memory import is_in_storage
-from ..errors import CaptureError
+from ..errors import CaptureError, GradientNotSupported
 from ..host import device as gpus
 from ..ops.grouped_wgrad import grouped_wgrad
 
@@ -106,6 +106,12 @@ def run(
             f"{operator.__name__} of a module: torch.export traces no main_grad, delay_wgrad or grad_input, nor out "
             "where a gradient is recorded, since they write outside of a graph; export under torch.no_grad(), or leave "
             "them out"
+        )
+    if given.get("lora") is not None:
+        raise GradientNotSupported(
+            f"{operator.__name__} of a module with adapters: main_grad and delay_wgrad of trained weights, grad_input, "
+            "and out where a gradient is recorded do not go with them; freeze the experts' weights, and leave out the "
+            "buffers"
         )
     return outside_traces(call(**given), Targets(out, grad_input, writers))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ..calls.front import operator
 from ..calls.launch import MATRIX, Made
 from ..calls.sharding import SUM, Split, split_of_width
 from ..choose.problem import Problem
+from ..expert_lora import ExpertLora
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import FoldedWeight, MXFP8Tensor
@@ -42,6 +43,13 @@ class GroupedMlpCall(Call):
     scratch = {"mid": MATRIX}
     added: tuple[str, ...] = ("b2",)
     """Arguments that are added to the result."""
+    with_lora: ClassVar[Callable[..., Any]]  # set by `lora.mlp`, which is made of operators, and so of calls
+
+    @classmethod
+    def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
+        if public.pop("lora") is not None:
+            raise ValueError(f"{cls.op}: lora is given, and such a call is several operators; leave out lora")
+        return public
 
     def again(self) -> Any:
         check_recipe(self.op, self.recipe)
@@ -97,7 +105,7 @@ class GroupedMlpCall(Call):
         return [((problem.rows, problem.intermediate), self.lead.dtype)]
 
 
-@operator(GroupedMlpCall, quantized=QuantizedMlpCall)
+@operator(GroupedMlpCall, quantized=QuantizedMlpCall, beside=("lora",))
 def grouped_mlp(
     x: Tensor | MXFP8Tensor,
     w1: Weights,
@@ -114,6 +122,7 @@ def grouped_mlp(
     recipe: str | Recipe = "bf16",
     recompute: bool = False,
     transpose_w: bool = False,
+    lora: ExpertLora | None = None,
     out: Tensor | None = None,
     **numbers: Unpack[NamedNumbers],
 ) -> Tensor:
@@ -159,6 +168,9 @@ def grouped_mlp(
             forward).
         transpose_w: h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H], and
             w1's columns lie as else its rows, and so do gradients. No copy of them is made. Of recipe "bf16".
+        lora: adapters, an `ExpertLora`: w1_e + s b1_e a1_e and w2_e + s b2_e a2_e are multiplied in place of w1_e and
+            w2_e, by further GEMMs of few columns. Differentiable. Of recipe "bf16" and of those of weights alone,
+            without `recompute`.
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
     Returns:

@@ -1,0 +1,159 @@
+"""ExpertLora: the low-rank matrices of all experts, and PEFT's two orders of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .calls.checks import any_requires_grad, check_is_tensor, check_like_x, check_number, mismatch, shape_text
+
+NAME = "ExpertLora"
+SHAPES = {"a1": "[E, r, H]", "b1": "[E, 2I or I, r]", "a2": "[E, r, I]", "b2": "[E, H', r]"}
+PAIRS = ("a1", "b1"), ("a2", "b2")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertLora:
+    """Adapters of experts, as `lora=` of `glulam.grouped_mlp` and `glulam.moe`: w1_e + scale b1_e a1_e is multiplied in
+    place of w1_e, and w2_e + scale b2_e a2_e in place of w2_e.
+
+    Differentiable in all four matrices. Shapes do not depend on `transpose_w`.
+
+    Args:
+        a1, b1: [E, r, H] and [E, 2I or I, r], rows of b1 in the order of w1's rows (`glu_layout`). None: w1 has none.
+        a2, b2: [E, r, I] and [E, H', r], H' the number of w2's rows. None: w2 has none. Either pair is given. The two
+            ranks may differ. Ranks that are no multiple of 8 are padded with zeros at each call.
+        scale: of both products, as alpha / r.
+
+    All matrices have one dtype: x's, or float32 beside an x of 16 bits, where they are rounded at each call and their
+    gradients are float32.
+
+    Raises:
+        ValueError, TypeError: matrices that do not fit together.
+    """
+
+    a1: Tensor | None
+    b1: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        given = self.given()
+        if not given:
+            raise ValueError(f"{NAME}: a1, b1, a2 and b2 are None; give a1 and b1, or a2 and b2, or all four")
+        for a, b in PAIRS:
+            if (a in given) != (b in given):
+                one, other = (a, b) if a in given else (b, a)
+                raise ValueError(f"{NAME}: {one} is given without {other}; give both {SHAPES[a]} and {SHAPES[b]}")
+        check_number(NAME, "scale", self.scale)
+        if not math.isfinite(self.scale):
+            raise ValueError(f"{NAME}: scale is {self.scale}; give a finite number, as alpha / r")
+        name, first = next(iter(given.items()))
+        for other, tensor in given.items():
+            _check_alike(other, tensor, name, first)
+        for a, b in PAIRS:
+            if a in given and given[a].shape[1] != given[b].shape[2]:
+                shape, rank = given[b].shape, given[a].shape[1]
+                mismatch(NAME, b, shape, (*shape[:2], rank), f"{a} has r = {rank}")
+
+    def given(self) -> dict[str, Tensor]:
+        """The matrices that are there, by name."""
+        named = {"a1": self.a1, "b1": self.b1, "a2": self.a2, "b2": self.b2}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def requires_grad(self) -> bool:
+        return any_requires_grad(self.a1, self.b1, self.a2, self.b2)
+
+    def check_fits(self, op: str, x: Tensor, experts: int, **widths: int) -> None:
+        """Check this against a call of `op`. `widths`: columns of each matrix that is no rank, by the matrix's name.
+
+        Raises:
+            ValueError, TypeError: a matrix does not fit.
+        """
+        for name, tensor in self.given().items():
+            rank_at, why = (1, "columns") if name in ("a1", "a2") else (2, "rows")
+            wanted = [experts, widths[name], widths[name]]
+            wanted[rank_at] = tensor.shape[rank_at]
+            if tuple(tensor.shape) != tuple(wanted):
+                mismatch(op, f"lora.{name}", tensor.shape, wanted, f"E = {experts} and w{name[1]} has so many {why}")
+            check_like_x(op, f"lora.{name}", tensor, x, wide=True)
+
+    @classmethod
+    def from_peft(
+        cls, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None, num_experts: int,
+        scale: float = 1.0, *, grouped_by_expert: bool = False,
+    ) -> ExpertLora:  # fmt: skip
+        """The adapters of a PEFT checkpoint; gradients reach the tensors given.
+
+        Args:
+            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight, expert by expert. None: it has no adapter.
+            b1, b2: `lora_B.weight` [out, r E], rank by rank: column j is of expert j % E.
+            num_experts: E. scale: PEFT's `scaling`, lora_alpha / r, or with rslora lora_alpha / sqrt(r).
+            grouped_by_expert: columns of b1 and b2 lie expert by expert, as in old adapters of unsloth.
+
+        Raises:
+            ValueError, TypeError: a tensor does not fit.
+        """
+
+        def cut(name: str, matrix: Any) -> Tensor | None:
+            return None if matrix is None else _experts_first(name, matrix, num_experts, grouped_by_expert)
+
+        return cls(cut("a1", a1), cut("b1", b1), cut("a2", a2), cut("b2", b2), scale)
+
+    def to_peft(
+        self, *, grouped_by_expert: bool = False
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """a1, b1, a2 and b2 as `from_peft` takes them."""
+
+        def of_a(a: Tensor | None) -> Tensor | None:
+            return None if a is None else a.flatten(0, 1)
+
+        order = (1, 0, 2) if grouped_by_expert else (1, 2, 0)
+
+        def of_b(b: Tensor | None) -> Tensor | None:
+            return None if b is None else b.permute(order).flatten(1)
+
+        return of_a(self.a1), of_b(self.b1), of_a(self.a2), of_b(self.b2)
+
+    def __repr__(self) -> str:
+        """Without values: `distributed` keeps what it checked by this."""
+        shown = [f"{name}={shape_text(t.shape)} {t.dtype} {t.device}" for name, t in self.given().items()]
+        return f"{NAME}({', '.join(shown)}, scale={self.scale})"
+
+
+def _check_alike(name: str, tensor: Any, first_name: str, first: Any) -> None:
+    """Check a matrix, and that it has the first one's experts, dtype and device."""
+    check_is_tensor(NAME, name, tensor, SHAPES[name])
+    if tensor.dim() != 3 or not tensor.numel():
+        raise ValueError(f"{NAME}: {name} has shape {shape_text(tensor.shape)}; give {SHAPES[name]}, none of them 0")
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise TypeError(f"{NAME}: {name} is {tensor.dtype}; give bfloat16, float16 or float32")
+    if tensor.shape[0] != first.shape[0]:
+        wanted = (first.shape[0], *tensor.shape[1:])
+        mismatch(NAME, name, tensor.shape, wanted, f"{first_name} has E = {first.shape[0]}")
+    if tensor.dtype != first.dtype:
+        raise TypeError(f"{NAME}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; cast one to the other's")
+    if tensor.device != first.device:
+        raise ValueError(f"{NAME}: {name} is on {tensor.device} but {first_name} is on {first.device}; move one there")
+
+
+def _experts_first(name: str, matrix: Any, experts: int, grouped_by_expert: bool) -> Tensor:
+    """A matrix of PEFT's as a view [E, r, in] or [E, out, r]."""
+    is_a = name in ("a1", "a2")
+    form, dim = ("[E r, in]", 0) if is_a else ("[out, r E]", 1)
+    check_is_tensor("from_peft", name, matrix, form)
+    if matrix.dim() != 2 or matrix.shape[dim] % experts:
+        raise ValueError(
+            f"from_peft: {name} has shape {shape_text(matrix.shape)}; give {form} with E = {experts}, as "
+            f"lora_{'A' if is_a else 'B'}.weight is"
+        )
+    if is_a:
+        return matrix.unflatten(0, (experts, -1))
+    if grouped_by_expert:
+        return matrix.unflatten(1, (experts, -1)).permute(1, 0, 2)
+    return matrix.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -1,0 +1,1 @@
+"""LoRA on experts, made of operators; `expert_lora.ExpertLora` holds the adapters."""

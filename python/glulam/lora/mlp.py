@@ -1,0 +1,128 @@
+"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + ... likewise, made of
+differentiable operators.
+
+Saved for the backward are x, h and two matrices [T, r]. A w1 that is trained, too, keeps rows of tokens, and a w2 the
+activation. Each of the two sums rounds its terms and itself, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from cute_kernels.specs import is_gated
+
+from .. import recipes
+from ..activations import named_numbers
+from ..backward.parts import tensor_groups
+from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
+from ..calls.quantized import Quantized
+from ..errors import ARGUMENT_ERRORS
+from ..expert_lora import NAME, ExpertLora
+from ..formats.mxfp8 import MXFP8Tensor
+from ..host.groups import is_after_groups, part_of
+from ..ops.gate import gate_rows
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.quantized_mlp import QuantizedMlpCall
+from ..ops.quantized_weights import with_parts_as_read
+from ..recipes import BF16, Recipe
+from .products import Rows, low_rank, times_w1, times_w2
+
+
+def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
+    """`grouped_mlp` with adapters. `public`: its other arguments, numbers as one."""
+    recipe = check_goes_with_lora(GroupedMlpCall.op, lora, public["x"], public["recipe"], public["recompute"])
+    if recipe is BF16:
+        call: Any = GroupedMlpCall(**{**public, "recipe": recipe.name})
+    else:
+        named = {**public, **named_numbers(public.pop("numbers"))}
+        call = QuantizedMlpCall(**QuantizedMlpCall.unwrapped(recipe, named))
+
+    def made(is_trained: bool) -> Tensor:
+        if is_trained and public["rows"] is not None:
+            refuse_rows(call.op)
+        return rows_with_lora(call, lora)
+
+    return checked(call, lora, made)
+
+
+def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recompute: bool) -> Recipe:
+    """The recipe of a call with adapters.
+
+    Raises:
+        ValueError, TypeError: an argument that does not go with them.
+    """
+    if not isinstance(lora, ExpertLora):
+        raise TypeError(f"{op}: lora is a {type(lora).__name__}; give a glulam.{NAME}")
+    if isinstance(x, MXFP8Tensor):
+        raise TypeError(f"{op}: x is in MXFP8, and lora is given; give x.dequantize() in 16 bits")
+    if recompute:
+        raise ValueError(f"{op}: recompute is True, and lora is given, which keeps the preactivation; leave it out")
+    return check_recipe(op, recipe)
+
+
+def check_recipe(op: str, recipe: str | Recipe) -> Recipe:
+    """The recipe. Raises ValueError where adapters do not go with it, since it quantises rows."""
+    found = recipes.find(op, recipe)
+    if found is not BF16 and not found.freezes_weights:
+        served = [repr(name) for name, one in recipes.RECIPES.items() if one is BF16 or one.freezes_weights]
+        raise ValueError(
+            f"{op}: recipe is {found.name!r}, which quantises rows, and lora is given; choose {', '.join(served)}"
+        )
+    return found
+
+
+def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tensor:
+    """What `made` returns, after a look at all arguments. A trace looks at them operator by operator.
+
+    Args:
+        made: takes whether a gradient is recorded.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; GradientNotSupported: for one that is trained.
+    """
+    if not is_dynamo_compiling():
+        problem = call.check()
+        rows = problem.intermediate * (2 if is_gated(call.activation) else 1)
+        widths = {"a1": problem.in_features, "b1": rows, "a2": problem.intermediate, "b2": problem.out_features}
+        lora.check_fits(call.op, call.x, problem.experts, **widths)
+    is_trained = torch.is_grad_enabled() and any_requires_grad(lora, *[getattr(call, name) for name in call.reads])
+    if is_trained:
+        refuse_out(call.op, call.out)
+        if isinstance(call, Quantized):
+            call.refuse_gradients()
+    try:
+        with nullcontext() if is_dynamo_compiling() else part_of(call.op):
+            return made(is_trained)
+    except ARGUMENT_ERRORS:
+        call.judge()  # so that the error names this operator and its arguments, not those that it is made of
+        raise
+
+
+def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
+    """The result [T, H'] of each row of a call. `kept`: what rows are copies of."""
+    groups = tensor_groups(call.op, call.offs, call.splits, call.x)
+    if isinstance(call, Quantized) and not call.is_traced():
+        call = with_parts_as_read(call)
+    scale, form = call.row_scale, (call.activation, call.glu_layout, call.numbers)
+    preact = times_w1(call, groups)
+    if scale is not None and scale.requires_grad:  # rows after the last group have no gradient
+        scale = scale.masked_fill(is_after_groups(preact, **groups), 0)
+    if lora.a1 is not None and lora.b1 is not None:
+        preact.add_(low_rank(call.op, call.x, lora.a1, lora.b1, lora.scale, groups, call.rows, kept))
+    act = gate_rows(preact, scale, *form)
+    y = times_w2(call, act, scale, groups, call.out)
+    if lora.a2 is None or lora.b2 is None:
+        return y
+    # A buffer keeps what it has after the last group: adding -0.0 changes no number.
+    added = None if call.out is None else torch.full_like(y, -0.0)
+    again = Rows(preact, scale, form)
+    return y.add_(low_rank(call.op, act, lora.a2, lora.b2, lora.scale, groups, kept=again, out=added))
+
+
+GroupedMlpCall.with_lora = staticmethod(grouped_mlp_with_lora)

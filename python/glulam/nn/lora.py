@@ -1,0 +1,234 @@
+"""Adapters of a GroupedMLP: their parameters as a submodule, and experts' weights with them merged in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from ..calls.checks import check_number, mismatch
+from ..expert_lora import ExpertLora
+from ..lora.mlp import check_recipe
+from .options import check_options
+from .quantized_linear import QuantizedLinear
+
+NAME = "add_lora"
+LAYERS = {"fc1": ("a1", "b1"), "fc2": ("a2", "b2")}
+"""The matrices of each layer."""
+
+
+class Lora(nn.Module):
+    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1`, `a2` and `b2`; those of a layer without adapters
+    are None.
+
+    Args:
+        num_experts, r: E and the rank of both layers.
+        scale: see `glulam.ExpertLora`.
+        sizes: columns and rows of each adapted layer's weights, by the layer's name.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self, num_experts: int, r: int, scale: float, sizes: dict[str, tuple[int, int]],
+        device: torch.device | str | int | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_options(Lora, locals())
+        self.r, self.scale = r, scale
+        self._before: dict[str, Any] | None = None
+        self.is_merged = False
+        for layer, (a, b) in LAYERS.items():
+            shapes = {}
+            if layer in sizes:
+                columns, rows = sizes[layer]
+                shapes = {a: (num_experts, r, columns), b: (num_experts, rows, r)}
+            for name in (a, b):
+                made = torch.empty(shapes[name], device=device, dtype=dtype) if shapes else None
+                self.register_parameter(name, None if made is None else Parameter(made))
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_refuse_to_load)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As PEFT's: a1 and a2 uniform within 1 / sqrt(columns), b1 and b2 zero, so that nothing changes yet."""
+        for a, b in LAYERS.values():
+            if (matrix := self._parameters[a]) is not None:
+                nn.init.kaiming_uniform_(matrix.view(-1, matrix.shape[2]), a=math.sqrt(5))
+                nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
+
+    def adapter(self) -> ExpertLora:
+        """The parameters as operators take them, and as `ExpertLora.to_peft` writes them."""
+        named = self._parameters
+        return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
+
+    @torch.no_grad()
+    def copy_(self, adapter: ExpertLora) -> Lora:
+        """Take over an adapter's numbers and its scale, as those of `ExpertLora.from_peft`.
+
+        Raises:
+            ValueError: it has other matrices, or of other shapes.
+        """
+        own, given = self.adapter().given(), adapter.given()
+        if own.keys() != given.keys():
+            raise ValueError(f"Lora.copy_: adapter has {', '.join(given)}; give {', '.join(own)}")
+        for name, parameter in own.items():
+            if given[name].shape != parameter.shape:
+                mismatch("Lora.copy_", f"adapter.{name}", given[name].shape, parameter.shape, "the parameter has it")
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+        self.scale = adapter.scale
+        return self
+
+    @torch.no_grad()
+    def merge_into(self, layers: dict[str, Any], keep: bool) -> None:
+        """Add the products to weights of layers, each weight rounded once. `keep`: hold copies of the weights."""
+        named = self._parameters
+        adapted = {name: pair for name, pair in LAYERS.items() if named[pair[0]] is not None}
+        weights = {name: layers[name].parameter_list("weight") for name in adapted}
+        copies = (
+            {name: [weight.detach().clone() for weight in each] for name, each in weights.items()} if keep else None
+        )
+        for name, (a, b) in adapted.items():
+            for weight, narrow, wide in zip(layers[name].experts("weight"), named[a], named[b], strict=True):  # type: ignore[arg-type]
+                exact = torch.promote_types(weight.dtype, torch.float32)
+                weight.copy_(torch.addmm(weight.to(exact), wide.to(exact), narrow.to(exact), alpha=self.scale))
+        self._before, self.is_merged = copies or None, True
+
+    @torch.no_grad()
+    def take_out_of(self, layers: dict[str, Any]) -> None:
+        """Give layers back the weights that they had. Raises RuntimeError where no copies were kept."""
+        if self._before is None:
+            raise RuntimeError("unmerge_lora: merge_lora was called with keep=False, so the weights before are lost")
+        for name, before in self._before.items():
+            for weight, kept in zip(layers[name].parameter_list("weight"), before, strict=True):
+                weight.copy_(kept)
+        self._before, self.is_merged = None, False
+
+    def extra_repr(self) -> str:
+        layers = [layer for layer, (a, _) in LAYERS.items() if self._parameters[a] is not None]
+        merged = ", merged" if self.is_merged else ""
+        return f"r={self.r}, scale={self.scale}, layers={layers}{merged}"
+
+
+class TakesLora(nn.Module):
+    """A GroupedMLP's methods that have to do with adapters. `lora`: the submodule; None without."""
+
+    lora: Lora | None
+
+    def add_lora(
+        self, r: int, *, alpha: float | None = None, rslora: bool = False, layers: Collection[str] = ("fc1", "fc2"),
+        freeze: bool = True, dtype: torch.dtype | None = None,
+    ) -> Lora:  # fmt: skip
+        """Add adapters, which change nothing until they are trained or filled (`Lora.copy_`).
+
+        Args:
+            r: their rank. alpha: r by default. The products' scale is alpha / r, with `rslora` alpha / sqrt(r).
+            layers: "fc1", "fc2" or both.
+            freeze: call `requires_grad_(False)` on the experts' own weights and biases; False leaves them as they are.
+            dtype: of the adapters, that of the module's parameters by default, else bfloat16. With float32 beside
+                16-bit rows they are rounded at each call, and their gradients are float32.
+
+        Returns:
+            The submodule `lora`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: options that cannot work, also with those of the module; adapters that
+                are there already.
+        """
+        if self.lora is not None:
+            raise RuntimeError(f"{NAME}: this module has adapters of rank {self.lora.r}; call remove_lora() first")
+        options: dict[str, Any] = self.call_options  # type: ignore[assignment]
+        check_recipe(NAME, options["recipe"])
+        if options["recompute"]:
+            raise ValueError(f"{NAME}: the module was made with recompute=True, which adapters do not go with")
+        names = set(layers)
+        if isinstance(layers, str) or not names or not names <= LAYERS.keys():
+            raise ValueError(f"{NAME}: layers is {layers!r}; give some of {tuple(LAYERS)}")
+        if alpha is not None:
+            check_number(NAME, "alpha", alpha)
+        linear: dict[str, Any] = self._modules
+        first = linear["fc1"]
+        placed = next(self.parameters(), None)
+        where = first.experts("weight").data if placed is None else placed
+        sizes = {name: (linear[name].in_features, linear[name].out_features) for name in LAYERS if name in names}
+        dtype = dtype or (torch.bfloat16 if placed is None else placed.dtype)
+        made = Lora(first.num_experts, r, 1.0, sizes, where.device, dtype)
+        made.scale = (r if alpha is None else alpha) / (math.sqrt(r) if rslora else r)
+        made.adapter()  # whose checks refuse a dtype
+        if freeze:
+            self.requires_grad_(False)
+        self.lora = made
+        return made
+
+    def remove_lora(self) -> None:
+        """Drop the adapters. Merged weights stay merged, and frozen parameters frozen.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        self._adapters("remove_lora")
+        del self.lora
+        self.lora = None
+
+    def merge_lora(self, keep: bool = True) -> None:
+        """Add the adapters to the experts' weights, each rounded once; from now on they are not applied.
+
+        Merged modules refuse `state_dict` and `load_state_dict`, which would apply adapters twice: call `unmerge_lora`
+        or `remove_lora` before.
+
+        Args:
+            keep: hold copies of the weights, by which `unmerge_lora` restores their very bits. Subtracting would not.
+
+        Raises:
+            RuntimeError: there are no adapters, or they are merged. ValueError: weights are quantised.
+        """
+        lora, linear = self._adapters("merge_lora"), self._modules
+        if lora.is_merged:
+            raise RuntimeError("merge_lora: the adapters are merged; call unmerge_lora() first")
+        if isinstance(linear["fc1"], QuantizedLinear):
+            kind = linear["fc1"].form.kind.format
+            raise ValueError(
+                f"merge_lora: weights are in {kind}, where a sum would be rounded to few bits; "
+                "merge into the 16-bit weights that they were made of, and quantise these"
+            )
+        lora.merge_into(linear, keep)
+
+    def unmerge_lora(self) -> None:
+        """Restore the bits of the weights before `merge_lora`, and apply the adapters again.
+
+        Raises:
+            RuntimeError: nothing is merged, or no copies were kept.
+        """
+        lora = self._adapters("unmerge_lora")
+        if not lora.is_merged:
+            raise RuntimeError("unmerge_lora: the adapters are not merged; call merge_lora() first")
+        lora.take_out_of(self._modules)
+
+    def _adapters(self, name: str) -> Lora:
+        if self.lora is None:
+            raise RuntimeError(f"{name}: this module has no adapters; call add_lora(r) first")
+        return self.lora
+
+
+def _merged(lora: Lora) -> str:
+    """Say why a merged module has no state; "" if it is not merged."""
+    if not lora.is_merged:
+        return ""
+    return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"
+
+
+def _refuse_to_save(lora: Lora, _prefix: str, _keep_vars: bool) -> None:
+    if message := _merged(lora):
+        raise RuntimeError(message)
+
+
+def _refuse_to_load(
+    lora: Lora, _state: Any, _prefix: str, _metadata: Any, _strict: bool, _missing: Any, _unexpected: Any,
+    errors: list[str],
+) -> None:  # fmt: skip
+    if message := _merged(lora):
+        errors.append(message)
