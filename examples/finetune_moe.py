@@ -1,6 +1,7 @@
 """Training a randomly initialised mixture-of-experts model of transformers with each implementation of its experts:
 
     python -m examples.finetune_moe
+    python -m examples.finetune_moe --lora 8    # adapters of experts alone, by PEFT, which has to be installed
 
 The text is Python's standard library, byte by byte. Every implementation starts from the same weights and sees the same
 batches, so their losses lie over each other, to within rounding that training amplifies.
@@ -58,10 +59,23 @@ def train(model: Any, data: Tensor) -> tuple[list[float], float]:
     return found, (time.perf_counter() - start) / len(data)
 
 
+def with_adapters(model: Any, rank: int) -> Any:
+    """A model of PEFT's whose experts have adapters of this rank; they alone are trained. Rank 0: the model itself."""
+    if not rank:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SystemExit("--lora takes PEFT's adapters: pip install 'peft>=0.21'") from error
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=targets))
+
+
 def main(
     layers: Annotated[int, typer.Option(help="Of the model.")] = 2,
     steps: Annotated[int, typer.Option(help="Of training.")] = 30,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
+    lora: Annotated[int, typer.Option(help="Rank of experts' adapters, trained alone; 0: train the model.")] = 0,
 ) -> None:
     """The losses of each implementation, and how far they are from the first one's."""
     glulam.integrations.transformers.register()
@@ -74,7 +88,8 @@ def main(
     reference: list[float] = []
     for implementation in ("eager", "grouped_mm", glulam.integrations.transformers.NAME):
         model = make_model(FULL if device == "cuda" else SHRUNK, device, layers, implementation)
-        losses, seconds = train(model, data)
+        torch.manual_seed(1)
+        losses, seconds = train(with_adapters(model, lora), data)
         reference = reference or losses
         farthest = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
         shown = (f"{losses[step]:.4f}" for step in columns)

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import frozen, lora
 from support.fake_gpu import FakeGpu
 from support.frozen import BF16, RECIPES, quantised, saved_bytes
 from support.inputs import Case, gradient, make_case
+from support.ranks import run_ranks
 from torch import Tensor
 
 import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import is_gated
+from glulam.distributed import ExpertParallel, gather_state_dict, shard_state_dict
 from glulam.nn.lora import Lora
 
 pytest_plugins = ["support.fixtures"]
@@ -640,3 +643,32 @@ class TestLayers:
         other.add_lora(4)
         missing, unexpected = other.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) == {f"experts.lora.{name}" for name in lora.MATRICES}
+
+
+def layers_over_ranks() -> None:
+    """nn.MoE with adapters on two ranks, whose state is sharded as experts' is, against one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, 5, 2, 64, 6, dtype=F64)
+    torch.manual_seed(0)
+    whole = glulam.nn.MoE(64, 32, 5, 2, dtype=F64)
+    filled(whole.add_lora(3, alpha=6))
+    xs = [torch.randn(6, 64, dtype=F64) for _ in range(world)]
+    wanted = whole(torch.cat(xs))
+    wanted.sin().sum().backward()
+    module = glulam.nn.MoE(64, 32, 5, 2, dtype=F64, parallel=ep)
+    module.add_lora(3, alpha=6)
+    module.load_state_dict(shard_state_dict(whole.state_dict(), ep))
+    y, mine = module(xs[rank]), slice(6 * rank, 6 * rank + 6)
+    torch.testing.assert_close(y, wanted[mine], rtol=1e-10, atol=1e-10)
+    y.sin().sum().backward()
+    for name in lora.MATRICES:
+        grad, exact = (getattr(one.experts.lora, name).grad for one in (module, whole))
+        torch.testing.assert_close(grad, exact[ep.first : ep.first + ep.num_local], rtol=1e-9, atol=1e-9)
+    with torch.no_grad():  # rows, added on their way
+        torch.testing.assert_close(module(xs[rank]), wanted[mine], rtol=1e-10, atol=1e-10)
+    gathered = gather_state_dict(module.state_dict(), ep)
+    assert torch.equal(gathered["experts.lora.b1"], whole.experts.lora.b1)  # type: ignore[arg-type, union-attr]
+
+
+def test_layers_over_ranks() -> None:
+    run_ranks(2, layers_over_ranks)

@@ -8,7 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from .calls.checks import any_requires_grad, check_is_tensor, check_like_x, check_number, mismatch, shape_text
+from .calls.checks import (
+    any_requires_grad,
+    check_alignment,
+    check_is_tensor,
+    check_like_x,
+    check_no_overlap,
+    check_number,
+    check_plain,
+    mismatch,
+    runs_kernels,
+    shape_text,
+)
 
 NAME = "ExpertLora"
 SHAPES = {"a1": "[E, r, H]", "b1": "[E, 2I or I, r]", "a2": "[E, r, I]", "b2": "[E, H', r]"}
@@ -70,7 +81,8 @@ class ExpertLora:
         return any_requires_grad(self.a1, self.b1, self.a2, self.b2)
 
     def check_fits(self, op: str, x: Tensor, experts: int, **widths: int) -> None:
-        """Check this against a call of `op`. `widths`: columns of each matrix that is no rank, by the matrix's name.
+        """Check the matrices against a call of `op`. `widths`: the number of columns or rows that is no rank, by the
+        matrix's name.
 
         Raises:
             ValueError, TypeError: a matrix does not fit.
@@ -82,6 +94,19 @@ class ExpertLora:
             if tuple(tensor.shape) != tuple(wanted):
                 mismatch(op, f"lora.{name}", tensor.shape, wanted, f"E = {experts} and w{name[1]} has so many {why}")
             check_like_x(op, f"lora.{name}", tensor, x, wide=True)
+
+    def check_memory(self, op: str, out: Tensor | None) -> None:
+        """Check that the matrices are numbers in memory, on a GPU where kernels can read them, and apart from `out`.
+
+        Raises:
+            ValueError, TypeError: a matrix is not; GradientNotSupported: one of a transform of torch.func.
+        """
+        for name, tensor in self.given().items():
+            check_plain(op, f"lora.{name}", tensor)
+            if runs_kernels(tensor):
+                check_alignment(op, f"lora.{name}", tensor)
+            if out is not None:
+                check_no_overlap(op, "out", out, f"lora.{name}", tensor)
 
     @classmethod
     def from_peft(

@@ -176,6 +176,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES)),  # the last beside offs
     "out_dtype": (3, torch.int32),
     "parallel": ("x", 3, "world", "group"),
+    "lora": ("x", 3, [None] * 5),
     "k": (0, EXPERTS + 1, 1.5, "x", None),
     "num_experts": (0, 2000, 1.5, "x", None),
     "first": (-1, 1.5, "x", None),
@@ -253,6 +254,12 @@ def _in_mxfp8(good: Arguments) -> Arguments:
     return _quantised(good, "mxfp8_exact", blocks)
 
 
+def _adapted(good: Arguments) -> Arguments:
+    device, shapes = str(good["x"].device), ((8, HIDDEN), (2 * INNER, 8), (8, INNER), (HIDDEN, 8))
+    matrices = [_numbers(device, 70 + place, EXPERTS, *shape) for place, shape in enumerate(shapes)]
+    return {**good, "lora": glulam.ExpertLora(*matrices, 0.5)}
+
+
 def _without(*names: str) -> Callable[[Arguments], Arguments]:
     return lambda good: {name: value for name, value in good.items() if name not in names}
 
@@ -274,13 +281,14 @@ VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
     "grouped_glu": {**_WEIGHTS, "in halves": _in_halves, "by index": _by_index("x", "rows")},
     "grouped_mlp": {
         **_WEIGHTS, "in halves": _in_halves, "by index": _by_index("x", "rows"), **_RECIPES, **_FORMATS,
+        "adapted": _adapted,
     },
     "grouped_dglu": {**_WEIGHTS, "by index": _by_index("dy", "rows")},
     "grouped_wgrad": {
         "of lists": _of_lists, "x by index": _by_index("x", "x_rows"), "dy by index": _by_index("dy", "dy_rows"),
     },
     "grouped_bias_grad": {"by index": _by_index("dy", "rows")},
-    "moe": {**_WEIGHTS, "in halves": _in_halves, **_RECIPES, **_FORMATS},
+    "moe": {**_WEIGHTS, "in halves": _in_halves, **_RECIPES, **_FORMATS, "adapted": _adapted},
     "moe_of_choices": {"in halves": _in_halves, "mxfp8": _recipe("mxfp8")},
     "project": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
     "pre": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},

@@ -30,7 +30,7 @@ from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
 from ..formats.scaled import Parts
 from ..host.groups import is_after_groups
-from ..layer import Routing, combine, permute
+from ..layer import Routing, combine, moe, permute
 from ..layer.choices import moe_of_choices
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.quantized_weights import FORMS
@@ -40,6 +40,7 @@ from .experts import NAME as NAME
 from .experts import keep, parameter, quantised, weight_names
 from .fp8_experts import Fp8
 from .gates import activation_of, gate_of
+from .peft import is_parametrized, weights_and_lora
 from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
@@ -139,7 +140,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     given = dict(plan.options)
     read = parameter if plan.in_16_bits else quantised if plan.fp8 is None else fp8_experts.weight
     (fc1, fc2), given_dtype = plan.weights, hidden_states.dtype
-    w1, w2 = read(experts, fc1), read(experts, fc2)
+    lora = None
+    if plan.in_16_bits and is_parametrized(experts):
+        w1, w2, lora = weights_and_lora(experts, plan.weights)
+    else:
+        w1, w2 = read(experts, fc1), read(experts, fc2)
     for operand, name in plan.biases:
         given[operand] = parameter(experts, name)
     choices = top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts
@@ -148,12 +153,14 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     x = _cast(hidden_states, w2.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
     if plan.post:
         routing = Routing.from_topk(*choices)
-        rows = grouped_mlp(permute(x, routing), w1, w2, offs=routing.offs, **given)
+        rows = grouped_mlp(permute(x, routing), w1, w2, offs=routing.offs, lora=lora, **given)
         # Rows behind the last group were never written, and a norm's gradient is a sum over all rows.
         is_tail = is_after_groups(rows, routing.offs)
         rows = getattr(experts, plan.post)(rows.masked_fill(is_tail[:, None], 0))
         rows = rows * routing.weight_of_row.masked_fill(is_tail, 0)[:, None].to(rows.dtype)
         return _cast(combine(rows, routing), given_dtype)
+    if lora is not None:
+        return _cast(moe(x, Routing.from_topk(*choices), w1, w2, lora=lora, **given), given_dtype)
     return _cast(moe_of_choices(x, *choices, w1, w2, **given), given_dtype)
 
 
@@ -174,6 +181,12 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
             f"glulam: recipe {recipe.name!r} keeps quantised weights alone, which have no gradient; call model.eval(), "
             "train with register(recipe='bf16'), or freeze the experts by requires_grad_(False) and choose a recipe of "
             "weights alone, as 'mxfp4_weight_only'"
+        )
+    if is_parametrized(experts):
+        raise RuntimeError(
+            f"glulam: recipe {recipe.name!r} quantises weights in place, and {type(experts).__name__} has adapters of "
+            "PEFT's or another parametrization; merge them (merge_and_unload), or call the model once before they are "
+            "added"
         )
     with _lock_of(experts):
         if not (plan := plan_of(experts)).in_16_bits:

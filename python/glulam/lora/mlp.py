@@ -22,7 +22,6 @@ from ..activations import named_numbers
 from ..backward.parts import tensor_groups
 from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
 from ..calls.quantized import Quantized
-from ..errors import ARGUMENT_ERRORS
 from ..expert_lora import NAME, ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import is_after_groups, part_of
@@ -87,21 +86,28 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
         ValueError, TypeError: an argument that does not fit; GradientNotSupported: for one that is trained.
     """
     if not is_dynamo_compiling():
-        problem = call.check()
-        rows = problem.intermediate * (2 if is_gated(call.activation) else 1)
-        widths = {"a1": problem.in_features, "b1": rows, "a2": problem.intermediate, "b2": problem.out_features}
-        lora.check_fits(call.op, call.x, problem.experts, **widths)
+        _check(call, lora)
     is_trained = torch.is_grad_enabled() and any_requires_grad(lora, *[getattr(call, name) for name in call.reads])
     if is_trained:
         refuse_out(call.op, call.out)
         if isinstance(call, Quantized):
             call.refuse_gradients()
-    try:
-        with nullcontext() if is_dynamo_compiling() else part_of(call.op):
-            return made(is_trained)
-    except ARGUMENT_ERRORS:
-        call.judge()  # so that the error names this operator and its arguments, not those that it is made of
-        raise
+    with nullcontext() if is_dynamo_compiling() else part_of(call.op):
+        return made(is_trained)
+
+
+def _check(call: Any, lora: ExpertLora) -> None:
+    """Check all arguments, so that errors name them, and not those of the operators that a call is made of."""
+    call.check_plain()
+    problem = call.check()
+    rows = problem.intermediate * (2 if is_gated(call.activation) else 1)
+    widths = {"a1": problem.in_features, "b1": rows, "a2": problem.intermediate, "b2": problem.out_features}
+    lora.check_fits(call.op, call.x, problem.experts, **widths)
+    if not call.is_traced():
+        call.check_addresses()
+        lora.check_memory(call.op, call.out)
+    if torch._C._are_functorch_transforms_active():
+        call.judge()
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
