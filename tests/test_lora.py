@@ -589,6 +589,15 @@ class TestModules:
         with pytest.raises(ValueError, match="merge_lora: weights are in MXFP4"):
             mlp.merge_lora()
 
+    def test_hooked_layers_are_refused(self) -> None:
+        """Their forward would know nothing of adapters."""
+        mlp = module()
+        mlp.fc1.register_forward_hook(lambda *_: None)
+        self.run(mlp)
+        mlp.add_lora(4)
+        with pytest.raises(ValueError, match="fc1 or fc2 has hooks.* it has adapters; do so with the whole module"):
+            self.run(mlp)
+
     def test_buffers_of_gradients_are_refused(self) -> None:
         mlp = module()
         filled(mlp.add_lora(4, freeze=False))

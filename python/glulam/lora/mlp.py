@@ -24,8 +24,8 @@ from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
 from ..calls.quantized import Quantized
 from ..expert_lora import NAME, ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
-from ..host.groups import is_after_groups, part_of
-from ..ops.gate import gate_rows
+from ..host.groups import part_of
+from ..ops.gate import gate_rows, without_tail
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_weights import with_parts_as_read
@@ -115,10 +115,8 @@ def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Ten
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():
         call = with_parts_as_read(call)
-    scale, form = call.row_scale, (call.activation, call.glu_layout, call.numbers)
+    scale, form = without_tail(call.row_scale, lambda: groups), (call.activation, call.glu_layout, call.numbers)
     preact = times_w1(call, groups)
-    if scale is not None and scale.requires_grad:  # rows after the last group have no gradient
-        scale = scale.masked_fill(is_after_groups(preact, **groups), 0)
     if lora.a1 is not None and lora.b1 is not None:
         preact.add_(low_rank(call.op, call.x, lora.a1, lora.b1, lora.scale, groups, call.rows, kept))
     act = gate_rows(preact, scale, *form)

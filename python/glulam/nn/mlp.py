@@ -19,8 +19,8 @@ from ..backward.parts import tensor_groups
 from ..calls.checks import check_activation, check_numbers, intermediate_width, runs_kernels
 from ..calls.sharding import is_dtensor
 from ..choose.problem import dtype_name
-from ..host.groups import Splits, is_after_groups
-from ..ops.gate import gate
+from ..host.groups import Splits
+from ..ops.gate import gate, without_tail
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
@@ -186,8 +186,9 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
             second = {**second, "bias_scale": row_scale}
 
         def layers(x: Tensor) -> Tensor:
+            scale = without_tail(row_scale, lambda: tensor_groups(NAME, **groups, x=x))
             h = self.fc1(x, **first)
-            made: Tensor = self.fc2(gate(h, _without_tail(row_scale, x, **groups), **options), **second)
+            made: Tensor = self.fc2(gate(h, scale, **options), **second)
             return made
 
         return checkpoint(layers, x, use_reentrant=False) if self.call_options["recompute"] else layers(x)
@@ -225,13 +226,6 @@ def arguments_of(experts: Any) -> dict[str, Any] | None:
         found: dict[str, Any] = experts.arguments()
         return found
     return None
-
-
-def _without_tail(row_scale: Tensor | None, x: Tensor, offs: Tensor | None, splits: Splits | None) -> Tensor | None:
-    """A row scale for `gate` whose gradient is zero after the last group, where `gate` leaves it uninitialised."""
-    if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
-        return row_scale
-    return row_scale.masked_fill(is_after_groups(row_scale, **tensor_groups(NAME, offs, splits, x)), 0)
 
 
 def _applied(lora: Any) -> Any:

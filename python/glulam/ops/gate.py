@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,3 +119,10 @@ def gate_gradients(
     function = activation, glu_layout, _packed(**numbers)
     d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, *function, of_row_scale)
     return d_preact, d_scale.masked_fill(is_after_groups(d_scale, **groups), 0) if of_row_scale else None
+
+
+def without_tail(row_scale: Tensor | None, groups: Callable[[], dict[str, Any]]) -> Tensor | None:
+    """A row scale for `gate` whose gradient is zero after the last group, where `gate` leaves it uninitialised."""
+    if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
+        return row_scale
+    return row_scale.masked_fill(is_after_groups(row_scale, **groups()), 0)
