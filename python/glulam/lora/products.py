@@ -72,12 +72,12 @@ class _Narrow(torch.autograd.Function):
 
 
 def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, zero after the last group, and of a."""
+    """The gradients of x, uninitialised after the last group, where nobody reads it, and of a."""
     a, sizes, matrix, beside = ctx.saved_tensors
-    groups, dx = {ctx.grouped_by: sizes}, None
+    groups: Groups = {ctx.grouped_by: sizes}
+    dx = None
     if ctx.needs_input_grad[3]:
-        zeros = d_narrow.new_zeros(d_narrow.shape[0], a.shape[2])
-        dx = grouped_mm(d_narrow, a, **groups, transpose_w=True, out=zeros)
+        dx = grouped_mm(d_narrow, a, **groups, transpose_w=True)
     x, rows = Rows(matrix, beside, ctx.form).again()
     return dx, grouped_wgrad(d_narrow, x, x_rows=rows, **groups)
 
