@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from typing import Any
@@ -16,6 +17,8 @@ from support.frozen import BF16, RECIPES, quantised, saved_bytes
 from support.inputs import Case, gradient, make_case
 from support.ranks import run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import glulam
 from cute_kernels.shipped import activation_forms
@@ -673,6 +676,19 @@ def layers_over_ranks() -> None:
     for name in lora.MATRICES:
         grad, exact = (getattr(one.experts.lora, name).grad for one in (module, whole))
         torch.testing.assert_close(grad, exact[ep.first : ep.first + ep.num_local], rtol=1e-9, atol=1e-9)
+    experts = {name: given for name, given in module.experts.arguments().items() if name != "recipe"}
+    with pytest.raises(ValueError, match="moe: recipe is 'mxfp8', which quantises rows, and lora is given"):
+        glulam.moe(xs[rank], module.route(xs[rank]), **experts, recipe="mxfp8", parallel=ep)
+    mesh = init_device_mesh("cpu", (world,))
+    adapter = glulam.ExpertLora(torch.zeros(5, 8, 64, dtype=F64), torch.zeros(5, 64, 8, dtype=F64), None, None)
+    sharded = distribute_tensor(torch.zeros(6, 64, dtype=F64), mesh)
+    for changes, message in (
+        ({"x": sharded}, "x is a DTensor, and lora is given"),
+        ({"lora": dataclasses.replace(adapter, a1=distribute_tensor(adapter.a1, mesh))}, "lora.a1 is a DTensor"),  # type: ignore[arg-type]
+    ):
+        given = {"x": xs[rank], "w1": whole.experts.fc1.weight, "w2": whole.experts.fc2.weight, "lora": adapter}
+        with pytest.raises(TypeError, match=f"grouped_mlp: {message}"):
+            glulam.grouped_mlp(**{**given, **changes}, splits=[6, 0, 0, 0, 0])  # type: ignore[arg-type]
     with torch.no_grad():  # rows, added on their way
         torch.testing.assert_close(module(xs[rank]), wanted[mine], rtol=1e-10, atol=1e-10)
     gathered = gather_state_dict(module.state_dict(), ep)

@@ -20,6 +20,7 @@ from .calls.checks import (
     runs_kernels,
     shape_text,
 )
+from .calls.sharding import is_dtensor
 
 NAME = "ExpertLora"
 SHAPES = {"a1": "[E, r, H]", "b1": "[E, 2I or I, r]", "a2": "[E, r, I]", "b2": "[E, H', r]"}
@@ -79,6 +80,12 @@ class ExpertLora:
     @property
     def requires_grad(self) -> bool:
         return any_requires_grad(self.a1, self.b1, self.a2, self.b2)
+
+    def refuse_dtensors(self, op: str) -> None:
+        """Raise TypeError if a matrix is a DTensor."""
+        for name, tensor in self.given().items():
+            if is_dtensor(tensor):
+                raise TypeError(f"{op}: lora.{name} is a DTensor, which adapters cannot be; give its to_local()")
 
     def check_fits(self, op: str, x: Tensor, experts: int, **widths: int) -> None:
         """Check the matrices against a call of `op`. `widths`: the number of columns or rows that is no rank, by the

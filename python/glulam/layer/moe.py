@@ -126,6 +126,8 @@ def _over_ranks(
         raise TypeError(f"{MoeCall.op}: parallel is a {kind}; give a glulam.distributed.ExpertParallel")
     with parallel.refusing():
         row_indices(MoeCall.op, x, routing)
+        if "lora" in given:
+            check_goes_with_lora(MoeCall.op, given["lora"], x, given["recipe"], given["recompute"])
         if out is not None:
             raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
 

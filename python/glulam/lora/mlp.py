@@ -22,6 +22,7 @@ from ..activations import named_numbers
 from ..backward.parts import tensor_groups
 from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
 from ..calls.quantized import Quantized
+from ..calls.sharding import refuse_dtensors
 from ..expert_lora import NAME, ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
@@ -85,6 +86,8 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
     Raises:
         ValueError, TypeError: an argument that does not fit; GradientNotSupported: for one that is trained.
     """
+    refuse_dtensors(call, "lora is given")
+    lora.refuse_dtensors(call.op)
     if not is_dynamo_compiling():
         _check(call, lora)
     is_trained = torch.is_grad_enabled() and any_requires_grad(lora, *[getattr(call, name) for name in call.reads])
