@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.fake_gpu import FakeGpu
 from support.wrong_calls import OPERATIONS, trained
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import glulam
 from glulam.library import FORMS
 
+pytest_plugins = ["support.fixtures"]
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -251,3 +253,15 @@ def test_selective_checkpoints_choose_operators() -> None:
         made[name] = given.grad
     assert made["plain"].equal(made["selective"])
     assert "glulam::grouped_glu_preact" not in [sample.op._schema.name for sample in watch.samples]
+
+
+@pytest.mark.parametrize("trace", [make_fx, lambda f: lambda *given: torch.jit.trace(f, given)], ids=["fx", "jit"])
+def test_traces_see_known_calls(fake_gpu: FakeGpu, trace: Any) -> None:
+    """By kernels, of a call whose plan guards find."""
+    x, w = torch.randn(10, 32, dtype=torch.bfloat16), torch.randn(4, 16, 32, dtype=torch.bfloat16)
+    first, second = (torch.tensor(ends, dtype=torch.int32) for ends in ([1, 2, 3, 10], [4, 5, 5, 10]))
+    for _ in range(4):
+        known = glulam.grouped_mm(x, w, offs=first)
+    program = trace(lambda x, offs: glulam.grouped_mm(x, w, offs=offs))(x, first)
+    assert program(x, first).equal(known)
+    assert program(x, second).equal(glulam.grouped_mm(x, w, offs=second)) and not program(x, second).equal(known)

@@ -209,7 +209,8 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) not in PLAIN_TENSORS or value.is_meta)
 
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns how many are active."""
 _jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 
@@ -217,7 +218,7 @@ def is_watched() -> bool:
     """Return True if every operator must go through torch's dispatcher: a dispatch mode is active (make_fx, selective
     checkpoints, counters of FLOPs), or torch.jit.trace. Either may take a call of plain tensors for a constant.
     """
-    return _dispatch_modes() > 0 or _jit_trace() is not None
+    return dispatch_modes() > 0 or _jit_trace() is not None
 
 
 def is_only_one() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .device import is_watched
+from .device import dispatch_modes, is_watched
 from .experts import ExpertList, GateUp
 
 MAX_PLANS = 4096
@@ -44,9 +44,9 @@ Given = Sequence[Any]
 
 
 def unplanned() -> bool:
-    """Whether calls pass by the plans: traces, which end in torch's dispatcher, and forward-mode AD, whose tangents are
-    no metadata that a lookup sees."""
-    return is_dynamo_compiling() or forward_ad._current_level >= 0
+    """Whether calls pass by the plans: traces, which end in torch's dispatcher, dispatch modes, which guards do not see
+    if they are make_fx's, and forward-mode AD, whose tangents are no metadata that a lookup sees."""
+    return is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes() > 0
 
 
 def described(value: Any) -> Hashable:
@@ -119,7 +119,7 @@ class Plans(Generic[PlanType]):
         for check, plan in self._guarded.get(place, ()):
             if check(*given):
                 return None, plan
-        if is_watched():  # guards know: a tensor's dispatch keys are those of the thread besides its own
+        if is_watched():  # by torch.jit.trace, which guards see
             return None, None
         key = (options, *map(described, given))
         found = self.find(key)
