@@ -65,7 +65,8 @@ class DataPath(Path):
         form: the activation and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`. tokens: of a layer.
         kind: of the call, and `problem`, of a planned step; is_copied: whether GEMMs read copies of a layer's rows;
-            is_small: whether forward's activation is.
+            is_small: whether forward's activation is. has_fused_gradients: whether the gradients of h, x and row_scale
+            are one launch.
     """
 
     inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
@@ -81,13 +82,16 @@ class DataPath(Path):
     problem: Problem | None = None
     is_copied: bool = False
     is_small: bool = False
+    has_fused_gradients: bool = False
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
         """Tokens with padding, which the kernel that copies does not know, are read by index where kernels can."""
         may_copy = call.x.is_contiguous() or not self.reads_by_index
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
-        made = dataclasses.replace(self, kind=type(call), problem=problem, is_copied=is_copied, is_small=is_small)
+        has_fused = self.fuses and not (self.transpose_w or self.in_halves)
+        settled = {"is_copied": is_copied, "is_small": is_small, "has_fused_gradients": has_fused}
+        made = dataclasses.replace(self, kind=type(call), problem=problem, **settled)
         if isinstance(like, DataPath) and (like.is_copied, like.is_small) != (is_copied, is_small):
             like = None
         return super(DataPath, made).planned(call, problem, like)  # type: ignore[return-value]
@@ -178,11 +182,6 @@ class DataPath(Path):
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
-
-    @property
-    def has_fused_gradients(self) -> bool:
-        """True if the gradients of h, x and row_scale are one launch."""
-        return self.fuses and self.launches is not None and not (self.transpose_w or self.in_halves)
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
         """`copies`, of arguments or of what was saved."""

@@ -84,11 +84,11 @@ class Launches:
                     tensors[name] = with_table(kind.op, name, value)
         if tensors.get("out") is not None:
             part += ", into out"
-        if part not in self.plans:
-            self.plans[part] = self._planned(part, kind, {**options(), **tensors, **groups})
-        plan, _ = self.plans[part]
-        (sizes,) = groups.values()
-        return plan.run(**tensors, groups=sizes)
+        found = self.plans.get(part)
+        if found is None:
+            found = self.plans[part] = self._planned(part, kind, {**options(), **tensors, **groups})
+        (tensors["groups"],) = groups.values()
+        return found[0].run(**tensors)
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
         if "numbers" in kind.names and "numbers" not in given:

@@ -16,11 +16,13 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from ..activations import TEXT, with_numbers
 from ..errors import ARGUMENT_ERRORS
 from ..host import experts
-from ..host.plans import unplanned
+from ..host.device import dispatch_modes
 from .call import Call
 from .checks import PLAIN_RECIPE, any_requires_grad
 from .generated import compiled
@@ -30,6 +32,8 @@ from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
 """The kinds of calls of all operators, those of quantised arguments after their operator's."""
+UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
+"""`plans.unplanned`, without its call."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -99,7 +103,7 @@ def text_of(kind: type[Call]) -> list[str]:
     inner += wrapped("given = [t for t in (", given, ") if t is not None]")
     inner += wrapped("options = (", options, ")")
     inner.append("key, plan = look_up(given, options)")
-    lines += indented(["if not unplanned():", *indented(inner)])
+    lines += indented([f"if not ({UNPLANNED}):", *indented(inner)])
     check = indented(wrapped("if not kind(", everything, ").may_be_unfound():"))
     lines += ["except ARGUMENT_ERRORS:", *check, "        raise", "    key = plan = None"]
     run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
@@ -146,7 +150,9 @@ def _names(kind: type[Call]) -> dict[str, Any]:
     """Names that `text_of`'s lines use."""
     return {
         "kind": kind,
-        "unplanned": unplanned,
+        "is_dynamo_compiling": is_dynamo_compiling,
+        "forward_ad": forward_ad,
+        "dispatch_modes": dispatch_modes,
         "is_grad_enabled": torch.is_grad_enabled,
         "any_requires_grad": any_requires_grad,
         "known": experts.known,
