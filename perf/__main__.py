@@ -34,6 +34,7 @@ SUITE_HELP = {
     "quantize": "quantising to MXFP8",
     "fp8": "the MLP in MXFP8, by every recipe",
     "frozen": "gradients of rows through frozen quantised weights",
+    "lora": "adapters of frozen experts, forward and backward: time, memory",
     "portable": "the MLP on kernels without wgmma and TMA, beside Hopper's own, in CUDA graphs",
     "mhc": "the hyper-connections' operators",
     "transformers": "a block of transformers, and a decoding step, by each implementation of experts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cases import Case
+from .layer_cases import LayerCase
 from .targets import BF16, FP4_COPY, FP8_RECIPES, TORCH_FP8, fp8_targets
 
 WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25, "mxfp4_weight_only": 4.25,
@@ -112,3 +113,17 @@ def frozen_part(records: list[dict[str, Any]]) -> Parts:
         rows.append((label, op, *cells))
     title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
     return title, ("case", "operation", *(f"{recipe} us" for recipe in recipes)), rows
+
+
+def lora_part(records: list[dict[str, Any]]) -> Parts:
+    """Steps of adapters: the layer alone, with adapters, the third contestant over that, and peak memory."""
+    rows = []
+    for record in records:
+        alone, adapted, other = record["times"]
+        peaks = [f"{record['peak_bytes'][name] / 2**20:.0f}" for name in (alone, adapted, other)]
+        against = [f"{x:.2f}" for x in (1 / (ratio(record, adapted, alone) or 1), ratio(record, adapted, other) or 0)]
+        times = [_time(_us(record, name)) for name in (alone, adapted)]
+        label = LayerCase(**record["case"]).label
+        rows.append((label, record["recipe"], *times, against[0], f"{other} {against[1]}x", " / ".join(peaks)))
+    title = f"Forward and backward with adapters of rank {records[0]['rank']} on frozen experts"
+    return title, ("case", "weights", "alone us", "lora us", "of alone", "without lora=", "peaks MiB"), rows

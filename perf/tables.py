@@ -23,7 +23,7 @@ from .cells import (
     work,
 )
 from .distributed_tables import distributed_tables
-from .fp8_tables import fp8_parts, frozen_part
+from .fp8_tables import fp8_parts, frozen_part, lora_part
 from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
 from .portable_tables import portable_parts
@@ -291,6 +291,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "frozen": lambda result: [Table(*frozen_part(result["records"]))],
+    "lora": lambda result: [Table(*lora_part(result["records"]))],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
     "portable": lambda result: [
         Table(*parts) for parts in portable_parts(result["records"], result["limits"]["copy_tbps"])

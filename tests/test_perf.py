@@ -671,6 +671,20 @@ def frozen_result():
     return results.make_result("frozen", STAMP, LIMITS, [record])
 
 
+def lora_result():
+    times = {name: {"median_us": us, "low_us": us, "high_us": us, "samples": 9}
+             for name, us in (("the layer alone", 2000.0), ("lora", 2500.0), ("materialised", 5000.0))}  # fmt: skip
+    case = {"name": "m", "tokens": 64, "hidden": 128, "intermediate": 64, "experts": 8, "top_k": 2}
+    peaks = dict.fromkeys(times, 2**30) | {"lora": 2**29}
+    record = {"case": case, "recipe": "bf16", "rank": 16, "peak_bytes": peaks, "times": times}
+    return results.make_result("lora", STAMP, LIMITS, [record])
+
+
+def test_the_lora_table_shows_both_ratios_and_memory():
+    table, _ = tables.tables_of(lora_result())
+    assert table.rows[0][1:] == ("bf16", "2000", "2500", "1.25", "materialised 2.00x", "1024 / 512 / 1024")
+
+
 def test_the_frozen_table_shows_both_ratios():
     table, _ = tables.tables_of(frozen_result())
     assert table.rows[0][1:] == ("dx through w1", "100 (2.50x, 1.25x)")
@@ -786,6 +800,7 @@ ALL_RESULTS = {
     "quantize": quantize_result,
     "fp8": fp8_result,
     "frozen": frozen_result,
+    "lora": lora_result,
     "portable": portable_result,
     "mhc": mhc_result,
     "transformers": transformers_result,

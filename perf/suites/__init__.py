@@ -15,6 +15,7 @@ from .frozen import run_frozen
 from .graph import run_graph
 from .host import run_host
 from .layer import run_layer
+from .lora import run_lora
 from .mhc import run_mhc
 from .portable import run_portable
 from .power import run_power
@@ -37,6 +38,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "quantize": run_quantize,
     "fp8": run_fp8,
     "frozen": run_frozen,
+    "lora": run_lora,
     "portable": run_portable,
     "mhc": run_mhc,
     "transformers": run_transformers,

@@ -35,7 +35,7 @@ MAX_RELATIVE_ERROR = 0.01
 Call = Callable[[], Tensor]
 
 
-def _quantised(name: str, w: Tensor) -> tuple[Any, Any]:
+def quantised(name: str, w: Tensor) -> tuple[Any, Any]:
     """A weight as kernels read it, and as its format's `dequantize` does."""
     form = FORMS[name]
     made = form.quantized_tensor(w)
@@ -43,7 +43,7 @@ def _quantised(name: str, w: Tensor) -> tuple[Any, Any]:
     return form.tensor_of(parts if form.is_ready(parts) else prepare(form, parts, report=True)), made
 
 
-def _dequantise(w: Any) -> Callable[[], Tensor]:
+def dequantising(w: Any) -> Callable[[], Tensor]:
     """One kernel where torch.compile works."""
     compiled = torch.compile(lambda: w.dequantize(torch.bfloat16), dynamic=False)
     try:
@@ -64,8 +64,8 @@ def _check(name: str, op: str, ours: Call, wanted: Call) -> None:
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Call]:
     """dx through one weight."""
-    ready, given = _quantised(name, w)
-    wide, make = given.dequantize(torch.bfloat16), _dequantise(given)
+    ready, given = quantised(name, w)
+    wide, make = given.dequantize(torch.bfloat16), dequantising(given)
     return {
         name: lambda: glulam.grouped_mm(dy, ready, offs=offs, transpose_w=True),
         DEQUANTISED: lambda: glulam.grouped_mm(dy, make(), offs=offs, transpose_w=True),
@@ -75,9 +75,9 @@ def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Call
 
 def _of_step(name: str, b: Buffers) -> dict[str, Call]:
     """Forward and backward of grouped_mlp, of which x is trained."""
-    pairs = [_quantised(name, w) for w in (b.w1, b.w2)]
+    pairs = [quantised(name, w) for w in (b.w1, b.w2)]
     (w1, _), (w2, _) = pairs
-    makes = [_dequantise(given) for _, given in pairs]
+    makes = [dequantising(given) for _, given in pairs]
     wide = [given.dequantize(torch.bfloat16) for _, given in pairs]
     x, dy = b.x.detach().clone().requires_grad_(), torch.randn_like(b.x)
 

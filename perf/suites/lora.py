@@ -1,0 +1,163 @@
+"""A step of adapters on a layer's frozen experts: time and memory, against the layer alone and what users do without.
+
+"materialised" is PEFT's way: w + scale b a for all experts, then the 16-bit layer. "dequantised" makes 16-bit weights
+first, in one compiled kernel where torch.compile works, and multiplies with them and with the adapters apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+import glulam
+from glulam import ExpertLora
+
+from ..cases import OTHER_MODELS, QWEN3, select
+from ..layer_cases import LayerCase, layer_of
+from ..options import Options
+from ..targets import BF16
+from ..timing import measure_device
+from .frozen import DEQUANTISED, MAX_RELATIVE_ERROR, dequantising, quantised
+
+RANK, SCALE, TOKENS = 16, 2.0, 4096
+ALONE, ADAPTED, MATERIALISED = "the layer alone", "lora", "materialised"
+QUANTISED = "mxfp4_weight_only"
+CASES = [
+    dataclasses.replace(layer_of(case), tokens=TOKENS)
+    for case in (*OTHER_MODELS, QWEN3) if case.name in ("gpt-oss-20b", QWEN3.name)
+]  # fmt: skip
+
+Step = Callable[[], list[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """x [N, H], its result's gradient, a routing, 16-bit weights, and trained adapters of all experts."""
+
+    x: Tensor
+    dy: Tensor
+    routing: Any
+    w1: Tensor
+    w2: Tensor
+    lora: ExpertLora
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, *self.lora.given().values()]
+
+    def step(self, forward: Callable[[], Tensor]) -> Step:
+        """Forward and backward; returns the gradients of all leaves that have one."""
+
+        def run() -> list[Tensor]:
+            for leaf in self.leaves:
+                leaf.grad = None
+            forward().backward(self.dy)
+            return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+        return run
+
+
+def make_data(case: LayerCase) -> Data:
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0.0, scale, generator=generator)
+
+    experts, hidden, inner = case.experts, case.hidden, case.intermediate
+    shapes = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
+    a1, b1, a2, b2 = (random(experts, *shape, scale=shape[1] ** -0.5).requires_grad_() for shape in shapes)
+    return Data(
+        x=random(case.tokens, hidden).requires_grad_(),
+        dy=random(case.tokens, hidden),
+        routing=glulam.route(random(case.tokens, experts), case.top_k),
+        w1=random(experts, 2 * inner, hidden, scale=hidden**-0.5),
+        w2=random(experts, hidden, inner, scale=inner**-0.5),
+        lora=ExpertLora(a1, b1, a2, b2, SCALE),
+    )
+
+
+def _materialised(d: Data) -> Tensor:
+    a1, b1, a2, b2 = d.lora.given().values()
+    return glulam.moe(d.x, d.routing, d.w1 + SCALE * torch.bmm(b1, a1), d.w2 + SCALE * torch.bmm(b2, a2))
+
+
+def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
+    a1, b1, a2, b2 = d.lora.given().values()
+    offs = d.routing.offs
+
+    def adapted(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        narrow = glulam.grouped_mm(x, a, offs=offs)
+        return glulam.grouped_mm(x, w, offs=offs) + SCALE * glulam.grouped_mm(narrow, b, offs=offs)
+
+    gate, up = adapted(glulam.permute(d.x, d.routing), w1, a1, b1).chunk(2, dim=1)
+    y = adapted(F.silu(gate) * up, w2, a2, b2)
+    return glulam.combine(y * d.routing.weight_of_row.to(y.dtype)[:, None], d.routing)
+
+
+def _steps(d: Data) -> dict[str, dict[str, Step]]:
+    """By recipe, the contestants."""
+    (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
+    make1, make2 = dequantising(given1), dequantising(given2)
+
+    def ours(*weights: Any, recipe: str, lora: ExpertLora | None = None) -> Step:
+        return d.step(lambda: glulam.moe(d.x, d.routing, *weights, recipe=recipe, lora=lora))
+
+    return {
+        BF16: {
+            ALONE: ours(d.w1, d.w2, recipe=BF16),
+            ADAPTED: ours(d.w1, d.w2, recipe=BF16, lora=d.lora),
+            MATERIALISED: d.step(lambda: _materialised(d)),
+        },
+        QUANTISED: {
+            ALONE: ours(w1, w2, recipe=QUANTISED),
+            ADAPTED: ours(w1, w2, recipe=QUANTISED, lora=d.lora),
+            DEQUANTISED: d.step(lambda: _apart(d, make1(), make2())),
+        },
+    }
+
+
+def _check(recipe: str, ours: Step, other: Step) -> None:
+    """Raises RuntimeError where a gradient is another one."""
+    for got, wanted in zip(ours(), other(), strict=True):
+        error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+        if not error <= MAX_RELATIVE_ERROR:
+            raise RuntimeError(f"{recipe}: relative error {error:.2g} of a gradient; nothing was timed")
+
+
+def _peak_bytes(d: Data, step: Step) -> int:
+    """What a step adds to the memory allocated before it, at its highest; gradients included."""
+    for leaf in d.leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def run_lora(options: Options) -> list[dict[str, Any]]:
+    """One record a case and recipe."""
+    cases = select(CASES, options.case)
+    records: list[dict[str, Any]] = []
+    for case in track(cases, "lora"):
+        d = make_data(case)
+        for recipe, steps in _steps(d).items():
+            alone, adapted, other = steps
+            _check(recipe, steps[adapted], steps[other])
+            peaks = {name: _peak_bytes(d, step) for name, step in steps.items()}
+            numbered = {name: lambda number, step=step: step() for name, step in steps.items()}
+            times = measure_device(numbered, options.budget_s / len(cases) / 2)
+            records.append({
+                "case": dataclasses.asdict(case), "recipe": recipe, "rank": RANK, "peak_bytes": peaks,
+                "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+            })  # fmt: skip
+        del d, steps, numbered
+        torch.cuda.empty_cache()
+    return records
