@@ -317,6 +317,24 @@ def fsdp2_with_frozen_parts() -> None:
 
 
 @CASES
+def fsdp2_of_adapters() -> None:
+    """Of frozen experts: with their blocks, and the adapters as units of their own, which need not be hooked."""
+
+    def adapted(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            adapters = block.moe.add_lora(4, alpha=8)
+            seeded(adapters)
+        return model
+
+    for units in (["moe"], ["moe", "moe.experts"]):
+        alone, model = (adapted(one) for one in pair(Model))
+        for block in model.blocks:
+            for unit in reversed(units):
+                fully_shard(block.get_submodule(unit), mesh=mesh())
+        assert_like_unsharded(alone, fully_shard(model, mesh=mesh()))
+
+
+@CASES
 def fsdp2_with_quantised_experts() -> None:
     """Their buffers are not sharded; what is trained around them is."""
     make = functools.partial(moe_in_mxfp4, trained=True)
