@@ -336,6 +336,19 @@ def test_one_graph_with_hooks(name: str) -> None:
     torch.testing.assert_close(compiled(x), module(x))
 
 
+@pytest.mark.parametrize("options", [{}, {"packed": False}, {"recipe": "mxfp4_weight_only", "dtype": torch.bfloat16}])
+def test_accelerate_offloads_every_part(options: dict[str, Any]) -> None:
+    """Weights are on meta but within the forward of the module that has them."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    module = MoE(32, 64, 4, 2, **{"shared_intermediate_size": 32, "dtype": F64, **options})
+    offloaded, x = copy.deepcopy(module), tokens(options.get("dtype", F64))
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(offloaded(x), module(x))
+
+
 def test_one_graph_of_a_checkpointed_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's leave for the side effect of keeping the routing, once."""
     torch.compiler.reset()
