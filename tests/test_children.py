@@ -346,7 +346,10 @@ def test_accelerate_offloads_every_part(options: dict[str, Any]) -> None:
     accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     with torch.no_grad():
-        torch.testing.assert_close(offloaded(x), module(x))
+        made, wanted = offloaded(x), module(x)
+    error = 0.02 if options.get("recipe") else 1e-10  # quantised layers one by one round between
+    torch.testing.assert_close(made, wanted, rtol=error, atol=error * float(wanted.abs().max()))
+    assert wanted.any()
 
 
 def test_one_graph_of_a_checkpointed_layer(monkeypatch: pytest.MonkeyPatch) -> None:
