@@ -356,6 +356,8 @@ class GroupedWgradSpec:
         _check_operands("16bit", self.tile)
         if self.tile.adaptive:
             raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
+        if self.tile.m < SWIZZLED:
+            raise SpecError(f"tile m={self.tile.m} is less than the {SWIZZLED} columns of dy that one load brings")
         require("arch", self.arch, ARCHS)
 
     @property

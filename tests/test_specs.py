@@ -286,6 +286,10 @@ def test_a_name_tells_every_field_apart() -> None:
         ),
         (lambda: GroupedDgluSpec(tile=LARGE_W8, dgrad=LARGE_W8, operands="mxfp8_exact"), "operands='mxfp8_exact'"),
         (lambda: GroupedWgradSpec(tile=LARGE_W8), "tile k=128 does not fit"),
+        (
+            lambda: GroupedWgradSpec(tile=TileConfig(16, 128, schedule="warps"), arch="sm_90"),
+            "tile m=16 is less than the 64 columns of dy",
+        ),
         (lambda: from_dict({"op": "conv"}), "op='conv'.*grouped_mm"),
         (lambda: from_dict({"op": "grouped_mm", "rows": 3}), "no field 'rows'"),
     ],

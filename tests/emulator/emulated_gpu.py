@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -62,11 +63,14 @@ def _young_tensors() -> list[torch.Tensor]:
 
     Another thread may be building a tuple: that fails where anybody else holds the tuple when the thread goes on.
     """
-    plain = frozenset(device.PLAIN_TENSORS)
-
     def lazily() -> Iterator[torch.Tensor]:
-        objects, types = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))))
-        return itertools.compress(objects, map(plain.__contains__, map(type, types)))
+        objects, *others = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))), 3)
+        # Not by a set: a metaclass may hash in Python.
+        are = [
+            map(operator.is_, map(type, each), itertools.repeat(kind))
+            for each, kind in zip(others, device.PLAIN_TENSORS, strict=True)
+        ]
+        return itertools.compress(objects, map(operator.or_, *are))
 
     gc.disable()
     try:
