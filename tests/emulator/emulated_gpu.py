@@ -63,6 +63,7 @@ def _young_tensors() -> list[torch.Tensor]:
 
     Another thread may be building a tuple: that fails where anybody else holds the tuple when the thread goes on.
     """
+
     def lazily() -> Iterator[torch.Tensor]:
         objects, *others = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))), 3)
         # Not by a set: a metaclass may hash in Python.
