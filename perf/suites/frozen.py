@@ -54,12 +54,11 @@ def dequantising(w: Any) -> Callable[[], Tensor]:
     return compiled
 
 
-def _check(name: str, op: str, ours: Call, wanted: Call) -> None:
-    """Raises RuntimeError where a gradient is another one."""
-    exact, got = wanted().float(), ours().float()
-    error = float((got - exact).norm() / exact.norm())
+def check_gradient(what: str, got: Tensor, exact: Tensor) -> None:
+    """Raise RuntimeError if a gradient is another one."""
+    error = float((got.float() - exact.float()).norm() / exact.float().norm())
     if not error <= MAX_RELATIVE_ERROR:
-        raise RuntimeError(f"{op}, {name}: relative error {error:.2g}; nothing was timed")
+        raise RuntimeError(f"{what}: relative error {error:.2g}; nothing was timed")
 
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Call]:
@@ -103,7 +102,9 @@ def _measure(case: Case, name: str, budget_s: float) -> list[dict[str, Any]]:
     }
     records = []
     for op, competing in calls.items():
-        _check(name, op, competing[name], competing[BF16])
+        exact = competing[BF16]()
+        check_gradient(f"{op}, {name}", competing[name](), exact)
+        del exact
         numbered = {each: lambda number, call=call: call() for each, call in competing.items()}
         times = measure_device(numbered, budget_s / len(calls))
         records.append({

@@ -20,10 +20,11 @@ from glulam import ExpertLora
 
 from ..cases import OTHER_MODELS, QWEN3, select
 from ..layer_cases import LayerCase, layer_of
+from ..memory import peak_bytes
 from ..options import Options
 from ..targets import BF16
 from ..timing import measure_device
-from .frozen import DEQUANTISED, MAX_RELATIVE_ERROR, dequantising, quantised
+from .frozen import DEQUANTISED, check_gradient, dequantising, quantised
 
 RANK, SCALE, TOKENS = 16, 2.0, 4096
 ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
@@ -52,12 +53,15 @@ class Data:
     def leaves(self) -> list[Tensor]:
         return [self.x, *self.lora.given().values()]
 
+    def forget_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
     def step(self, forward: Callable[[], Tensor]) -> Step:
-        """Forward and backward; returns the gradients of all leaves that have one."""
+        """Return a forward and backward, which returns the gradients of all leaves that have one."""
 
         def run() -> list[Tensor]:
-            for leaf in self.leaves:
-                leaf.grad = None
+            self.forget_gradients()
             forward().backward(self.dy)
             return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
@@ -123,26 +127,6 @@ def _steps(d: Data) -> dict[str, dict[str, Step]]:
     }
 
 
-def _check(recipe: str, ours: Step, other: Step) -> None:
-    """Raises RuntimeError where a gradient is another one."""
-    for got, wanted in zip(ours(), other(), strict=True):
-        error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-        if not error <= MAX_RELATIVE_ERROR:
-            raise RuntimeError(f"{recipe}: relative error {error:.2g} of a gradient; nothing was timed")
-
-
-def _peak_bytes(d: Data, step: Step) -> int:
-    """What a step adds to the memory allocated before it, at its highest; gradients included."""
-    for leaf in d.leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def run_lora(options: Options) -> list[dict[str, Any]]:
     """One record a case and recipe."""
     cases = select(CASES, options.case)
@@ -150,9 +134,10 @@ def run_lora(options: Options) -> list[dict[str, Any]]:
     for case in track(cases, "lora"):
         d = make_data(case)
         for recipe, steps in _steps(d).items():
-            alone, adapted, other = steps
-            _check(recipe, steps[adapted], steps[other])
-            peaks = {name: _peak_bytes(d, step) for name, step in steps.items()}
+            _, adapted, other = steps
+            for got, exact in zip(steps[adapted](), steps[other](), strict=True):
+                check_gradient(f"a gradient, {recipe}", got, exact)
+            peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
             numbered = {name: lambda number, step=step: step() for name, step in steps.items()}
             times = measure_device(numbered, options.budget_s / len(cases) / 2, ENQUEUE_US)
             records.append({

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from .. import train_host
 from ..cases import BYTES_PER_ELEMENT, TINY, Case, select, train_cases
+from ..memory import peak_bytes
 from ..options import Options
 from ..routing import skew
 from ..timing import Call, Summary, host_sampler, interleave, measure_device, no_garbage_collection
@@ -35,18 +36,6 @@ HOST_ITEMS: dict[str, Contestant] = {
     "glulam's six operators, without autograd": our_operators,
     "torch, forward and backward": torch_layer,
 }
-
-
-def peak_bytes(call: Contestant, data: TrainingData) -> int:
-    """What a call adds to the memory allocated before it, at its highest; results and gradients included."""
-    data.forget_gradients()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(data)
-    torch.cuda.synchronize()
-    data.forget_gradients()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def saved_bytes(call: Contestant, data: TrainingData) -> int:
@@ -79,7 +68,7 @@ def _memory(case: Case, data: TrainingData) -> dict[str, Any]:
     """Before anything else ran, so that buffers which a library keeps for the next call count."""
     layers = contestants(LAYER)
     return {
-        "peak_bytes": {name: peak_bytes(call, data) for name, call in layers.items()},
+        "peak_bytes": {name: peak_bytes(partial(call, data), data.forget_gradients) for name, call in layers.items()},
         "saved_bytes": {name: saved_bytes(call, data) for name, call in layers.items()},
         "needed_bytes": needed_bytes(case),
     }
