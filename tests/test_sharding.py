@@ -622,6 +622,14 @@ def losses(module: MoE) -> Tensor:
     return glulam.load_balancing_loss(routing) + glulam.router_z_loss(routing.logits)
 
 
+def assert_gradients_like(alone: nn.Module, module: nn.Module, wanted: Tensor, y: Any) -> None:
+    """Of a module without DTensors and of one with them, after a backward of each result's loss."""
+    loss_of(wanted).backward()
+    loss_of(y.full_tensor()).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
 @CASES
 def a_layer_is_split_by_its_experts_inner_width() -> None:
     """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
@@ -662,10 +670,7 @@ def a_layer_of_replicated_dtensors_runs_on_each_rank() -> None:
     wanted, y = alone(x), module(placed(x, mesh(), Replicate()))
     assert list(y.placements) == [Replicate()]
     torch.testing.assert_close(y.to_local(), wanted, rtol=1e-10, atol=1e-10)
-    loss_of(wanted).backward()
-    loss_of(y.full_tensor()).backward()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+    assert_gradients_like(alone, module, wanted, y)
 
 
 @CASES
@@ -678,10 +683,7 @@ def fsdp2_over_split_experts() -> None:
     x = some(N, H, seed=1)
     wanted, y = alone(x), module(placed(x, both["tp"], Replicate()))
     torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-10, atol=1e-10)
-    loss_of(wanted).backward()
-    loss_of(y.full_tensor()).backward()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+    assert_gradients_like(alone, module, wanted, y)
 
 
 @CASES
