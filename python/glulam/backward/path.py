@@ -77,7 +77,7 @@ class Launches:
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def make(self, part: str, kind: type[Call], groups: Groups, options: Options, tensors: dict[str, Any]) -> Any:
-        """Return the results of a part by a launch; arguments as of `by_operator`."""
+        """Return the results of a part by a launch. For the arguments see `by_operator`."""
         if self._has_lists:
             for name, value in tensors.items():
                 if value.__class__ is list:

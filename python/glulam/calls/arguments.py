@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ..activations import Activation, named_numbers
 from ..choose.problem import Problem, dtype_name
@@ -256,12 +255,11 @@ class Arguments:
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
     def is_traced(self) -> bool:
-        """Whether the call is the business of torch's dispatcher: it leads on meta, an argument is of a subclass, or
-        the dispatcher is watched. torch.compile is not asked about."""
+        """Return True if the call is torch's dispatcher's: it leads on meta, an argument is of a subclass, or somebody
+        watches (`device.is_watched`)."""
         given = (*self.tensors(), *self.written())
-        if gpus.is_traced(self.lead) or any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given):
-            return True
-        return not is_dynamo_compiling() and gpus.is_watched()
+        others = any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
+        return others or gpus.is_traced(self.lead) or gpus.is_watched()
 
     def check_plain(self) -> None:
         """Tensors that are nothing but numbers in memory."""

@@ -23,6 +23,7 @@ from ..activations import TEXT, with_numbers
 from ..errors import ARGUMENT_ERRORS
 from ..host import experts
 from ..host.device import dispatch_modes
+from ..host.plans import UNPLANNED
 from .call import Call
 from .checks import PLAIN_RECIPE, any_requires_grad
 from .generated import compiled
@@ -32,8 +33,6 @@ from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
 """The kinds of calls of all operators, those of quantised arguments after their operator's."""
-UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
-"""`plans.unplanned`, without its call."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

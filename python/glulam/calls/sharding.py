@@ -50,7 +50,11 @@ REPLICATED = Split({}, None)
 
 
 def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, bias: str) -> Split:
-    """Return the split of I: of w1's rows, and of what has a column for each. `bias`: the name of w1's."""
+    """Return the split of the inner width I: each rank has a part of w1's rows and of the matrices with I columns.
+
+    Args:
+        dims, result: see `Split`. bias: the name of w1's bias.
+    """
     unit, refusal = 1, ""
     if isinstance(call.w1, GateUp):
         if getattr(call, bias) is not None or getattr(call, "return_preact", False):

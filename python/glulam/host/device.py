@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.arch import serving
 from cute_kernels.architectures import ARCHS, capability
@@ -217,8 +218,9 @@ _jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 def is_watched() -> bool:
     """Return True if every operator must go through torch's dispatcher: a dispatch mode is active (make_fx, selective
     checkpoints, counters of FLOPs), or torch.jit.trace. Either may take a call of plain tensors for a constant.
+    torch.compile is not asked about.
     """
-    return dispatch_modes() > 0 or _jit_trace() is not None
+    return not is_dynamo_compiling() and (dispatch_modes() > 0 or _jit_trace() is not None)
 
 
 def is_only_one() -> bool:

@@ -44,9 +44,14 @@ Given = Sequence[Any]
 
 
 def unplanned() -> bool:
-    """Whether calls pass by the plans: traces, which end in torch's dispatcher, dispatch modes, which guards do not see
-    if they are make_fx's, and forward-mode AD, whose tangents are no metadata that a lookup sees."""
+    """Return True if calls pass by the plans: in traces, which end in torch's dispatcher; in dispatch modes, since
+    guards do not see make_fx's; and in forward-mode AD, whose tangents are no metadata that a look-up sees.
+    """
     return is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes() > 0
+
+
+UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
+"""The same as an expression, for fronts, which save the call."""
 
 
 def described(value: Any) -> Hashable:

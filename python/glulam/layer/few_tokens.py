@@ -26,9 +26,9 @@ MOST_ROUTED = 16
 
 
 def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`.
+    """Return True if `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`.
 
-    Exported programs take any number of tokens, so there it does not.
+    Exported programs take any number of tokens, so they never use it.
     """
     return (
         runs_kernels(x)

@@ -98,7 +98,7 @@ def moe(
     Args:
         x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
-        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w, lora: as of `grouped_mlp`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w, lora: see `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of

@@ -63,11 +63,11 @@ def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recom
         raise TypeError(f"{op}: x is in MXFP8, and lora is given; give x.dequantize() in 16 bits")
     if recompute:
         raise ValueError(f"{op}: recompute is True, and lora is given, which keeps the preactivation; leave it out")
-    return check_recipe(op, recipe)
+    return recipe_with_lora(op, recipe)
 
 
-def check_recipe(op: str, recipe: str | Recipe) -> Recipe:
-    """The recipe. Raises ValueError where adapters do not go with it, since it quantises rows."""
+def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
+    """Return the recipe. Raises ValueError if adapters do not go with it, since it quantises rows."""
     found = recipes.find(op, recipe)
     if found is not BF16 and not found.freezes_weights:
         served = [repr(name) for name, one in recipes.RECIPES.items() if one is BF16 or one.freezes_weights]
@@ -78,7 +78,7 @@ def check_recipe(op: str, recipe: str | Recipe) -> Recipe:
 
 
 def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tensor:
-    """What `made` returns, after a look at all arguments. A trace looks at them operator by operator.
+    """Check all arguments, and return the result of `made`. In a trace each operator checks its own.
 
     Args:
         made: takes whether a gradient is recorded.
@@ -100,7 +100,7 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 
 
 def _check(call: Any, lora: ExpertLora) -> None:
-    """Check all arguments, so that errors name them, and not those of the operators that a call is made of."""
+    """Check all arguments, so that errors name the call's, and not those of the operators inside."""
     call.check_plain()
     problem = call.check()
     rows = problem.intermediate * (2 if is_gated(call.activation) else 1)

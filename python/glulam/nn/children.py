@@ -1,4 +1,4 @@
-"""Children of a module: computed for in the parent's own call if they are plain, else called."""
+"""Children of a module: a parent computes for plain ones in its own operators, and calls the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_plain(child: Any, kind: type[nn.Module]) -> bool:
 
 
 def is_itself(child: Any, kind: type[nn.Module]) -> bool:
-    """As `is_plain`, but for hooks of all modules."""
+    """Return the same, except that hooks of all modules do not count."""
     own = child.__dict__
     return not (
         child.__class__.forward is not kind.forward

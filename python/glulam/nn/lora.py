@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ..calls.checks import check_number, mismatch
 from ..expert_lora import ExpertLora
-from ..lora.mlp import check_recipe
+from ..lora.mlp import recipe_with_lora
 from .options import check_options
 from .quantized_linear import QuantizedLinear
 
@@ -142,7 +142,7 @@ class TakesLora(nn.Module):
         if self.lora is not None:
             raise RuntimeError(f"{NAME}: this module has adapters of rank {self.lora.r}; call remove_lora() first")
         options: dict[str, Any] = self.call_options  # type: ignore[assignment]
-        check_recipe(NAME, options["recipe"])
+        recipe_with_lora(NAME, options["recipe"])
         if options["recompute"]:
             raise ValueError(f"{NAME}: the module was made with recompute=True, which adapters do not go with")
         names = set(layers)

@@ -210,8 +210,8 @@ class MoE(Converts):
         """Sum tokens' experts, + residual, [N, H]. `given`: arguments of the experts; None: they are called."""
         if given is None:
             return combine(self._called_experts(tokens, routing), routing, residual)
-        called = {"x": tokens, "routing": routing, "residual": residual, **given}
-        y: Tensor = run(moe, moe_call, called, self.experts.grad_writers(tokens))
+        arguments = {"x": tokens, "routing": routing, "residual": residual, **given}
+        y: Tensor = run(moe, moe_call, arguments, self.experts.grad_writers(tokens))
         return y
 
     def _called_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
