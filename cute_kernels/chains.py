@@ -183,13 +183,13 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums[; these rows of dx
     to tokens]."""
     in_mxfp8 = OPERANDS[spec.operands].has_scaled_rows
-    names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w"
+    names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w", "adapted"
     fields = {name: getattr(spec, name) for name in names}
-    dy = "dy8" if in_mxfp8 else "dy"
+    dy, low = "dy8" if in_mxfp8 else "dy", " low low_w" if spec.adapted else ""
     steps = [_quantized(spec, spec.operands, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(
         _step(
-            DgluSpec(**fields), f"{_GROUPS} {NAMES_OF_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
+            DgluSpec(**fields), f"{_GROUPS} {NAMES_OF_PARAMS} rows preact dpreact act scale partials{low}", x=dy, w="w2",
             **_scales(spec.operands, dy, "w2"),
         )
     )  # fmt: skip

@@ -36,6 +36,10 @@ PROFILES = ("demo", "bf16", "full")
 """What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
 
 
+ADAPTED = ("bfloat16",)
+"""Dtypes whose GEMMs ship with adapters, too. Others add the adapters' products by GEMMs of their own."""
+
+
 def activation_forms() -> list[tuple[str, str]]:
     """Every (activation, glu_layout) that there is."""
     return [*product(GATED, GLU_LAYOUTS), *((a, "concat") for a in UNGATED)]
@@ -58,16 +62,22 @@ def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, s
     return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=layer.CAPACITIES[0], arch=arch)]
 
 
+def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec]:
+    """The same GEMM with adapters, where it ships."""
+    return [replace(spec, adapted=True)] if spec.dtype in ADAPTED else []
+
+
 def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
     """Of 16 bits: every forward, with and without a preactivation, of weights as they are and transposed."""
     specs: list[Spec] = []
     for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
         fc2 = GroupedMmSpec(dtype, transpose_w, tile, arch)
-        specs += [fc2, replace(fc2, in_halves=True)] if transpose_w else [fc2]
+        specs += [fc2, *adapted(fc2)]
+        specs += [replace(fc2, in_halves=True)] if transpose_w else []
         for save_preact in (False, True):
             for form in glu_forms(glu_form, "16bit", tile, save_preact, transpose_w):
                 fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, arch, transpose_w=transpose_w)
-                specs.append(fc1)
+                specs += [fc1, *adapted(fc1)] if save_preact else [fc1]
                 if not (save_preact and transpose_w):  # training of transposed weights calls FC1 and FC2 one by one
                     specs.append(GroupedMlpSpec(fc1, fc2))
     return specs
@@ -81,7 +91,8 @@ def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig
         specs += [GroupedWgradSpec(dtype, out, each, arch) for each, out in outs]
         for activation, layout in activation_forms():
             forms = GroupedDgluSpec(dtype, activation, layout, tile, arch=arch)
-            specs += [forms, replace(forms, dgrad=tile), replace(forms, transpose_w=True)]
+            transposed = replace(forms, transpose_w=True)
+            specs += [forms, replace(forms, dgrad=tile), transposed, *adapted(forms), *adapted(transposed)]
     return specs
 
 

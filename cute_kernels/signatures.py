@@ -72,6 +72,12 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
     return (*each(ADDRESS, names), *more, *table)
 
 
+def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+    """The tensor low of an adapted GEMM, and the address of the matrices that low is multiplied by: packed, laid out
+    as w."""
+    return ((_tensor("low", "T Q", spec.dtype),), each(ADDRESS, "low_w")) if spec.adapted else ((), ())
+
+
 _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
@@ -99,8 +105,9 @@ def _mm(spec: GroupedMmSpec) -> Signature:
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
     tensors = x, _tensor("w", f"E N {formats.w.columns('K')}", w), _tensor("y", f"T {n}", spec.dtype)
-    numbers = (*rows, *GROUPS, *_scales_of(formats), *_OPTIONAL_INPUTS, *LAUNCH)
-    return Signature((*tensors, *numbers), _blocks(formats, "K"))
+    low, low_w = _low_of(spec)
+    numbers = (*rows, *GROUPS, *_scales_of(formats), *low_w, *_OPTIONAL_INPUTS, *LAUNCH)
+    return Signature((*tensors, *low, *numbers), _blocks(formats, "K"))
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
@@ -120,8 +127,9 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = each(ADDRESS, "act_scale") if formats.act.scale else ()
     up = each(ADDRESS, "w_up", optional=True) if may_part else ()
-    numbers = (*GROUPS, *_scales_of(formats), *up, *act_scale, *_OPTIONAL_INPUTS, *ACTIVATION, *LAUNCH)
-    return Signature((*tensors, *preact, *rows, *numbers), _blocks(formats, "H I"))
+    low, low_w = _low_of(spec)
+    numbers = (*GROUPS, *_scales_of(formats), *up, *low_w, *act_scale, *_OPTIONAL_INPUTS, *ACTIVATION, *LAUNCH)
+    return Signature((*tensors, *preact, *low, *rows, *numbers), _blocks(formats, "H I"))
 
 
 def _dglu(spec: DgluSpec) -> Signature:
@@ -138,9 +146,10 @@ def _dglu(spec: DgluSpec) -> Signature:
         x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
+    low, low_w = _low_of(spec)
     optional = each(ADDRESS, "scale partials", optional=True)
-    numbers = (*rows, *GROUPS, *_scales_of(formats), *optional, *PARAMS, *LAUNCH)
-    return Signature((*tensors, *numbers), _blocks(formats, "H I P"))
+    numbers = (*rows, *GROUPS, *_scales_of(formats), *low_w, *optional, *PARAMS, *LAUNCH)
+    return Signature((*tensors, *low, *numbers), _blocks(formats, "H I P"))
 
 
 def _tail(spec: TailSpec) -> Signature:

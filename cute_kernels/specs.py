@@ -128,6 +128,7 @@ class GroupedMmSpec:
     """y[T,N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y[T,K] = x[T,N] w_e.
 
     `in_halves`: x is [T,2N], and either half of its columns has weights of its own, whose products are added.
+    `adapted`: y has low[T,r] b_e^T as well, or low b_e, with b[E,N,r] or b[E,r,K].
     """
 
     op: ClassVar[str] = "grouped_mm"
@@ -137,6 +138,7 @@ class GroupedMmSpec:
     arch: str = "sm_90a"
     operands: str = "16bit"
     in_halves: bool = False
+    adapted: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -149,12 +151,14 @@ class GroupedMmSpec:
             raise SpecError(f"in_halves is of weights of 16 bits, and operands={self.operands!r}; leave it out")
         if self.in_halves and not self.transpose_w:
             raise SpecError("in_halves is of a contraction over weights' rows; choose transpose_w=True")
+        if self.adapted and (self.in_halves or OPERANDS[self.operands].w.bits != 16):
+            raise SpecError("adapted is of one weight of 16 bits; leave out in_halves, or choose operands='16bit'")
 
     @property
     def stem(self) -> str:
         form = "nn" if self.transpose_w else "nt"
-        halves = "_halves" if self.in_halves else ""
-        return f"{form}{halves}_{self.tile.name}"
+        more = "_halves" if self.in_halves else "_adapted" if self.adapted else ""
+        return f"{form}{more}_{self.tile.name}"
 
     @property
     def name(self) -> str:
@@ -165,7 +169,8 @@ class GroupedMmSpec:
 class GroupedGluSpec:
     """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
 
-    `transpose_w`: w1 is [E,H,2I or I], x w1_e + b1_e.
+    `transpose_w`: w1 is [E,H,2I or I], x w1_e + b1_e. `adapted`: the preactivation has low[T,r] b_e^T or low b_e as
+    well, with b[E,2I or I,r] or b[E,r,2I or I].
     """
 
     op: ClassVar[str] = "grouped_glu"
@@ -177,6 +182,7 @@ class GroupedGluSpec:
     arch: str = "sm_90a"
     operands: str = "16bit"
     transpose_w: bool = False
+    adapted: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -191,6 +197,8 @@ class GroupedGluSpec:
         if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         _check_transposed(self.transpose_w, self.operands)
+        if self.adapted and not (self.save_preact and formats.w.bits == 16):
+            raise SpecError("adapted is of weights of 16 bits, and stores the preactivation; choose save_preact=True")
         if self.transpose_w and self.gated:
             require("glu_layout of transposed weights", self.glu_layout, GLU_LAYOUTS)
             if self.glu_layout == "concat" and self.tile.n % (2 * SWIZZLED):
@@ -208,7 +216,8 @@ class GroupedGluSpec:
         layout = f"_{self.glu_layout}" if self.gated else ""
         preact = "_preact" if self.save_preact else ""
         form = "_nn" if self.transpose_w else ""
-        return f"{self.activation}{layout}{preact}{form}_{self.tile.name}"
+        adapted = "_adapted" if self.adapted else ""
+        return f"{self.activation}{layout}{preact}{form}{adapted}_{self.tile.name}"
 
     @property
     def name(self) -> str:
@@ -220,7 +229,8 @@ class GroupedDgluSpec:
     """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation: `DgluSpec` and what follows it.
 
     With a tile `dgrad` also dx = dpreact w1_e on that tile: the data path of a grouped_mlp's backward.
-    `transpose_w`: w2 is [E,I,H], dm = dy w2_e^T; no dgrad follows.
+    `transpose_w`: w2 is [E,I,H], dm = dy w2_e^T; no dgrad follows. `adapted`: dm has low[T,r] b_e or low b_e^T as well,
+    with b[E,r,I] or b[E,I,r]; nor then.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -232,6 +242,7 @@ class GroupedDgluSpec:
     arch: str = "sm_90a"
     operands: str = "16bit"
     transpose_w: bool = False
+    adapted: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -246,6 +257,8 @@ class GroupedDgluSpec:
         _check_transposed(self.transpose_w, self.operands)
         if self.transpose_w and self.dgrad:
             raise SpecError("dgrad reads w1 [E,2I or I,H]; with transpose_w leave it out and call grouped_mm")
+        if self.adapted and (self.dgrad or OPERANDS[self.operands].w.bits != 16):
+            raise SpecError("adapted is of weights of 16 bits, and no dgrad follows; leave dgrad out")
 
     @property
     def gated(self) -> bool:
@@ -254,7 +267,7 @@ class GroupedDgluSpec:
     @property
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
-        form = "_nt" if self.transpose_w else ""
+        form = ("_nt" if self.transpose_w else "") + ("_adapted" if self.adapted else "")
         return f"{OPERANDS[self.operands].prefix}{DTYPES[self.dtype]}_{self.activation}{layout}{form}_{self.tile.name}"
 
     @property

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64
 from ..activation import ActivationParams
 from ..epilogue.base import OptionalInputs
 from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
+from ..memory.weights import low_weights
 from ..specs import DgluSpec
 from ..tracing import DTYPES, Traced, traced
 
@@ -20,7 +21,7 @@ class Dglu:
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), not spec.transpose_w)
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), not spec.transpose_w, adapted=spec.adapted)
 
     @cute.jit
     def __call__(
@@ -38,5 +39,24 @@ class Dglu:
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
 
 
+class DgluAdapted(Dglu):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
+        low: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
+        w_table: Int64, low_w: Int64, scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if act.shape[0] > 0:
+            sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
+            optional = OptionalInputs(Int64(0), Int64(0), scale)
+            params = ActivationParams(Int32(0), (limit, alpha, offset))
+            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
+            sizes = (groups, group_form, num_groups, tickets)
+            pair = low, low_weights(low, low_w, act.shape[1], self.gemm.transposed)
+            self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream, low=pair)
+
+
 def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
-    return traced(spec, Dglu(spec, gemm_type, epilogue_type))
+    kind = DgluAdapted if spec.adapted else Dglu
+    return traced(spec, kind(spec, gemm_type, epilogue_type))

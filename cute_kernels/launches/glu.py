@@ -10,7 +10,7 @@ from ..activation import ActivationParams
 from ..epilogue.activation import ActivationEpilogue
 from ..epilogue.base import Inputs, OptionalInputs
 from ..epilogue.natural_order import NATURAL_EPILOGUES
-from ..memory.weights import gate_rows, weight_rows
+from ..memory.weights import gate_rows, low_weights, weight_rows
 from ..specs import LAYOUT_FORMS, GroupedGluSpec
 from ..tracing import DTYPES, Traced, traced
 
@@ -22,7 +22,7 @@ class Glu:
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
-        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w)
+        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, adapted=spec.adapted)
 
     @cute.jit
     def __call__(
@@ -59,5 +59,24 @@ class GluPreact(Glu):
             )  # fmt: skip
 
 
+class GluPreactAdapted(Glu):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, low: cute.Tensor, rows: Int64,
+        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, w_table: Int64, w_up: Int64, low_w: Int64,
+        bias: Int64, bias_table: Int64, scale: Int64, kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32,
+        offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if act.shape[0] > 0:
+            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
+            n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            sizes, pair = (groups, group_form, num_groups, tickets), (low, low_weights(low, low_w, n, self.transposed))
+            self.gemm.launch(
+                x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up, low=pair
+            )  # fmt: skip
+
+
 def trace(spec: GroupedGluSpec, gemm_type: Any) -> Traced:
-    return traced(spec, (GluPreact if spec.save_preact else Glu)(spec, gemm_type))
+    kind = GluPreactAdapted if spec.adapted else GluPreact if spec.save_preact else Glu
+    return traced(spec, kind(spec, gemm_type))

@@ -9,6 +9,7 @@ from cutlass import Int32, Int64
 from ..activation import no_params
 from ..epilogue.activation import LinearEpilogue
 from ..epilogue.base import Inputs, OptionalInputs
+from ..memory.weights import low_weights
 from ..specs import GroupedMmSpec
 from ..tracing import DTYPES, Traced, traced
 
@@ -17,7 +18,7 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
+        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves, spec.adapted)
 
     @cute.jit
     def __call__(
@@ -44,5 +45,20 @@ class MmInHalves(Mm):
             self.gemm.launch(x, w, (y,), sizes, none, none, inputs, num_sms, position, stream, w_up=w_up)
 
 
+class MmAdapted(Mm):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, low: cute.Tensor, rows: Int64, groups: Int64,
+        group_form: Int32, num_groups: Int32, tickets: Int64, w_table: Int64, low_w: Int64, bias: Int64,
+        bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if y.shape[0] > 0:
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1])
+            sizes = (groups, group_form, num_groups, tickets)
+            pair = low, low_weights(low, low_w, y.shape[1], self.gemm.transposed)
+            self.gemm.launch(x, w, (y,), sizes, w_table, rows, inputs, num_sms, position, stream, low=pair)
+
+
 def trace(spec: GroupedMmSpec, gemm_type: Any) -> Traced:
-    return traced(spec, (MmInHalves if spec.in_halves else Mm)(spec, gemm_type))
+    kind = MmInHalves if spec.in_halves else MmAdapted if spec.adapted else Mm
+    return traced(spec, kind(spec, gemm_type))

@@ -83,6 +83,14 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
     return num_bytes // UNIT_BYTES
 
 
+def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
+    """The matrices that low [T, r] is multiplied by, packed expert by expert: [E, width, r], transposed [E, r, width]."""
+    rank = low.shape[1]
+    rows, columns = (rank, width) if transposed else (width, rank)
+    pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout((1, rows, columns), stride=(Int64(rows) * columns, columns, 1)))
+
+
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
     """Of an expert, both parts'. `up`: as of `weight_view`."""
     rows = Int32(w.shape[1])

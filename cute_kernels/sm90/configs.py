@@ -8,6 +8,7 @@ from itertools import product
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     activation_forms,
+    adapted,
     backward_specs,
     decoded_specs,
     demo_specs,
@@ -143,6 +144,7 @@ _SPILLING: list[Spec] = [
         for dtype, form in product(DTYPES, sorted({form_of_several(activation) for activation in GATED}))
     ),
 ]
+_SPILLING += [one for spec in _SPILLING if isinstance(spec, DgluSpec) for one in adapted(spec)]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
 """Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
 wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240)."""

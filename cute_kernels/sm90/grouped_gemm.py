@@ -19,6 +19,7 @@ from ..specs import GemmSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .epilogue.store import RaggedStore, make_store
 from .gemm_policy import MIN_TICKET_DEPTH
+from .mainloop.adapted import AdaptedMainloop
 from .mainloop.fp8 import Fp8Mainloop
 from .mainloop.gemm import GemmMainloop
 from .mainloop.halves import HalvesMainloop
@@ -29,6 +30,8 @@ class GroupedGemm(PersistentGemm):
     """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
 
     `in_halves`: two such w, one for either half of x's columns.
+
+    `adapted`: also low[row] @ b[e]^T, or @ b[e], in the same accumulators; b lies as w.
     """
 
     epilogue: Epilogue
@@ -36,11 +39,11 @@ class GroupedGemm(PersistentGemm):
 
     def __init__(
         self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
-        in_halves: bool = False,
+        in_halves: bool = False, adapted: bool = False,
     ):  # fmt: skip
         super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
-        self.mainloop = HalvesMainloop if in_halves else GemmMainloop
+        self.mainloop = HalvesMainloop if in_halves else AdaptedMainloop if adapted else GemmMainloop
         if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 
@@ -66,17 +69,22 @@ class GroupedGemm(PersistentGemm):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
-        x_scale: Int64 | int = 0, w_up: Int64 | None = None,
+        x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: tuple[cute.Tensor, cute.Tensor] | None = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`.
+        `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`; `low`:
+        the operands low and b of an adapted GEMM.
 
         See PersistentGemm.start for `position`.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
         scales = self.mainloop_scales(x, w, Int64(x_scale), inputs)
-        operands = self.make_mainloop().operands(x, view, address, rows, scales)
+        mainloop = self.make_mainloop()
+        operands = mainloop.operands(x, view, address, rows, scales)
+        if const_expr(low is not None):
+            b, in_order = weight_view(low[1], Int64(0), shape.parts, shape.layout, self.transposed, inputs.gate)
+            operands = mainloop.with_low(operands, low[0], b, in_order)
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], select(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)

@@ -24,9 +24,9 @@ from .host.device import PLAIN_TENSORS
 from .host.experts import GateUp
 from .host.groups import OF_A_TRACE, part_of
 from .layer import choices, few_tokens
-from .ops import gate, mlp_training
+from .ops import adapted, gate, mlp_training
 
-DEFINED_IN = choices, few_tokens, gate, mhc, mlp_training, quantize
+DEFINED_IN = adapted, choices, few_tokens, gate, mhc, mlp_training, quantize
 """Modules that define operators, which register themselves, and import those that define the others."""
 CALLS: tuple[type[Call], ...] = tuple(kind for kind in front.OPERATORS if kind.is_torch_op)
 

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from ...device.invariant import Invariant
@@ -19,7 +19,7 @@ from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..gemm_policy import GemmPolicy
 from .base import Loop, Operands, Source, WeightsFirst
-from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, row_indices
+from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, arrive, row_indices
 
 
 class Weights(Invariant):
@@ -98,7 +98,12 @@ class GemmMainloop(WeightsFirst):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        num_k_tiles = self.num_k_tiles(operands, work)
+        return self._gather(operands, sA, stages, state, work, rank, self.num_k_tiles(operands, work))
+
+    def _gather(
+        self, operands: Operands, sA: cute.Tensor, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+        work: WorkTile, rank: Int32, num_k_tiles: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
         share = Share(self.tma_warp_rows, (self.tile.m - self.tma_warp_rows) // LINES_AT_ONCE)
         share = share if self.load_warp_gathers else self.rows.half(rank)
         return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
@@ -153,7 +158,9 @@ class GemmMainloop(WeightsFirst):
         self, a: Source, b: Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, rows: RowIndices, work: WorkTile,
         ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
+        arrives: Boolean | None = None,
     ):  # fmt: skip
+        """`arrives`: of rows in order, whether this warp's lanes arrive as if they had gathered; None: they gather."""
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
         x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
@@ -166,7 +173,7 @@ class GemmMainloop(WeightsFirst):
         addresses = [lo_hi(first + part_offset(address, part)) for part in range(self.num_addresses)]
         weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
         in_order = count
-        if const_expr(with_rows and self.load_warp_gathers):
+        if const_expr(with_rows and self.load_warp_gathers and arrives is None):
             if rows.address != 0:
                 share = Share(0, self.tma_warp_rows // LINES_AT_ONCE)
                 state = self.rows.fill(rows, sA, share, stages, state, work, count, weights)
@@ -177,6 +184,9 @@ class GemmMainloop(WeightsFirst):
                 for box in cutlass.range(boxes, unroll=1):
                     barrier = stages.producer_get_barrier(state)
                     a.copy(self.row_tile(a.tensor, tAgA, box, k_tile), tAsA[None, box, 0, state.index], barrier)
+            if const_expr(arrives is not None):
+                if arrives:
+                    arrive(stages, state)
             state.advance()
         return state
 

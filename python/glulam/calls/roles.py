@@ -55,8 +55,9 @@ def _roles(kind: Kind, schema: str, *names: str, dtype: torch.dtype | None = Non
 
 _WEIGHTS = ("w", "w1", "w2")
 ROLES: dict[str, Role] = {
-    **_roles(Kind.MATRIX, "Tensor", "x", "dy", "preact"),
-    **_roles(Kind.WEIGHT, "Tensor[]", *_WEIGHTS),
+    **_roles(Kind.MATRIX, "Tensor", "x", "dy", "preact", "low"),
+    **_roles(Kind.WEIGHT, "Tensor[]", *_WEIGHTS, "low_w"),
+    **_roles(Kind.WEIGHT, "Tensor[]?", "lora_a1", "lora_b1", "lora_a2", "lora_b2"),
     **_roles(Kind.PART, "Tensor?", *[name + suffix for name in _WEIGHTS for suffix in SUFFIXES[1:]]),
     **_roles(Kind.BIAS, "Tensor[]?", "bias", "b1", "b2"),
     **_roles(Kind.BY_ROW, "Tensor?", "row_scale", "bias_scale", "x_scale", dtype=torch.float32),
@@ -71,6 +72,7 @@ ROLES: dict[str, Role] = {
     **_roles(Kind.OPTION, "ScalarType?", "dtype", "out_dtype"),
     **_roles(Kind.OPTION, "float[]", "numbers"),
     **_roles(Kind.OPTION, "int", "num_experts"),
+    **_roles(Kind.OPTION, "float", "lora_scale"),
     **_roles(
         Kind.OPTION, "bool",
         "return_preact", "recompute", "row_scale_grad", "accumulate", "transpose_w", "trained", "input_grad",

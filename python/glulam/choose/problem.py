@@ -48,7 +48,8 @@ class Problem:
     in_features] along `axis`, `rounded` to values or as elements and scales.
     `transpose_w`: of the first four, forward's weights are [E, K, N]. `operands`: what the first GEMM multiplies
     (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
-    come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own.
+    come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own; `adapted`: the GEMM
+    of a grouped_mm, grouped_glu or grouped_dglu contracts a second pair of operands, too.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Problem:
     fc2_operands: str = "16bit"
     gathers: bool = False
     in_halves: bool = False
+    adapted: bool = False
 
     @property
     def dims(self) -> dict[str, int]:

@@ -65,7 +65,7 @@ def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | 
     """
     p, second = problem, second or room(arch).second_tile(tile)
     if p.op == "grouped_mm":
-        return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves)
+        return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves, p.adapted)
     if p.op == "grouped_glu":
         return _glu(p, tile, arch)
     if p.op == "grouped_mlp":
@@ -73,7 +73,8 @@ def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | 
         return GroupedMlpSpec(_glu(p, tile, arch), fc2, p.quantized)
     if p.op == "grouped_dglu":
         dgrad = second if p.out_features else None
-        return GroupedDgluSpec(p.dtype, p.activation, p.glu_layout, tile, dgrad, arch, p.operands, p.transpose_w)
+        form = p.activation, p.glu_layout
+        return GroupedDgluSpec(p.dtype, *form, tile, dgrad, arch, p.operands, p.transpose_w, p.adapted)
     if p.op == "grouped_wgrad":
         return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch)
     return QuantizeMxfp8Spec(p.dtype, p.axis, arch, p.rounded)
@@ -85,7 +86,8 @@ def _glu(p: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
     activation, layout = room(arch).glu_form(
         p.activation, p.glu_layout, p.intermediate, p.operands, tile, p.save_preact, p.transpose_w
     )
-    return GroupedGluSpec(p.dtype, activation, layout, p.save_preact, tile, arch, p.operands, p.transpose_w)
+    form = activation, layout, p.save_preact
+    return GroupedGluSpec(p.dtype, *form, tile, arch, p.operands, p.transpose_w, p.adapted)
 
 
 def family_of(spec: Spec) -> Spec:

@@ -1,0 +1,65 @@
+"""The mainloop of an adapted GEMM: x w^T + low b^T, the second product's k-tiles after the first's."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, const_expr
+
+from ...memory.weights import ExpertAddress
+from ...schedule.work import WorkTile
+from .base import Operands, Source
+from .gathered_rows import NO_ROWS, arrive
+from .gemm import GemmMainloop
+
+
+class AdaptedMainloop(GemmMainloop):
+    """Contracts x with w and then low with b into the same accumulators.
+
+    low [T, r] and b are a second pair of operands with descriptors of their own; b lies as w does. r is less than a
+    k-tile in practice: it costs one of them, whose rest is zeros.
+
+    who              of a k-tile of low
+    TMA warp         loads low and b, without multicast or a policy of L2: CTAs of a cluster share nothing of it
+    warps that       arrive where they bring rows of x, since a stage's barrier counts them in each k-tile of a launch:
+    gather           one loop for all ways of the first product, and no second gather, which spilled 476 bytes
+    """
+
+    def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
+        """Host side: operands with low and b, their last `extra`. b: (n, k, lo, hi)."""
+        pair = (*self._tma(low, self.a_major, self.tile.box_rows, 1), *self._tma(b, self.b_major, self.part_n, 1))
+        return operands._replace(extra=(*operands.extra, Operands(*pair, (address,), NO_ROWS)))
+
+    def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
+        """Those of the first product."""
+        return super().num_k_tiles(operands, work)
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return super().num_k_tiles(operands, work) + super().num_k_tiles(operands.extra[-1], work)
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ):  # fmt: skip
+        state = super().load(operands, sA, sB, stages, state, work, ahead)
+        low, gathers = operands.extra[-1], None
+        if const_expr(self.load_warp_gathers):
+            gathers = operands.rows.address != 0
+        return self._load_from(
+            Source(low.atom_a, low.a, 1), Source(low.atom_b, low.b, 1), low.extra[0], sA, sB, stages, state, low.rows,
+            work, Int32(0), super().num_k_tiles(low, work), True, None, gathers,
+        )  # fmt: skip
+
+    @cute.jit
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ):  # fmt: skip
+        state = self._gather(operands, sA, stages, state, work, rank, super().num_k_tiles(operands, work))
+        for _ in cutlass.range(super().num_k_tiles(operands.extra[-1], work), unroll=1):
+            stages.sync_object_empty.wait(state.index, state.phase)
+            arrive(stages, state)
+            state.advance()
+        return state

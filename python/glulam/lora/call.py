@@ -1,0 +1,80 @@
+"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator that is no part of the public interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..activations import NamedNumbers
+from ..calls.checks import check_experts, mismatch
+from ..calls.front import operator
+from ..choose.problem import Problem
+from ..ops.grouped_mlp import GroupedMlpCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MATRICES = ("lora_a1", "lora_b1", "lora_a2", "lora_b2")
+
+
+class AdaptedMlpCall(GroupedMlpCall):
+    """A call of adapted_mlp. It is made of several launches, with or without a gradient."""
+
+    torch_op = "adapted_mlp"
+    explains = False
+    tabled = ("w1", "w2")
+    recipe, recompute = "bf16", False
+    by_parts: ClassVar[Callable[..., Any]]  # set by `lora.path`, which is made of operators, and so of calls
+    labels: ClassVar[dict[str, str]] = {
+        **GroupedMlpCall.labels,
+        **{name: name.replace("_", ".") for name in MATRICES},
+    }
+
+    def check(self) -> Problem:
+        problem = super().check()
+        widths = problem.in_features, problem.w1_rows, problem.intermediate, problem.out_features
+        for name, width in zip(MATRICES, widths, strict=True):
+            if getattr(self, name) is not None:
+                self._check_matrix(name, width, problem)
+        return problem
+
+    def _check_matrix(self, name: str, width: int, problem: Problem) -> None:
+        label, is_a = self.labels[name], name in ("lora_a1", "lora_a2")
+        shape = check_experts(self.op, label, getattr(self, name), self.lead, "E r K" if is_a else "E N r")
+        rank = shape[1] if is_a else shape[2]
+        wanted = (problem.experts, rank, width) if is_a else (problem.experts, width, rank)
+        if tuple(shape) != wanted:
+            why = f"E = {problem.experts} and w{name[-1]} has so many {'columns' if is_a else 'rows'}"
+            mismatch(self.op, label, shape, wanted, why)
+
+    def served_splits(self) -> tuple[()]:
+        return ()
+
+    def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
+        """Run a step without a gradient: a kept one, unless its result goes into a buffer or its rows are given."""
+        if is_dynamo_compiling() or self.is_traced():
+            return self.dispatch()
+        if self.out is None and (self.of_tokens or self.rows is None):
+            return self.with_backward(self, key)
+        self.check_plain()
+        self.check()
+        self.check_addresses()
+        return self.by_parts(self)
+
+
+@operator(AdaptedMlpCall)
+def adapted_mlp(
+    x: Tensor, w1: Any, w2: Any, *, offs: Tensor | None = None, splits: Any = None, rows: Tensor | None = None,
+    row_scale: Tensor | None = None, b1: Any = None, b2: Any = None, lora_a1: Tensor | None = None,
+    lora_b1: Tensor | None = None, lora_a2: Tensor | None = None, lora_b2: Tensor | None = None,
+    activation: str = "swiglu", glu_layout: str = "concat", lora_scale: float = 1.0, transpose_w: bool = False,
+    out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
+) -> Tensor:  # fmt: skip
+    """grouped_mlp, whose weights have lora_scale b_e a_e added; see `expert_lora.ExpertLora`. A None pair adds nothing.
+
+    Ranks are multiples of 8 on a GPU.
+    """
+    raise NotImplementedError  # `front` writes the body

@@ -1,0 +1,156 @@
+"""The steps of adapted_mlp, and of moe with adapters.
+
+    low1 = s x a1_e^T                       dlow2 = s dy b2_e
+    h = x w1_e^T + low1 b1_e^T + bias       dm = dy w2_e + dlow2 a2_e, in one kernel with the gradient of the activation
+    m = activation(h) row_scale             dlow1 = s dh b1_e
+    low2 = s m a2_e^T                       dx = dh w1_e + dlow1 a1_e
+    y = m w2_e^T + low2 b2_e^T + bias       da = dlow^T (x or m), db = (dh or dy)^T low
+
+A sum is one GEMM, whose kernel contracts both pairs. Forward saves x, h, low1 and low2; m is made again by the kernel of
+dm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..backward.data_path import BEHIND_THE_ACTIVATION, DataPath
+from ..backward.entry import PATHS
+from ..backward.parts import Targets, contracted, form_of, groups_of, tensor_groups
+from ..ops.adapted import AdaptedDgluCall, AdaptedGluCall, AdaptedMmCall
+from ..ops.grouped_dglu import GroupedDgluCall
+from ..ops.grouped_glu import GroupedGluCall
+from ..ops.grouped_mm import GroupedMmCall
+from ..ops.grouped_wgrad import GroupedWgradCall
+from ..ops.mlp_training import DataGradients
+from .call import MATRICES, AdaptedMlpCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptedPath(DataPath):
+    """`lora_scale`: s."""
+
+    inputs: ClassVar = (*DataPath.inputs, *MATRICES)
+    need_preact = BEHIND_THE_ACTIVATION | {"w2", *MATRICES}
+    fuses = False
+    lora_scale: float
+
+    @classmethod
+    def of(cls, call: Any) -> AdaptedPath:
+        form, scale = form_of(call), call.lora_scale
+        return cls(form=form, transpose_w=call.transpose_w, recompute=False, tokens=call.tokens, lora_scale=scale)
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        return {**super().reads(wanted), "x": not wanted.isdisjoint(("w1", "lora_a1"))}
+
+    def gradients(
+        self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
+    ) -> dict[str, Any]:  # fmt: skip
+        of_matrices: dict[str, Tensor] = {}
+        saved["of_matrices"] = of_matrices
+        return {**super().gradients(saved, targets, wanted, *dy), **of_matrices}
+
+    def _forward(
+        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        groups, rows, kept = groups_of(given), given.get("rows"), {}
+        glu = {"x": given["x"], "w1": given["w1"], "bias": given["b1"], "row_scale": given["row_scale"], "rows": rows}
+        if given["lora_a1"] is None:
+            act, kept["preact"] = self._make("glu", GroupedGluCall, groups, glu, return_preact=True, **self.form)
+        else:
+            kept["low1"] = self._low("low1", groups, given["x"], given["lora_a1"], rows)
+            glu.update(low=kept["low1"], low_w=self._as_weight(given["lora_b1"]))
+            act, kept["preact"] = self._make("glu", AdaptedGluCall, groups, glu, **self.form)
+        bias = given["b2"]
+        scale = None if bias is None else given["row_scale"]
+        fc2 = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "out": out}
+        if given["lora_a2"] is None:
+            return self._make("fc2", GroupedMmCall, groups, fc2), kept
+        kept["low2"] = self._low("low2", groups, act, given["lora_a2"])
+        fc2.update(low=kept["low2"], low_w=self._as_weight(given["lora_b2"]))
+        return self._make("fc2", AdaptedMmCall, groups, fc2), kept
+
+    def _gradients(
+        self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        groups, rows, x = groups_of(saved), saved.get("rows"), saved.get("x")
+        made: dict[str, Tensor] = saved["of_matrices"]
+        dglu = {
+            "dy": dy, "w2": saved["w2"], "preact": self._take_preact(saved), "rows": rows,
+            "row_scale": saved["row_scale"],
+        }  # fmt: skip
+        form = {**self.form, "row_scale_grad": "row_scale" in wanted}
+        if saved["lora_a2"] is None:
+            dpreact, act, d_scale = self._make("dglu", GroupedDgluCall, groups, dglu, **form)
+        else:
+            d_low = self._low_gradient("dlow2", groups, dy, saved["lora_b2"], rows)
+            dglu.update(low=d_low, low_w=self._as_weight(saved["lora_a2"]))
+            dpreact, act, d_scale = self._make("dglu", AdaptedDgluCall, groups, dglu, **form)
+            if "lora_a2" in wanted:
+                made["lora_a2"] = self._of_matrix("lora_a2", groups, d_low, act)
+            if "lora_b2" in wanted:
+                made["lora_b2"] = self._of_matrix("lora_b2", groups, dy, saved["low2"], dy_rows=rows)
+        d_low = None
+        if saved["lora_a1"] is not None:
+            d_low = self._low_gradient("dlow1", groups, dpreact, saved["lora_b1"])
+            if "lora_a1" in wanted:
+                made["lora_a1"] = self._of_matrix("lora_a1", groups, d_low, x, x_rows=rows)
+            if "lora_b1" in wanted:
+                made["lora_b1"] = self._of_matrix("lora_b1", groups, dpreact, saved["low1"])
+        dx = self._data_gradient(saved, targets, dpreact, d_low) if "x" in wanted else None
+        return DataGradients(dpreact, act, dx, d_scale)
+
+    def _data_gradient(
+        self, saved: dict[str, Any], targets: Targets | None, dpreact: Tensor, d_low: Tensor | None
+    ) -> Tensor:
+        """dx of rows. `targets`: as of `DataPath._gradients`."""
+        w1 = saved["w1"]
+        out = None if targets is None else targets.new_grad_input(dpreact, contracted(w1, self.transpose_w))
+        tensors = {"x": dpreact, "w": w1, "out": out}
+        if d_low is None:
+            return self.times_w("x", groups_of(saved), not self.transpose_w, tensors)
+        tensors.update(low=d_low, low_w=self._as_weight(saved["lora_a1"]))
+        dx: Tensor = self.make(
+            "x", AdaptedMmCall, groups_of(saved), lambda: {"transpose_w": not self.transpose_w}, tensors
+        )
+        return dx
+
+    def _make(self, part: str, kind: Any, groups: dict[str, Any], tensors: dict[str, Any], **options: Any) -> Any:
+        """A part whose weights lie as the call's do."""
+        return self.make(part, kind, groups, lambda: {**options, "transpose_w": self.transpose_w}, tensors)
+
+    def _as_weight(self, matrix: Tensor) -> Tensor:
+        """A matrix as the weight lies that it belongs to: transposed, it is copied."""
+        return matrix.transpose(1, 2).contiguous() if self.transpose_w else matrix
+
+    def _low(self, part: str, groups: dict[str, Any], x: Tensor, a: Tensor, rows: Tensor | None = None) -> Tensor:
+        """s x a_e^T."""
+        return self.times_w(part, groups, False, {"x": x, "w": a, "rows": rows}).mul_(self.lora_scale)
+
+    def _low_gradient(
+        self, part: str, groups: dict[str, Any], dy: Tensor, b: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """s dy b_e."""
+        return self.times_w(part, groups, True, {"x": dy, "w": b, "rows": rows}).mul_(self.lora_scale)
+
+    def _of_matrix(
+        self, name: str, groups: dict[str, Any], dy: Tensor, x: Any, dy_rows: Any = None, x_rows: Any = None
+    ) -> Tensor:
+        tensors = {"dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows}
+        made: Tensor = self.make(name, GroupedWgradCall, groups, lambda: self.weight_gradient_options(name), tensors)
+        return made
+
+
+def _by_parts(call: AdaptedMlpCall) -> Any:
+    """The result of a call without a gradient, whose arguments were checked."""
+    path = AdaptedPath.of(call)
+    names = (*path.inputs, *(call.of_tokens or ("rows",)))
+    given = {name: getattr(call, name) for name in names}
+    return path.forward({**given, **tensor_groups(call.op, call.offs, call.splits, call.x)}, frozenset(), call.out)[0]
+
+
+AdaptedMlpCall.by_parts = staticmethod(_by_parts)
+PATHS[AdaptedMlpCall] = AdaptedPath.of

@@ -1,0 +1,157 @@
+"""GEMMs with adapters: operators of LoRA's steps, which are no part of the public interface.
+
+Each is an operator of `glulam` whose kernel also contracts `low` [T, r] with `low_w`, in the same accumulators: it adds
+low low_w_e^T before whatever follows the GEMM, and rounds once. `low_w` lies as the weight does: [E, N, r], and if the
+kernel contracts over the weight's rows [E, r, N].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..activations import NamedNumbers
+from ..calls.call import Call
+from ..calls.checks import ALIGNMENT_ELEMENTS, check_experts, check_rows_like, mismatch, runs_kernels, shape_text
+from ..calls.front import operator
+from ..choose.problem import Problem, changed
+from ..host.experts import GateUp
+from ..reference import take_rows
+from .grouped_dglu import GluGradients, GroupedDgluCall
+from .grouped_glu import GroupedGluCall
+from .grouped_mm import GroupedMmCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Adapted(Call):
+    """A call of an operator with adapters.
+
+    Attributes:
+        weight: the argument whose layout low_w has. serves: the operator whose kernels, with adapters, serve the call.
+    """
+
+    explains = False
+    differentiable = False
+    weight: ClassVar[str]
+    serves: ClassVar[str]
+
+    @property
+    def contracts_rows(self) -> bool:
+        """Whether the weight's rows are contracted, and low_w's."""
+        return bool(self.transpose_w)
+
+    def check(self) -> Problem:
+        problem: Problem = super().check()
+        self._check_low(problem)
+        return changed(problem, op=self.serves, adapted=True)
+
+    def _check_low(self, problem: Problem) -> None:
+        _, like = self.check_lead()
+        rank = check_rows_like(self.op, "low", self.low, like, None, "it has a row for each of T")
+        if runs_kernels(self.lead) and rank % ALIGNMENT_ELEMENTS:
+            raise ValueError(f"{self.op}: low has {rank} columns; give a multiple of {ALIGNMENT_ELEMENTS}")
+        if not isinstance(self.low_w, Tensor):
+            raise TypeError(f"{self.op}: low_w is a {type(self.low_w).__name__}; give a tensor of all experts")
+        shape = check_experts(self.op, "low_w", self.low_w, self.lead, "E N r")
+        width = self._width(problem)
+        wanted = (problem.experts, rank, width) if self.contracts_rows else (problem.experts, width, rank)
+        if tuple(shape) != wanted or not self.low_w.is_contiguous():
+            raise ValueError(f"{self.op}: low_w has shape {shape_text(shape)}; give {shape_text(wanted)}, contiguous")
+
+    def _width(self, problem: Problem) -> int:
+        """Columns that the GEMM makes."""
+        raise NotImplementedError
+
+    def reference(self, problem: Problem) -> Any:
+        """As one GEMM of operands that lie side by side."""
+        lead = self.lead if self.rows is None else take_rows(self.lead, self.rows)
+        w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1
+        if isinstance(w, Tensor):
+            both: Any = torch.cat((w, self.low_w), dim=1 + dim)
+        else:
+            both = [torch.cat(pair, dim=dim) for pair in zip(w, self.low_w, strict=True)]
+        beside = {self.leads: torch.cat((lead, self.low), dim=1), self.weight: both, "rows": None}
+        return super(Adapted, changed(self, **beside)).reference(problem)
+
+
+class AdaptedMmCall(Adapted, GroupedMmCall):
+    """A call of adapted_mm."""
+
+    op, serves, weight = "adapted_mm", "grouped_mm", "w"
+    tabled = ("w",)
+
+    def check(self) -> Problem:
+        if isinstance(self.w, GateUp):
+            raise TypeError(f"{self.op}: w is a GateUp; give one weight")
+        return super().check()
+
+    def _width(self, problem: Problem) -> int:
+        return problem.out_features
+
+
+class AdaptedGluCall(Adapted, GroupedGluCall):
+    """A call of adapted_glu, which always returns the preactivation."""
+
+    op, serves, weight = "adapted_glu", "grouped_glu", "w1"
+    tabled = ("w1",)
+    return_preact = True
+    has_torch_out = False
+    outputs = ()
+    out = None
+    torch_results: ClassVar = {"": ("(Tensor, Tensor)", {})}
+
+    @property
+    def variant(self) -> str:
+        return ""
+
+    def _width(self, problem: Problem) -> int:
+        return problem.w1_rows
+
+
+class AdaptedDgluCall(Adapted, GroupedDgluCall):
+    """A call of adapted_dglu."""
+
+    op, serves, weight = "adapted_dglu", "grouped_dglu", "w2"
+    tabled = ("w2",)
+
+    @property
+    def contracts_rows(self) -> bool:
+        return not self.transpose_w
+
+    def _width(self, problem: Problem) -> int:
+        return problem.intermediate
+
+
+@operator(AdaptedMmCall)
+def adapted_mm(
+    x: Tensor, w: Any, *, low: Tensor, low_w: Tensor, offs: Tensor | None = None, splits: Any = None,
+    bias: Any = None, rows: Tensor | None = None, bias_scale: Tensor | None = None, transpose_w: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """grouped_mm, whose y has low low_w_e^T added, or with transpose_w low low_w_e."""
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(AdaptedGluCall)
+def adapted_glu(
+    x: Tensor, w1: Any, *, low: Tensor, low_w: Tensor, offs: Tensor | None = None, splits: Any = None,
+    rows: Tensor | None = None, bias: Any = None, row_scale: Tensor | None = None, activation: str = "swiglu",
+    glu_layout: str = "concat", transpose_w: bool = False, **numbers: Unpack[NamedNumbers],
+) -> Any:  # fmt: skip
+    """grouped_glu with return_preact, whose h has low low_w_e^T added, or with transpose_w low low_w_e."""
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(AdaptedDgluCall)
+def adapted_dglu(
+    dy: Tensor, w2: Any, preact: Tensor, *, low: Tensor, low_w: Tensor, offs: Tensor | None = None, splits: Any = None,
+    rows: Tensor | None = None, row_scale: Tensor | None = None, activation: str = "swiglu",
+    glu_layout: str = "concat", row_scale_grad: bool = True, transpose_w: bool = False,
+    **numbers: Unpack[NamedNumbers],
+) -> GluGradients:  # fmt: skip
+    """grouped_dglu, whose dm has low low_w_e added, or with transpose_w low low_w_e^T."""
+    raise NotImplementedError  # `front` writes the body
