@@ -189,8 +189,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     steps = [_quantized(spec, spec.operands, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(
         _step(
-            DgluSpec(**fields), f"{_GROUPS} {NAMES_OF_PARAMS} rows preact dpreact act scale partials{low}", x=dy, w="w2",
-            **_scales(spec.operands, dy, "w2"),
+            DgluSpec(**fields), f"{_GROUPS} {NAMES_OF_PARAMS} rows preact dpreact act scale partials{low}", x=dy,
+            w="w2", **_scales(spec.operands, dy, "w2"),
         )
     )  # fmt: skip
     dx: dict[str, Any] = {}

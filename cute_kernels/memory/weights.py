@@ -84,7 +84,7 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """The matrices that low [T, r] is multiplied by, packed expert by expert: [E, width, r], transposed [E, r, width]."""
+    """The matrices [E, width, r], or transposed [E, r, width], that low [T, r] is multiplied by; they are packed."""
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
     pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)

@@ -173,7 +173,8 @@ FP8_ROWS: dict[str, Any] = {"mxfp8": fake_mxfp8.Rows, "fp8_block": fake_fp8_bloc
 def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:
     """layout: of a gated w1."""
     if spec.operands == "16bit":
-        return _weights(c.w, c.w_table, c.num_groups)
+        weights = _weights(c.w, c.w_table, c.num_groups)
+        return _with_low(spec, c, weights) if spec.adapted else weights
     if spec.operands == "nvfp4_weight_only":
         return fake_nvfp4.words(c)
     if spec.operands.startswith("fp8_block"):
@@ -188,7 +189,18 @@ def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
         rows = FP8_ROWS[spec.operands](c.x, c.x_scale).read(len(c.x) if by_index else used)
     if spec.operands == "mxfp8_exact":
         fake_mxfp8.check_rounded(c.x[:used])
-    return _taken(rows, by_index, count, used) if by_index else rows
+    rows = _taken(rows, by_index, count, used) if by_index else rows
+    return torch.cat((rows, c.low), dim=1) if getattr(spec, "adapted", False) else rows
+
+
+def _with_low(spec: Spec, c: Any, weights: list[Tensor]) -> list[Tensor]:
+    """Weights with the matrices that low is multiplied by behind them, along the contraction."""
+    assert c.low_w % 16 == 0 and c.low.shape[1] % 8 == 0
+    contracts_rows = spec.transpose_w != isinstance(spec, DgluSpec)
+    width, rank = weights[0].shape[1 if contracts_rows else 0], c.low.shape[1]
+    shape = (rank, width) if contracts_rows else (width, rank)
+    low_w = read(c.low_w, c.num_groups, *shape, dtype=c.low.dtype)
+    return [torch.cat(pair, dim=0 if contracts_rows else 1) for pair in zip(weights, low_w, strict=True)]
 
 
 def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:

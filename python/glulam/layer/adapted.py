@@ -1,4 +1,4 @@
-"""moe with adapters, see `lora.mlp`: tokens to rows, the experts' MLPs, and rows back to tokens."""
+"""moe with adapters, see `lora.mlp`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,45 @@ from typing import Any
 
 from torch import Tensor
 
+from ..activations import Numbers
+from ..calls.front import operator
+from ..calls.launch import Made
 from ..calls.quantized import Quantized
 from ..choose.problem import changed
 from ..expert_lora import ExpertLora
+from ..lora.call import AdaptedMlpCall
 from ..lora.mlp import checked, rows_with_lora
 from ..lora.products import Rows
+from .of_tokens import OfTokens
 from .routing import Routing
 from .rows import combine, permute
 
 
+class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
+    """A call of adapted_moe."""
+
+    torch_op = "adapted_moe"
+    labels = {**OfTokens.labels, **AdaptedMlpCall.labels}
+    added = ("b2", "residual")
+    makes: tuple[Made, ...] = (Made("out", "out", ("tokens", "out_features")),)
+
+
+@operator(AdaptedMoeCall)
+def adapted_moe(
+    x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
+    b1: Any, b2: Any, lora_a1: Any = None, lora_b1: Any = None, lora_a2: Any = None, lora_b2: Any = None,
+    activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, out: Any,
+) -> Any:  # fmt: skip
+    """moe, of what its routing holds, with `adapted_mlp`'s matrices."""
+    raise NotImplementedError  # `front` writes the body
+
+
 def moe_with_lora(call: Any, routing: Routing, lora: ExpertLora) -> Tensor:
-    """`moe`. `call`: of it without adapters."""
+    """`moe` where no kernels have adapters: tokens to rows, the experts' MLPs, and rows back to tokens.
+
+    Args:
+        call: without adapters.
+    """
 
     def made(is_trained: bool) -> Tensor:
         of_rows, kept = changed(call, out=None), None

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..activations import NamedNumbers
+from ..activations import DEFAULTS, Numbers
 from ..calls.checks import check_experts, mismatch
 from ..calls.front import operator
+from ..calls.sharding import refuse_dtensors
 from ..choose.problem import Problem
 from ..ops.grouped_mlp import GroupedMlpCall
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MATRICES = ("lora_a1", "lora_b1", "lora_a2", "lora_b2")
 
@@ -50,8 +48,9 @@ class AdaptedMlpCall(GroupedMlpCall):
             why = f"E = {problem.experts} and w{name[-1]} has so many {'columns' if is_a else 'rows'}"
             mismatch(self.op, label, shape, wanted, why)
 
-    def served_splits(self) -> tuple[()]:
-        return ()
+    def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
+        refuse_dtensors(self, "lora is given")
+        return super().answer(key, known)
 
     def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
         """Run a step without a gradient: a kept one, unless its result goes into a buffer or its rows are given."""
@@ -70,8 +69,8 @@ def adapted_mlp(
     x: Tensor, w1: Any, w2: Any, *, offs: Tensor | None = None, splits: Any = None, rows: Tensor | None = None,
     row_scale: Tensor | None = None, b1: Any = None, b2: Any = None, lora_a1: Tensor | None = None,
     lora_b1: Tensor | None = None, lora_a2: Tensor | None = None, lora_b2: Tensor | None = None,
-    activation: str = "swiglu", glu_layout: str = "concat", lora_scale: float = 1.0, transpose_w: bool = False,
-    out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
+    activation: str = "swiglu", glu_layout: str = "concat", numbers: Numbers = DEFAULTS, lora_scale: float = 1.0,
+    transpose_w: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """grouped_mlp, whose weights have lora_scale b_e a_e added; see `expert_lora.ExpertLora`. A None pair adds nothing.
 

@@ -1,7 +1,8 @@
-"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + ... likewise, made of
-differentiable operators.
+"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + ... likewise.
 
-Saved for the backward are x, h and two matrices [T, r]. A w1 that is trained, too, keeps rows of tokens, and a w2 the
+Weights in 16 bits have kernels that add both products (`path`). Elsewhere the MLP is made of differentiable operators
+(`rows_with_lora`): of quantised weights, of a GateUp, and in dtypes whose kernels do not ship with adapters. Saved for
+the backward are then x, h and two matrices [T, r]. A w1 that is trained, too, keeps rows of tokens, and a w2 the
 activation. Each of the two sums rounds its terms and itself, as in torch.
 """
 
@@ -15,40 +16,66 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from cute_kernels.shipped import ADAPTED
 from cute_kernels.specs import is_gated
 
 from .. import recipes
 from ..activations import named_numbers
 from ..backward.parts import tensor_groups
-from ..calls.checks import any_requires_grad, refuse_out, refuse_rows
+from ..calls.checks import any_requires_grad, refuse_out, refuse_rows, runs_kernels
 from ..calls.quantized import Quantized
 from ..calls.sharding import refuse_dtensors
+from ..choose.problem import dtype_name
 from ..expert_lora import NAME, ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
+from ..host.experts import GateUp
 from ..host.groups import part_of
 from ..ops.gate import gate_rows, without_tail
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_weights import with_parts_as_read
 from ..recipes import BF16, Recipe
-from .products import Rows, low_rank, times_w1, times_w2
+from . import path as path
+from .call import adapted_mlp
+from .products import Rows, as_multiplied, low_rank, times_w1, times_w2
 
 
 def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
     """`grouped_mlp` with adapters. `public`: its other arguments, numbers as one."""
     recipe = check_goes_with_lora(GroupedMlpCall.op, lora, public["x"], public["recipe"], public["recompute"])
+    if has_kernels(recipe, public["x"], public["w1"]):
+        del public["recipe"], public["recompute"]
+        made: Tensor = adapted_mlp(**public, **lora_arguments(lora, GroupedMlpCall.op, public["x"]))
+        return made
     if recipe is BF16:
         call: Any = GroupedMlpCall(**{**public, "recipe": recipe.name})
     else:
         named = {**public, **named_numbers(public.pop("numbers"))}
         call = QuantizedMlpCall(**QuantizedMlpCall.unwrapped(recipe, named))
 
-    def made(is_trained: bool) -> Tensor:
+    def rows(is_trained: bool) -> Tensor:
         if is_trained and public["rows"] is not None:
             refuse_rows(call.op)
         return rows_with_lora(call, lora)
 
-    return checked(call, lora, made)
+    return checked(call, lora, rows)
+
+
+def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
+    """Whether GEMMs of such weights ship with adapters. The CPU's reference serves every dtype."""
+    if recipe is not BF16 or isinstance(w1, GateUp):
+        return False
+    return not (isinstance(x, Tensor) and runs_kernels(x)) or dtype_name(x.dtype) in ADAPTED
+
+
+def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
+    """Adapters as `adapted_mlp` takes them."""
+    lora.refuse_dtensors(op)
+    given = lora.given()
+    named = {
+        f"lora_{name}": as_multiplied(matrix, x, 1 if name in ("a1", "a2") else 2) for name, matrix in given.items()
+    }
+    return {**named, "lora_scale": float(lora.scale)}
 
 
 def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recompute: bool) -> Recipe:

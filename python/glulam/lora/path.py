@@ -6,8 +6,7 @@
     low2 = s m a2_e^T                       dx = dh w1_e + dlow1 a1_e
     y = m w2_e^T + low2 b2_e^T + bias       da = dlow^T (x or m), db = (dh or dy)^T low
 
-A sum is one GEMM, whose kernel contracts both pairs. Forward saves x, h, low1 and low2; m is made again by the kernel of
-dm.
+A sum is one GEMM, whose kernel contracts both pairs. Forward saves x, h, low1 and low2; the kernel of dm makes m again.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..ops.quantized_weights import parts_given
 
+HALVES = (torch.bfloat16, torch.float16)
 Groups = dict[str, Any]
 """Group sizes as a keyword, a tensor."""
 
@@ -94,7 +95,7 @@ def low_rank(
         rows: int32 [T], row t is x[rows[t]]; None: rows lie in order.
         kept: what x is made of, for the gradient of a; None: x itself is saved. out: the result's buffer.
     """
-    a, b = _as_multiplied(a, x, 1), _as_multiplied(b, x, 2)
+    a, b = as_multiplied(a, x, 1), as_multiplied(b, x, 2)
     if kept is not None and torch.is_grad_enabled() and a.requires_grad:
         ((grouped_by, sizes),) = groups.items()
         narrow: Tensor = _Narrow.apply(op, grouped_by, kept.form, x, a, sizes, kept.matrix, kept.beside)  # type: ignore[no-untyped-call]
@@ -103,11 +104,13 @@ def low_rank(
     return grouped_mm(narrow.mul_(scale), b, **groups, out=out)
 
 
-def _as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
-    """A matrix in x's dtype, contiguous, with zeros up to a rank that kernels take."""
+def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
+    """A matrix in x's dtype, if it is float32 beside 16 bits, contiguous, with zeros up to a rank that kernels take."""
     if missing := -matrix.shape[rank_at] % ALIGNMENT_ELEMENTS:
         matrix = F.pad(matrix, (0, 0, 0, missing) if rank_at == 1 else (0, missing))
-    return matrix.to(x.dtype).contiguous()
+    if matrix.dtype == torch.float32 and x.dtype in HALVES:
+        matrix = matrix.to(x.dtype)
+    return matrix.contiguous()
 
 
 def times_w1(call: Any, groups: Groups) -> Tensor:

@@ -1,0 +1,119 @@
+"""Calls of a layer: from tokens to rows, their MLP, and to tokens again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..backward.data_path import Tokens
+from ..calls.addressed import check_like
+from ..calls.call import Call
+from ..calls.checks import check_alignment, mismatch, shape_text
+from ..choose.problem import Problem
+from .routing import check_row_of
+from .rows import check_routed, combine_rows, permute_tokens, row_indices
+
+COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
+"""With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
+longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + backward of 8192 rows of Mixtral-8x7B (I
+14336) are 3 % faster on copies, those of 32768 of Qwen3-30B (I 768) 4 % faster by index.
+"""
+
+
+def _copies(x: Tensor, row_of: Tensor, inner: int) -> bool:
+    return row_of.numel() * x.shape[1] * x.element_size() <= COPIED_BYTES and inner >= COPIED_WIDTH
+
+
+def _rows(x: Tensor, row_of: Tensor) -> Tensor:
+    copy: Tensor = permute_tokens(x, row_of)
+    return copy.view(row_of.numel(), x.shape[1])
+
+
+def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """Those of each token's rows."""
+    sums: Tensor = combine_rows(rows.view(*row_of.shape, rows.shape[1]), row_of, residual, out=out)
+    return sums
+
+
+def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
+    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            if tensor.shape[0] != tokens:
+                mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
+            check_alignment(op, name, tensor)
+
+
+def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
+    """Raise ValueError where a routing that was changed by hand has not as many choices as rows."""
+    if row_of.numel() != rows:
+        raise ValueError(
+            f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "
+            f"routing.token_of_row has {rows} rows; route the tokens again"
+        )
+
+
+class OfTokens(Call):
+    """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
+    `row_scale` is the weights of these.
+    """
+
+    op = "moe"
+    after_groups = ""
+    labels: ClassVar[dict[str, str]] = {
+        **Call.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
+        "row_scale": "weights (routing.weight_of_row)",
+    }  # fmt: skip
+    tokens = Tokens(_copies, _rows, _sums)
+
+    @classmethod
+    def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
+        """For a routing may stand the shape (N, K) of its choices."""
+        public = super().arguments_of(public)
+        routing = public.pop("routing")
+        if public.pop("parallel") is not None:
+            raise ValueError(
+                f"{cls.op}: kernels depend on the rows that a rank gets; give these, and leave out parallel"
+            )
+        given: dict[str, Any] = {"splits": None}
+        if isinstance(routing, (tuple, list)) and len(routing) == 2:
+            check_routed(cls.op, public["x"][0], routing[0])
+            rows = (math.prod(routing),)
+            given.update(offs=None, rows=rows, row_of=routing, row_scale=rows)
+        else:
+            given.update(rows=row_indices(cls.op, public["x"], routing), row_of=routing.row_of)
+            given.update(offs=routing.offs, row_scale=routing.weight_of_row)
+        return {**public, **given}
+
+    @property
+    def choices(self) -> Tensor:
+        """Of each of N tokens K, in any form."""
+        row_of: Tensor = self.row_of
+        return row_of
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        if self.row_of is not None:
+            check_row_of(self.op, self.labels["row_of"], self.row_of, self.x)
+            _check_choices_of_rows(self.op, self.row_of, self.num_rows)
+        shape, why = (self.choices.shape[0], width), "the result has a row for each token"
+        for name, tensor in (("residual", self.residual), ("out", self.out)):
+            if tensor is not None:
+                check_like(self.op, name, tensor, shape, like, why)
+
+    def reference(self, problem: Problem) -> Tensor:
+        rows = self.x.new_zeros(problem.rows, problem.out_features, dtype=self.result_dtype)
+        return _sums(self.reference_rows(rows), self.row_of, self.residual, self.out)
+
+    def dims(self) -> dict[str, Any]:
+        tokens, k = self.choices.shape
+        return {"tokens": tokens, "k": k}
+
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        super().look(op, outs, **read)
+        given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
+        check_tokens(op, choices.shape[0], x=read["x"], residual=read.get("residual"), **given)
+        if "row_of" in read:
+            _check_choices_of_rows(op, read["row_of"], read["rows"].shape[0])
