@@ -54,10 +54,11 @@ class GroupedGemm(TileKernel):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, w_up: Int64 | None = None,
-        low: tuple[cute.Tensor, cute.Tensor] | None = None,
+        low: Any = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `w_up`: of the weights' second half, as of `weight_view`; `low`: the operands low and b of an adapted GEMM.
+        `w_up`: of the weights' second half, as of `weight_view`; `low`: the tensors low and b of an adapted GEMM; None:
+        it is none.
 
         Tiles are dealt, not drawn, and no launch is early, whatever the `position`.
         """

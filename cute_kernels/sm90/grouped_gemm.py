@@ -69,18 +69,18 @@ class GroupedGemm(PersistentGemm):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
-        x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: tuple[cute.Tensor, cute.Tensor] | None = None,
+        x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: Any = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
         `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`; `low`:
-        the operands low and b of an adapted GEMM.
+        the tensors low and b of an adapted GEMM; None: it is none.
 
         See PersistentGemm.start for `position`.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
         scales = self.mainloop_scales(x, w, Int64(x_scale), inputs)
-        mainloop = self.make_mainloop()
+        mainloop: Any = self.make_mainloop()
         operands = mainloop.operands(x, view, address, rows, scales)
         if const_expr(low is not None):
             b, in_order = weight_view(low[1], Int64(0), shape.parts, shape.layout, self.transposed, inputs.gate)

@@ -28,8 +28,9 @@ class AdaptedMainloop(GemmMainloop):
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
         """Host side: operands with low and b, their last `extra`. b: (n, k, lo, hi)."""
-        pair = (*self._tma(low, self.a_major, self.tile.box_rows, 1), *self._tma(b, self.b_major, self.part_n, 1))
-        return operands._replace(extra=(*operands.extra, Operands(*pair, (address,), NO_ROWS)))
+        atom_a, a = self._tma(low, self.a_major, self.tile.box_rows, 1)
+        atom_b, b = self._tma(b, self.b_major, self.part_n, 1)
+        return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
         """Those of the first product."""

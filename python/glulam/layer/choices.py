@@ -21,7 +21,8 @@ from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import OFFS_OF_CALL
 from ..recipes import Recipe
 from . import reference
-from .moe import MoeCall, OfTokens, QuantizedMoeCall, moe
+from .moe import MoeCall, QuantizedMoeCall, moe
+from .of_tokens import OfTokens
 from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
 
 if TYPE_CHECKING:

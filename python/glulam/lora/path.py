@@ -32,7 +32,7 @@ from .call import MATRICES, AdaptedMlpCall
 class AdaptedPath(DataPath):
     """`lora_scale`: s."""
 
-    inputs: ClassVar = (*DataPath.inputs, *MATRICES)
+    inputs: ClassVar[Any] = (*DataPath.inputs, *MATRICES)
     need_preact = BEHIND_THE_ACTIVATION | {"w2", *MATRICES}
     fuses = False
     lora_scale: float
@@ -92,14 +92,14 @@ class AdaptedPath(DataPath):
                 made["lora_a2"] = self._of_matrix("lora_a2", groups, d_low, act)
             if "lora_b2" in wanted:
                 made["lora_b2"] = self._of_matrix("lora_b2", groups, dy, saved["low2"], dy_rows=rows)
-        d_low = None
+        of_x: Tensor | None = None
         if saved["lora_a1"] is not None:
-            d_low = self._low_gradient("dlow1", groups, dpreact, saved["lora_b1"])
+            of_x = d_low = self._low_gradient("dlow1", groups, dpreact, saved["lora_b1"])
             if "lora_a1" in wanted:
                 made["lora_a1"] = self._of_matrix("lora_a1", groups, d_low, x, x_rows=rows)
             if "lora_b1" in wanted:
                 made["lora_b1"] = self._of_matrix("lora_b1", groups, dpreact, saved["low1"])
-        dx = self._data_gradient(saved, targets, dpreact, d_low) if "x" in wanted else None
+        dx = self._data_gradient(saved, targets, dpreact, of_x) if "x" in wanted else None
         return DataGradients(dpreact, act, dx, d_scale)
 
     def _data_gradient(
