@@ -43,23 +43,25 @@ class Kind(NamedTuple):
     sizes: Callable[[Case], Sizes]
 
 
+def _is(kind: type, **fields: Any) -> Callable[[Any], bool]:
+    """Whether a spec is of a kind, with these fields and without adapters."""
+    return lambda spec: type(spec) is kind and not spec.adapted and all(
+        getattr(spec, name) == value for name, value in fields.items()
+    )  # fmt: skip
+
+
 def _is_mm(transpose_w: bool) -> Callable[[Any], bool]:
-    return lambda spec: isinstance(spec, GroupedMmSpec) and spec.transpose_w == transpose_w and not spec.in_halves
+    return _is(GroupedMmSpec, transpose_w=transpose_w, in_halves=False)
 
 
 OPERATIONS: dict[str, Kind] = {
-    "fc1": Kind(
-        lambda spec: isinstance(spec, GroupedGluSpec), lambda case: ("grouped_glu", case.hidden, case.intermediate, 0)
-    ),
+    "fc1": Kind(_is(GroupedGluSpec), lambda case: ("grouped_glu", case.hidden, case.intermediate, 0)),
     "fc2": Kind(_is_mm(False), lambda case: ("grouped_mm", case.intermediate, 0, case.hidden)),
     "mlp": Kind(
         lambda spec: isinstance(spec, GroupedMlpSpec) and not spec.fc1.save_preact,
         lambda case: ("grouped_mlp", case.hidden, case.intermediate, case.hidden),
     ),
-    "dglu": Kind(
-        lambda spec: type(spec) is GroupedDgluSpec and not spec.dgrad,
-        lambda case: ("grouped_dglu", case.hidden, case.intermediate, 0),
-    ),
+    "dglu": Kind(_is(GroupedDgluSpec, dgrad=None), lambda case: ("grouped_dglu", case.hidden, case.intermediate, 0)),
     "dgrad": Kind(_is_mm(True), lambda case: ("grouped_mm", 2 * case.intermediate, 0, case.hidden)),
     "dw1": Kind(
         lambda spec: isinstance(spec, GroupedWgradSpec),

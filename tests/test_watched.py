@@ -67,6 +67,7 @@ def samples() -> dict[str, list[Sample]]:
                 results = [one for one in trained(operation, "cpu")[1] if one.requires_grad]
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         _into_buffers()
+        _with_trained_row_scales()
     found: dict[str, list[Sample]] = {name: [] for name in FORMS}
     for sample in watch.samples:
         found[sample.op._schema.name.removeprefix("glulam::")].append(sample)
@@ -80,6 +81,16 @@ def _into_buffers() -> None:
     layer(x, offs=offs, out=torch.empty_like(x), grad_input=torch.empty_like(x)).sum().backward()
     with torch.no_grad():
         glulam.grouped_glu(x, layer.fc1.weight, offs=offs, return_preact=True, out=torch.empty_like(x))
+
+
+def _with_trained_row_scales() -> None:
+    """A backward through adapters, which makes a gradient of row scales."""
+    x, offs = torch.randn(20, 16, dtype=torch.bfloat16), torch.tensor([4, 20], dtype=torch.int32)
+    w1, w2, a1, b1, a2, b2 = (
+        torch.randn(2, *shape, dtype=torch.bfloat16) for shape in ((16, 16), (16, 8), (8, 16), (16, 8), (8, 8), (16, 8))
+    )
+    scale = torch.ones(20, requires_grad=True)
+    glulam.grouped_mlp(x, w1, w2, offs=offs, row_scale=scale, lora=glulam.ExpertLora(a1, b1, a2, b2)).sum().backward()
 
 
 def _leaves(sample: Sample, are_trained: bool) -> Sample:

@@ -25,6 +25,7 @@ from cute_kernels.specs import (
 
 from ..formats.mxfp8 import quantize_mxfp8
 from ..host.experts import GateUp
+from ..ops.adapted import adapted_dglu, adapted_glu, adapted_mm
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp import grouped_mlp
@@ -41,6 +42,9 @@ UNREACHED = 1e4
 """A limit of clamped activations."""
 ROUNDED_TWICE = 3e-2
 """Tolerance of what rounds its activation to FP8: a value that lies on the edge of two numbers may become either."""
+
+RANK = 24
+"""Of adapters."""
 
 Sized = tuple[Routing, int, int]
 """Groups, H and I."""
@@ -86,16 +90,29 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
         }  # fmt: skip
         if is_decoded:
             given["w"] = FORMS[spec.operands].quantized_tensor(w)
+        given |= _low(spec, routing, n, spec.transpose_w)
         addends = {
             "bias": weights_of(experts, 1, n, dtype, seed=4)[:, 0].contiguous(),
             "bias_scale": scales_of(total, routing.rows),
         }
         for name, more in _ways(given, addends, () if is_decoded else ("w",), routing, routing == routings(size)[0]):
-            call = _listed(grouped_mm, transpose_w=spec.transpose_w)
+            call = _listed(adapted_mm if spec.adapted else grouped_mm, transpose_w=spec.transpose_w)
             yield Trial(
                 f"{routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
                 replayed=_replayed(sized, size),
             )  # fmt: skip
+
+
+def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
+    """The second pair of operands, if the GEMM is adapted. contracts_rows: whether that contracts over weights' rows."""
+    if not spec.adapted:
+        return {}
+    dtype, experts = _dtype(spec), len(routing.sizes)
+    low_w = weights_of(experts, width, RANK, dtype, seed=10)
+    return {
+        "low": rows_of(total_rows(routing), RANK, dtype, routing.rows, seed=11),
+        "low_w": low_w.mT.contiguous() if contracts_rows else low_w,
+    }
 
 
 def _ends(routing: Routing) -> tuple[int, int]:
@@ -198,17 +215,20 @@ def glu(spec: GroupedGluSpec, size: Size) -> Iterator[Trial]:
         w1 = weights_of(experts, both, hidden, dtype, seed=2)
         given = {
             "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
-            "w1": w1.mT.contiguous() if spec.transpose_w else w1,
+            "w1": w1.mT.contiguous() if spec.transpose_w else w1, **_low(spec, routing, both, spec.transpose_w),
         }  # fmt: skip
         addends = {
             "bias": weights_of(experts, 1, both, dtype, seed=4)[:, 0].contiguous(),
             "row_scale": scales_of(total, routing.rows),
         }
-        options = {**_named(form), "return_preact": spec.save_preact, "transpose_w": spec.transpose_w}
+        options = {**_named(form), "transpose_w": spec.transpose_w}
+        if not spec.adapted:
+            options["return_preact"] = spec.save_preact
+        call = _listed(adapted_glu if spec.adapted else grouped_glu, **options)
         for name, more in _ways(given, addends, ("w1",), routing, _is_first(spec, size, form, routing)):
             yield Trial(
-                f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, _listed(grouped_glu, **options),
-                _ends(routing), True, replayed=_replayed(sized, size),
+                f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
+                replayed=_replayed(sized, size),
             )  # fmt: skip
 
 
@@ -284,10 +304,11 @@ def _dglu_alone(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> I
         "dy": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
         "w2": w2.mT.contiguous() if spec.transpose_w else w2,
         "preact": rows_of(total, inter * (1 + is_gated(form[0])), dtype, routing.rows, seed=6),
-        "row_scale": scales_of(total, routing.rows),
+        "row_scale": scales_of(total, routing.rows), **_low(spec, routing, inter, not spec.transpose_w),
     }  # fmt: skip
 
-    call = _listed(grouped_dglu, **_named(form), transpose_w=spec.transpose_w)
+    function = adapted_dglu if spec.adapted else grouped_dglu
+    call = _listed(function, **_named(form), transpose_w=spec.transpose_w)
     yield Trial(f"{', '.join(form)}, {routing.name}", given, call, _ends(routing))
 
 
