@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     sizes: Callable[[Case], Sizes]
 
 
-def _is(kind: type, **fields: Any) -> Callable[[Any], bool]:
+def _is(kind: Any, **fields: Any) -> Callable[[Any], bool]:
     """Whether a spec is of a kind, with these fields and without adapters."""
     return lambda spec: type(spec) is kind and not spec.adapted and all(
         getattr(spec, name) == value for name, value in fields.items()
