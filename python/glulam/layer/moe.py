@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,27 +9,24 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.formats import DECODED
-
 from .. import recipes
 from ..activations import NamedNumbers, Numbers, named_numbers, packed
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
-from ..calls.call import Call
 from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_text
 from ..calls.front import operator, passed_to
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..expert_lora import ExpertLora
-from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
 from ..lora.mlp import check_goes_with_lora
-from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .adapted import moe_with_lora
+from .expert_rows import OP, OfWorld, expert_rows, rows_of_experts
 from .routing import Routing, check_row_of
-from .rows import check_routed, combine, combine_rows, permute, permute_tokens, row_indices
+from .rows import check_routed, combine, combine_rows, permute_tokens, row_indices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,17 +62,17 @@ def _moe(
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
     if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
-        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            y = grouped_mlp(
-                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
-                **named_numbers(numbers),
-            )  # fmt: skip
+        y = expert_rows(
+            x, w1, w2, offs=routing.offs, splits=None, rows=rows, row_scale=weights, b1=b1, b2=b2,
+            activation=activation, glu_layout=glu_layout, numbers=numbers, recipe=recipe, recompute=recompute,
+            transpose_w=transpose_w, world_experts=routing.world_experts,
+        )  # fmt: skip
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
             return combine(y, routing, residual, out=out)
     return layer(
         x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
         row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, numbers=numbers,
-        recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+        recipe=recipe, recompute=recompute, transpose_w=transpose_w, world_experts=routing.world_experts, out=out,
     )  # fmt: skip
 
 
@@ -140,35 +136,13 @@ def _over_ranks(
     return made
 
 
-def rows_of_experts(
-    x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, dtype: torch.dtype,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """What moe adds up: rows [T, H'] times their weights, without gradients. `dtype`: of those of an x in MXFP8.
-
-    Raises:
-        GradientNotSupported: x is in MXFP8, and a weight or bias requires a gradient.
-    """
-    rows: Tensor | None = row_indices(MoeCall.op, x, routing)
-    found = recipes.find(MoeCall.op, recipe)
-    if isinstance(x, Tensor) and found.operands in DECODED:  # which read no rows by index
-        x, rows = permute(x, routing), None
-    given = {"x": x, "w1": w1, "w2": w2, "offs": routing.offs, "rows": rows, "row_scale": routing.weight_of_row}
-    with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
-        if isinstance(x, Tensor):
-            made: Tensor = grouped_mlp(**given, recipe=recipe, **options)
-        else:
-            if is_grad_enabled() and any_requires_grad(w1, w2, options.get("b1"), options.get("b2")):
-                want_16_bits(MoeCall.op, "x")
-            parts = QuantizedMlpCall.unwrapped(found, {"recompute": False, **given, "dtype": dtype, **options})
-            made = QuantizedMlpCall.operator(**parts)
-    return made
-
-
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | QuantizedMoeCall:
     """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
     rows = {"rows": row_indices(MoeCall.op, x, routing), "row_of": routing.row_of, "row_scale": routing.weight_of_row}
-    given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
+    given = {
+        "x": x, "offs": routing.offs, "splits": None, **rows, "world_experts": routing.world_experts, "out": None,
+        "recompute": False, **options,
+    }  # fmt: skip
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
         return MoeCall(**packed({"transpose_w": False, **given}), recipe=found.name)
@@ -208,22 +182,22 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
         )
 
 
-class OfTokens(Call):
+class OfTokens(OfWorld):
     """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
     `row_scale` is the weights of these.
     """
 
-    op = "moe"
+    op = OP
     after_groups = ""
     labels: ClassVar[dict[str, str]] = {
-        **Call.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
+        **OfWorld.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
         "row_scale": "weights (routing.weight_of_row)",
     }  # fmt: skip
     tokens = Tokens(_copies, _rows, _sums)
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """For a routing may stand the shape (N, K) of its choices."""
+        """For a routing may stand the shape (N, K) of its choices, or (N, K, world_experts)."""
         public = super().arguments_of(public)
         routing = public.pop("routing")
         if public.pop("parallel") is not None:
@@ -231,13 +205,15 @@ class OfTokens(Call):
                 f"{cls.op}: kernels depend on the rows that a rank gets; give these, and leave out parallel"
             )
         given: dict[str, Any] = {"splits": None}
-        if isinstance(routing, (tuple, list)) and len(routing) == 2:
-            check_routed(cls.op, public["x"][0], routing[0])
-            rows = (math.prod(routing),)
-            given.update(offs=None, rows=rows, row_of=routing, row_scale=rows)
+        if isinstance(routing, (tuple, list)) and len(routing) in (2, 3):
+            tokens, k, *world = routing
+            check_routed(cls.op, public["x"][0], tokens)
+            rows = (tokens * k,)
+            given.update(offs=None, rows=rows, row_of=(tokens, k), row_scale=rows)
+            given["world_experts"] = world[0] if world else 0
         else:
             given.update(rows=row_indices(cls.op, public["x"], routing), row_of=routing.row_of)
-            given.update(offs=routing.offs, row_scale=routing.weight_of_row)
+            given.update(offs=routing.offs, row_scale=routing.weight_of_row, world_experts=routing.world_experts)
         return {**public, **given}
 
     @property
@@ -296,7 +272,7 @@ class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
 def layer(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
     b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool,
-    transpose_w: bool, out: Any,
+    transpose_w: bool, world_experts: int, out: Any,
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body

@@ -15,7 +15,8 @@ from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
 from ..formats.mxfp8 import MXFP8Tensor
 from ..layer import Routing, combine, moe, permute, route
 from ..layer.few_tokens import route_few, routes_few
-from ..layer.moe import moe_call, rows_of_experts
+from ..layer.expert_rows import rows_of_experts
+from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule
 from ..recipes import BF16
 from . import dialects
