@@ -97,8 +97,7 @@ def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
     if expert_map is None:
         return places
     is_mapped = (places >= 0) & (places < len(expert_map))
-    padded = torch.cat([expert_map.long(), expert_map.new_full((1,), -1, dtype=torch.int64)])  # a map may be empty
-    return padded[places.where(is_mapped, len(expert_map))]
+    return expert_map.long()[places.where(is_mapped, 0)].where(is_mapped, -1)
 
 
 def sort(

@@ -252,8 +252,8 @@ def _check_map(op: str, expert_map: Any, ids: Tensor) -> None:
     """Raise ValueError or TypeError if it is not int32 [experts of all ranks], contiguous, on the device of ids."""
     what = "[experts of all ranks]"
     tensor = check_tensor(op, "expert_map", expert_map, f"a tensor {what}", ids, dtypes=(torch.int32,))
-    if tensor.dim() != 1:
-        raise ValueError(f"{op}: expert_map has shape {shape_text(tensor.shape)}; give {what}")
+    if tensor.dim() != 1 or not tensor.shape[0]:  # an empty tensor has address 0, which means no map
+        raise ValueError(f"{op}: expert_map has shape {shape_text(tensor.shape)}; give {what}, which has a place or more")
 
 
 def num_mapped(expert_map: Tensor | None) -> int:
