@@ -131,9 +131,9 @@ def _sorted(spec: Spec) -> Step:
     """Offs, and the token, the weight and the row of each of `ids`' choices, where ids are given: by one CTA."""
     place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
     return _step(
-        place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights", num_tokens=0, offs="groups",
-        token_of_row="rows", weight_of_row="scale", workspace=0, wide="wide_ids", first=0, experts="num_groups",
-        chunk="tokens", stream=Of("x", "stream"),
+        place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights",
+        num_tokens=0, offs="groups", token_of_row="rows", weight_of_row="scale", workspace=0, wide="wide_ids", first=0,
+        experts="num_groups", chunk="tokens", stream=Of("x", "stream"),
     )  # fmt: skip
 
 

@@ -363,7 +363,9 @@ def in_rows_of(made: Routing, recipe: str) -> Tensor:
 class TestOwners:
     """What a rank's dispatch leaves there, as if the choices were spread over so many experts."""
 
-    @pytest.mark.parametrize(("experts", "world", "top_k"), [(256, 8, 8), (256, 32, 8), (8, 8, 2), (128, 4, 1), (8, 1, 2)])
+    @pytest.mark.parametrize(
+        ("experts", "world", "top_k"), [(256, 8, 8), (256, 32, 8), (8, 8, 2), (128, 4, 1), (8, 1, 2)]
+    )
     def test_tokens_that_came(self, experts: int, world: int, top_k: int) -> None:
         """Against random choices: rows here over choices of the tokens that have one here."""
         owners, generator = Owners(experts, world), torch.Generator().manual_seed(0)

@@ -118,7 +118,11 @@ def test_a_layer_of_few_tokens(recipe: str, anywhere: Any) -> None:
 
 
 def test_gradients_against_float64() -> None:
-    x, w1, w2 = torch.randn(9, 8, dtype=F64), torch.randn(EXPERTS, 8, 8, dtype=F64), torch.randn(EXPERTS, 8, 4, dtype=F64)
+    x, w1, w2 = (
+        torch.randn(9, 8, dtype=F64),
+        torch.randn(EXPERTS, 8, 8, dtype=F64),
+        torch.randn(EXPERTS, 8, 4, dtype=F64),
+    )
     ids, weights, by = some_ids(9), torch.rand(9, K, dtype=F64), expert_map()
     leaves = [one.requires_grad_() for one in (x, weights, w1, w2)]
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import glulam
+from glulam.layer.expert_rows import rows_of_experts
 from glulam.library import FORMS
 
 pytest_plugins = ["support.fixtures"]
@@ -67,6 +68,7 @@ def samples() -> dict[str, list[Sample]]:
                 results = [one for one in trained(operation, "cpu")[1] if one.requires_grad]
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         _into_buffers()
+        _rows_of_layers()
     found: dict[str, list[Sample]] = {name: [] for name in FORMS}
     for sample in watch.samples:
         found[sample.op._schema.name.removeprefix("glulam::")].append(sample)
@@ -80,6 +82,17 @@ def _into_buffers() -> None:
     layer(x, offs=offs, out=torch.empty_like(x), grad_input=torch.empty_like(x)).sum().backward()
     with torch.no_grad():
         glulam.grouped_glu(x, layer.fc1.weight, offs=offs, return_preact=True, out=torch.empty_like(x))
+
+
+def _rows_of_layers() -> None:
+    """Calls of forms that layers over several ranks call alone."""
+    weights = torch.randn(4, 64, 32, dtype=torch.bfloat16), torch.randn(4, 32, 32, dtype=torch.bfloat16)
+    ids = torch.randint(4, (20, 2))  # all are here, since no result is written after the last group
+    routing = glulam.Routing.from_topk(ids, torch.rand(20, 2), 4, world_experts=16)
+    options = {"activation": "swiglu", "glu_layout": "concat", "dtype": torch.bfloat16}
+    with torch.no_grad():
+        for recipe in ("bf16", "mxfp8", "mxfp8_exact"):
+            rows_of_experts(torch.randn(20, 32, dtype=torch.bfloat16), routing, *weights, recipe=recipe, **options)
 
 
 def _leaves(sample: Sample, are_trained: bool) -> Sample:

@@ -16,7 +16,8 @@ from .. import recipes
 from ..calls.addressed import WIDTH_MULTIPLE, check_like
 from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_flag, check_tensor, shape_text
 from ..formats.mxfp8 import MXFP8Tensor
-from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
+from ..layer.checks import MAX_EXPERTS, MAX_K, MAX_ROWS
+from ..layer.routing import Routing
 from ..layer.rows import combine
 from ..recipes import Recipe
 from .all_to_all import AllToAll

@@ -21,8 +21,9 @@ from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import OFFS_OF_CALL
 from ..recipes import Recipe
 from . import reference
+from .checks import check_choices, experts_of_world, forms_of_choices, num_mapped
 from .moe import MoeCall, OfTokens, QuantizedMoeCall, moe
-from .routing import MOST_SORTED, Routing, check_choices, experts_of_world, forms_of_choices, num_mapped
+from .routing import MOST_SORTED, Routing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

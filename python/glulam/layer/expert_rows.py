@@ -22,7 +22,8 @@ from ..host.groups import part_of
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
 from ..recipes import Recipe
-from .routing import Routing, check_world
+from .checks import check_world
+from .routing import Routing
 from .rows import permute, row_indices
 
 OP = "moe"
@@ -85,15 +86,15 @@ def rows_of_experts(
     given = {"x": x, "w1": w1, "w2": w2, "offs": routing.offs, "rows": rows, "row_scale": routing.weight_of_row}
     if lora is not None:  # such a call is several operators
         with nullcontext() if is_dynamo_compiling() else part_of(OP):
-            made: Tensor = grouped_mlp(**given, recipe=recipe, lora=lora, **options)  # type: ignore[arg-type]
+            made: Tensor = grouped_mlp(**given, recipe=recipe, lora=lora, **options)
             return made
     given = {
         **dict.fromkeys(("splits", "b1", "b2")), "recompute": False, "transpose_w": False, **given,
         "world_experts": routing.world_experts, **options,
     }  # fmt: skip
     if isinstance(x, Tensor):
-        return expert_rows(**packed({**given, "recipe": recipe}))  # type: ignore[no-any-return]
+        return expert_rows(**packed({**given, "recipe": recipe}))
     if is_grad_enabled() and any_requires_grad(w1, w2, given["b1"], given["b2"]):
         want_16_bits(OP, "x")
     parts = QuantizedExpertRowsCall.unwrapped(found, {**given, "dtype": dtype})
-    return QuantizedExpertRowsCall.operator(**parts)  # type: ignore[no-any-return]
+    return QuantizedExpertRowsCall.operator(**parts)

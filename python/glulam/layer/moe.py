@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
@@ -24,8 +23,9 @@ from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .adapted import moe_with_lora
+from .checks import check_row_of
 from .expert_rows import OP, OfWorld, expert_rows, rows_of_experts
-from .routing import Routing, check_row_of
+from .routing import Routing
 from .rows import check_routed, combine, combine_rows, permute_tokens, row_indices
 
 if TYPE_CHECKING:
