@@ -196,7 +196,7 @@ def test_what_is_launched(layer: Layer, recipe: str, by_rows: FakeGpu) -> None:
             by_rows.specs.clear()
             layer(tokens(TOKENS - 1), choices(TOKENS - 1), world, **options)
             assert not tiles(by_rows.specs)
-            layer(tokens(8 * TOKENS), choices(8 * TOKENS), world, **options)
+            layer(tokens(5 * TOKENS), choices(5 * TOKENS), world, **options)
             assert (tiles(by_rows.specs) == found[ROWS]) == (world == WORLD)
         assert results[0].equal(results[1]) and results[0].abs().max() > 0.1
 
