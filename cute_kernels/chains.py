@@ -131,9 +131,9 @@ def _sorted(spec: Spec) -> Step:
     """Offs, and the token, the weight and the row of each of `ids`' choices, where ids are given: by one CTA."""
     place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
     return _step(
-        place, "ids row_of tokens k weight_form", when="ids", weights="id_weights", num_tokens=0, offs="groups",
-        token_of_row="rows", weight_of_row="scale", workspace=0, wide="wide_ids", first=0, experts="num_groups",
-        chunk="tokens", stream=Of("x", "stream"),
+        place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights",
+        num_tokens=0, offs="groups", token_of_row="rows", weight_of_row="scale", workspace=0, wide="wide_ids", first=0,
+        experts="num_groups", chunk="tokens", stream=Of("x", "stream"),
     )  # fmt: skip
 
 
@@ -241,10 +241,12 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
     same = "ids num_tokens workspace tokens experts k chunk stream"
     rows = f"{same} weights offs token_of_row row_of weight_of_row"
     if spec.kernel == "sort":
-        count = _step(stage["count"], f"{same} wide first", when="workspace")
-        return count, _step(stage["place"], f"{rows} wide weight_form first")
+        of_ids = "wide first expert_map num_mapped"
+        count = _step(stage["count"], f"{same} {of_ids}", when="workspace")
+        return count, _step(stage["place"], f"{rows} {of_ids} weight_form")
     choose = _step(stage["choose"], f"{rows} logits bias forms score normalize num_groups top_groups scale")
-    return choose, _step(stage["place"], rows, wide=0, weight_form=0, first=0, when="workspace")
+    ids = {"wide": 0, "first": 0, "expert_map": 0, "num_mapped": 0}
+    return choose, _step(stage["place"], rows, weight_form=0, **ids, when="workspace")
 
 
 def _steps(spec: Spec) -> tuple[Step, ...]:

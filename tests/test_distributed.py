@@ -127,6 +127,7 @@ def what_goes_where() -> None:
         if any(ep.first <= e < ep.first + ep.num_local for e in t[1][n].tolist())
     ]
     assert torch.equal(x_here, torch.stack([t[0] for t in theirs])) and here.num_experts == ep.num_local
+    assert here.world_experts == Owners(EXPERTS, world).spread_of_arrived(rank, TOP_K) <= EXPERTS
     assert torch.equal(here.weights, torch.stack([t[2] for t in theirs]))
     assert torch.equal(here.ids.long(), torch.stack([t[1] for t in theirs]))
     y_here = glulam.permute(x_here, here) * here.weight_of_row[:, None]
@@ -569,6 +570,9 @@ def bad_options() -> None:
     w1, w2 = weights_of()
     with pytest.raises(ValueError, match="routing is to 9 experts from 1 on; with parallel give one to all 10"):
         glulam.moe(x, Routing.from_topk(ids, weights, 9, first=1), w1, w2, parallel=ep)
+    mapped = Routing.from_topk(ids, weights, EXPERTS, expert_map=torch.arange(EXPERTS, dtype=torch.int32))
+    with pytest.raises(ValueError, match="moe: routing has an expert_map, and with parallel"):
+        glulam.moe(x, mapped, w1, w2, parallel=ep)
 
 
 def ranks_that_disagree() -> None:

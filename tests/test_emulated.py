@@ -36,6 +36,7 @@ from glulam.choose import kernels
 from glulam.choose.problem import Problem
 from glulam.choose.shipped import shipped_choice
 from glulam.host.experts import GateUp
+from glulam.layer.choices import moe_of_choices
 from glulam.validate.inputs import Size
 
 Trials = list[Sequence[Tensor]]
@@ -214,6 +215,47 @@ def test_tiles_that_do_not_ship(op: str) -> None:
     """Groups of several tiles: none may write what is another's."""
     with installed("sm_90", check_races=True) as gpu:
         assert validated.try_function(gpu, _untold(op), most=1).trials == 1
+
+
+@pytest.mark.parametrize("tokens", [9, 520], ids=["one launch", "two launches"])
+def test_choices_by_a_map_of_experts(tokens: int) -> None:
+    """Ids below, above and in the map, whose values are places in any order, -1 and places of nobody."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, 17, (tokens, 4), generator=generator)
+    ids[1] = 2**32
+    weights, experts = torch.rand(tokens, 4, generator=generator), 10
+    expert_map = torch.tensor([3, -1, 0, 9, 10, 5, -7, 1, 2, 2**31 - 1, 8, 7, -1, 3], dtype=torch.int32)
+    for given in (ids, ids.clamp(max=20).int()):
+        wanted = glulam.Routing.from_topk(given, weights, experts, expert_map=expert_map)
+        with installed("sm_90a", check_races=True) as gpu:
+            made = glulam.Routing.from_topk(given, weights, experts, expert_map=expert_map)
+            assert "layer_sort_e128_sm_90a" in gpu.called
+            assert bool(gpu.fake.launches[-1]["workspace"]) == (tokens > 9)
+        assert made.offs.equal(wanted.offs) and made.row_of.equal(wanted.row_of)
+        end = int(made.offs[-1])
+        assert made.token_of_row[:end].equal(wanted.token_of_row[:end])
+        assert made.weight_of_row[:end].equal(wanted.weight_of_row[:end])
+        assert 0 < end < ids.numel() and (wanted.row_of[1] < 0).all()
+
+
+def test_a_layer_sorts_choices_by_a_map_of_experts() -> None:
+    """In one call; the same bits as of ids that are places."""
+    generator = torch.Generator().manual_seed(0)
+    x, w1, w2 = (torch.randn(*shape, generator=generator) for shape in ((9, 64), (6, 64, 64), (6, 64, 32)))
+    given = [x.to(BF16), (w1 / 8).to(BF16), (w2 / 8).to(BF16)]
+    ids, weights = torch.randint(-1, 9, (9, 3), generator=generator), torch.rand(9, 3, generator=generator)
+    places = torch.tensor([5, -1, 0, 2, 9, 3, 1, 4, -1, -1], dtype=torch.int32)  # and of ids 8 and -1
+
+    def layer(ids: Tensor, **options: Any) -> Tensor:
+        with torch.no_grad():
+            return moe_of_choices(given[0], ids, weights, 6, *given[1:], **options)
+
+    exact = layer(places[ids])
+    with installed("sm_90a") as gpu:
+        made, wanted = layer(ids, expert_map=places[:8]), layer(places[ids])
+        assert "layer_place_e256_sm_90a" in gpu.called
+    assert made.equal(wanted) and exact.abs().max() > 1
+    torch.testing.assert_close(made, exact, rtol=2e-2, atol=2e-2)
 
 
 def test_memory_that_no_argument_has_is_a_fault() -> None:

@@ -243,6 +243,15 @@ def test_dispatches_that_no_combine_follows(played: pytest.MonkeyPatch) -> None:
                 torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_rows_are_expected_as_of_ranks_with_as_many_tokens(played: pytest.MonkeyPatch) -> None:
+    """Of the room for all ranks' tokens; with a power of two of them, so that most numbers have a plan."""
+    (ep,) = ranks_of(1, device="cpu")
+    with torch.no_grad():
+        for count, used in ((1, 1), (3, 4), (30, 32), (MOST, MOST), (0, MOST)):
+            _, here, _ = ep.dispatch(*inputs(count, 0, "all")[:3])
+            assert here.world_experts == ep.num_experts * MOST // used
+
+
 def test_numbers_of_operations_wrap(played: pytest.MonkeyPatch) -> None:
     w1, w2 = weights_of()
     ranks = ranks_of(2, device="cpu")

@@ -25,6 +25,7 @@ from support.fake_gpu import FakeGpu
 from support.transformers_models import EXPERTS, HIDDEN, INTER, MODELS, TOP_K, class_of, config_of
 from torch import Tensor, nn
 
+import glulam
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 from examples import finetune_moe, generate_moe
 from glulam import MXFP4Tensor
@@ -219,6 +220,29 @@ def test_choices_of_other_ranks_have_no_part(new_memory_is_nan: None) -> None:
         experts = experts_of(name)
         for got, wanted in zip(run(experts, "glulam", given), run(experts, "eager", given), strict=True):
             close(got, wanted)
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_rank_with_a_part_of_the_experts_expects_a_part_of_the_rows(
+    count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless tokens come one by one for their experts, as an all-to-all brings them."""
+    told: list[Any] = []
+    sort = glulam.Routing.from_topk.__func__
+    monkeypatch.setattr(
+        glulam.Routing, "from_topk", classmethod(lambda *given, **named: told.append(named) or sort(*given, **named))
+    )
+    for world, k, wanted in ((EXPERTS, TOP_K, None), (8 * EXPERTS, TOP_K, 8 * EXPERTS), (8 * EXPERTS, 1, None)):
+        for name in ("Qwen3MoeExperts", "MuseSparkExperts"):
+            experts, given = experts_of(name), routed()
+            for other in ("num_experts", "num_local_experts", "n_routed_experts"):
+                delattr(experts.config, other)
+            setattr(experts.config, count, world)
+            given = {**given, **{of: given[of][:, :k] for of in ("top_k_index", "top_k_weights")}}
+            told.clear()
+            for got, right in zip(run(experts, "glulam", given), run(experts, "eager", given), strict=True):
+                close(got, right)
+            assert told and all(one["world_experts"] == wanted for one in told)
 
 
 @pytest.mark.usefixtures("recipe_after")

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import glulam
+from glulam.layer.expert_rows import rows_of_experts
 from glulam.library import FORMS
 
 pytest_plugins = ["support.fixtures"]
@@ -68,6 +69,7 @@ def samples() -> dict[str, list[Sample]]:
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         _into_buffers()
         _with_trained_row_scales()
+        _rows_of_layers()
     found: dict[str, list[Sample]] = {name: [] for name in FORMS}
     for sample in watch.samples:
         found[sample.op._schema.name.removeprefix("glulam::")].append(sample)
@@ -91,6 +93,17 @@ def _with_trained_row_scales() -> None:
     )
     scale = torch.ones(20, requires_grad=True)
     glulam.grouped_mlp(x, w1, w2, offs=offs, row_scale=scale, lora=glulam.ExpertLora(a1, b1, a2, b2)).sum().backward()
+
+
+def _rows_of_layers() -> None:
+    """Calls of forms that layers over several ranks call alone."""
+    weights = torch.randn(4, 64, 32, dtype=torch.bfloat16), torch.randn(4, 32, 32, dtype=torch.bfloat16)
+    ids = torch.randint(4, (20, 2))  # all are here, since no result is written after the last group
+    routing = glulam.Routing.from_topk(ids, torch.rand(20, 2), 4, world_experts=16)
+    options = {"activation": "swiglu", "glu_layout": "concat", "dtype": torch.bfloat16}
+    with torch.no_grad():
+        for recipe in ("bf16", "mxfp8", "mxfp8_exact"):
+            rows_of_experts(torch.randn(20, 32, dtype=torch.bfloat16), routing, *weights, recipe=recipe, **options)
 
 
 def _leaves(sample: Sample, are_trained: bool) -> Sample:

@@ -5,6 +5,7 @@ Their arguments, besides tensors' addresses and sizes:
     forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
     weight_form, bias_form      dtypes of a router's parameters, or of choices' weights
     wide                        whether ids have 64 bits
+    expert_map, num_mapped      int32 [num_mapped], an id's place among the experts here, or -1; 0: ids are the places
     chunk                       tokens of a CTA
     workspace                   int32 [chunks, experts]; 0: there is one chunk
     position                    how many kernels of the same call come before
@@ -58,10 +59,13 @@ KERNELS: dict[str, Kernel] = {
         ),
         "layer.route",
     ),
-    "count": _routing(numbers("ids num_tokens workspace", "wide first tokens experts k chunk"), "layer.route"),
+    "count": _routing(
+        numbers("ids num_tokens expert_map workspace", "wide first num_mapped tokens experts k chunk"), "layer.route"
+    ),
     "place": _routing(
         numbers(
-            f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk position"
+            f"ids weights num_tokens expert_map {_ROWS_OF} workspace",
+            "wide weight_form first num_mapped tokens experts k chunk position",
         ),
         "layer.route",
     ),

@@ -29,20 +29,30 @@ UNROLL = 8
 
 
 class Choices(NamedTuple):
-    """[N, k] expert ids at an address, int64 where `wide`, else int32; those of other experts than `first` .. `first` +
-    `experts` - 1 have no row. Nor have those of tokens from `limit` on.
+    """[N, k] expert ids at an address, int64 if `wide`, else int32.
+
+    An expert's place is its id - `first`, or what `expert_map`, int32 [num_mapped] at an address, has for it. Choices
+    whose place is none of 0 .. `experts` - 1, or whose id is outside the map, have no row; nor have those of tokens
+    from `limit` on.
     """
 
     ids: Int64
     wide: Int32
     first: Int32
+    expert_map: Int64
+    num_mapped: Int32
     experts: Int32
     k: Int32
     limit: Int32
 
     def expert(self, index: Int32) -> Int32:
-        """Of a choice, counted from `first`; -1 without a row."""
+        """Return the place of a choice's expert; -1 without a row."""
         return _expert(self, index)
+
+
+def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
+    """Return choices of int32 ids that are experts' places themselves."""
+    return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
 @cute.jit
@@ -53,6 +63,11 @@ def _expert(choices: Choices, index: Int32) -> Int32:
     else:
         wide = Int64(vector_at(Int32, choices.ids)[index])
     wide -= choices.first
+    if choices.expert_map != 0:
+        place = Int32(-1)
+        if (wide >= 0) & (wide < choices.num_mapped):
+            place = vector_at(Int32, choices.expert_map)[Int32(wide)]
+        wide = Int64(place)
     has_row = (wide >= 0) & (wide < choices.experts) & (index // choices.k < choices.limit)
     return select(has_row, Int32(wide), Int32(-1))
 

@@ -25,7 +25,7 @@ from ..device.warps import WARP
 from ..specs import PARAM_FORMS, LayerSpec
 from ..tracing import Traced, traced
 from .choice import Chooser, Logits, Rule
-from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit
+from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit, unmapped
 
 
 class _Chunks(Invariant):
@@ -90,7 +90,7 @@ class Choose(_Chunks):
                 vector_at(Int32, ids)[token * rule.k + lane] = expert
                 vector_at(Float32, results.weights)[token * rule.k + lane] = weight
         cute.arch.sync_threads()
-        choices = Choices(ids, Int32(0), Int32(0), logits.experts, rule.k, limit)
+        choices = unmapped(ids, logits.experts, rule.k, limit)
         placer = self._placer(choices, tokens, chunk)
         placer.count()
         if workspace != 0:
@@ -102,11 +102,11 @@ class Choose(_Chunks):
 class Count(_Chunks):
     @cute.jit
     def __call__(
-        self, ids: Int64, num_tokens: Int64, workspace: Int64, wide: Int32, first: Int32, tokens: Int32,
-        experts: Int32, k: Int32, chunk: Int32, stream: cuda.CUstream,
+        self, ids: Int64, num_tokens: Int64, expert_map: Int64, workspace: Int64, wide: Int32, first: Int32,
+        num_mapped: Int32, tokens: Int32, experts: Int32, k: Int32, chunk: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            choices = Choices(ids, wide, first, experts, k, Int32(0))
+            choices = Choices(ids, wide, first, expert_map, num_mapped, experts, k, Int32(0))
             self._launch((choices, num_tokens, workspace), tokens, chunk, stream, Int32(0))
 
     @cute.kernel
@@ -121,12 +121,13 @@ class Count(_Chunks):
 class Place(_Chunks):
     @cute.jit
     def __call__(
-        self, ids: Int64, weights: Int64, num_tokens: Int64, offs: Int64, token_of_row: Int64, row_of: Int64,
-        weight_of_row: Int64, workspace: Int64, wide: Int32, weight_form: Int32, first: Int32, tokens: Int32,
-        experts: Int32, k: Int32, chunk: Int32, position: Int32, stream: cuda.CUstream,
+        self, ids: Int64, weights: Int64, num_tokens: Int64, expert_map: Int64, offs: Int64, token_of_row: Int64,
+        row_of: Int64, weight_of_row: Int64, workspace: Int64, wide: Int32, weight_form: Int32, first: Int32,
+        num_mapped: Int32, tokens: Int32, experts: Int32, k: Int32, chunk: Int32, position: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            choices = Choices(ids, wide, first, experts, k, Int32(0))
+            choices = Choices(ids, wide, first, expert_map, num_mapped, experts, k, Int32(0))
             results = Results(weights, weight_form, offs, token_of_row, row_of, weight_of_row)
             self._launch((choices, num_tokens, results, workspace), tokens, chunk, stream, position)
 

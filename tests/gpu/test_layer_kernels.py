@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -180,6 +181,35 @@ class TestFromTopk:
             made = Routing.from_topk(ids.cuda(), weights.cuda(), experts, first)
             assert made.weight_of_row.dtype is F32
             check_rows(made, ids - first, weights.float(), experts)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (64, 8), (3000, 8), (641, 32)])
+    @pytest.mark.parametrize(("mapped", "experts"), [(256, 32), (290, 240), (1500, 1024)])
+    def test_rows_by_a_map(self, tokens: int, k: int, dtype: torch.dtype, mapped: int, experts: int) -> None:
+        """Places in any order, of several ids the same, -1 and no places; ids outside the map."""
+        generator = torch.Generator().manual_seed(mapped)
+        places = torch.randint(-3, experts + 3, (mapped,), generator=generator, dtype=torch.int32)
+        ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k)
+        made = Routing.from_topk(ids.cuda(), weights.cuda(), experts, expert_map=places.cuda())
+        is_mapped = (ids >= 0) & (ids < mapped)
+        check_rows(made, places.long()[ids.long().where(is_mapped, 0)].where(is_mapped, -1), weights, experts)
+
+    def test_a_graph_reads_the_map_that_is_there(self) -> None:
+        """Experts move between ranks, and a graph goes on."""
+        ids, weights = some_ids(700, 8, torch.int64), torch.rand(700, 8)
+        places = torch.arange(256, dtype=torch.int32).remainder(40).cuda()
+        at = ids.cuda(), weights.cuda()
+        Routing.from_topk(*at, 32, expert_map=places)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = Routing.from_topk(*at, 32, expert_map=places)
+        for shift in (0, 7):
+            places.copy_(places.roll(shift))
+            graph.replay()
+            wanted = Routing.from_topk(ids, weights, 32, expert_map=places.cpu())
+            end = int(wanted.offs[-1])
+            assert made.offs.cpu().equal(wanted.offs) and made.row_of.cpu().equal(wanted.row_of) and end
+            assert made.token_of_row[:end].cpu().equal(wanted.token_of_row[:end])
 
     @pytest.mark.parametrize("expert", [-1, 0, 9])
     def test_all_to_one_or_none(self, expert: int) -> None:
@@ -383,6 +413,25 @@ class TestMoeOfChoices:
                 self.poison((0x00, 0x7F)[number % 3])
             assert same_bits(moe_of_choices(**given, **options), wanted)
         assert count < 16 or wanted.abs().max() > 0.1
+
+    @pytest.mark.parametrize("world", [200, 512, 10**6])
+    @pytest.mark.parametrize("count", [1, 16, 256])
+    def test_a_map_and_a_part_of_the_experts(self, count: int, world: int, options: dict[str, Any]) -> None:
+        """In one call, in two, and by ids that are places; all choices are here, however few are expected."""
+        places = torch.randperm(200, device="cuda").remainder(self.EXPERTS).int()
+        for _ in range(5):
+            given = self.tokens(count)
+            ids = torch.randint(200, given["ids"].shape, device="cuda")
+            mapped = {**given, "ids": ids, "expert_map": places, "world_experts": world}
+            plain = {**given, "ids": places.long()[ids], "world_experts": world}
+            self.poison(0x7F)
+            made = moe_of_choices(**mapped, **options)
+            assert same_bits(made, moe_of_choices(**plain, **options))
+            now = Routing.from_topk(**{name: value for name, value in mapped.items() if name != "x"})
+            assert int(now.offs[-1]) == ids.numel() and same_bits(made, glulam.moe(given["x"], now, **options))
+            usual = glulam.moe(given["x"], dataclasses.replace(now, world_experts=self.EXPERTS), **options).float()
+            scale = float(usual.abs().max())
+            assert scale > 0.1 and float((made.float() - usual).abs().max()) <= 2e-2 * scale
 
     @pytest.mark.parametrize("expert", [-1, 0, 63, 64, 2**32])
     def test_all_to_one_or_none(self, expert: int, options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ def torch_arguments(name: str, **given: Any) -> tuple[Any, ...]:
     """The positional arguments of torch.ops.glulam.`name`, those that are not given None, flags False, and forms of the
     activation their defaults."""
     defaults = {"activation": "swiglu", "glu_layout": "concat", "numbers": DEFAULTS}
-    flags = dict.fromkeys(("recompute", "transpose_w", "accumulate"), False)
+    flags = {**dict.fromkeys(("recompute", "transpose_w", "accumulate"), False), "world_experts": 0}
     form = library.FORMS[name]
     assert given.keys() <= set(form.names), given.keys() - set(form.names)
     return tuple({**defaults, **flags, "recipe": "bf16", **given}.get(each) for each in form.names)

@@ -39,8 +39,10 @@ def _counts(ids: Tensor, at: Any) -> Tensor:
 
 
 def _ids(at: Any) -> Tensor:
-    """Counted from the first; -1 of padding."""
-    ids = _tensor(at.ids, at.tokens, at.k, dtype=torch.int64 if at.wide else I32).long() - at.first
+    """Places of experts; -1 of padding."""
+    assert not (at.expert_map and at.first)
+    ids = _tensor(at.ids, at.tokens, at.k, dtype=torch.int64 if at.wide else I32)
+    ids = reference.placed(ids, optional(at.expert_map, at.num_mapped, dtype=I32), at.first)
     limit = optional(at.num_tokens, 1, dtype=I32)
     return ids if limit is None else ids.masked_fill(torch.arange(at.tokens).unsqueeze(1) >= limit, -1)
 
@@ -97,7 +99,7 @@ def _place(spec: LayerSpec, at: Any) -> None:
     else:
         assert at.chunk >= at.tokens
     weights = _tensor(at.weights, at.tokens, at.k, dtype=dtype_in(at.weight_form, 0))
-    _leave_rows(at, reference.sort(ids, weights, None, at.experts, 0))
+    _leave_rows(at, reference.sort(ids, weights, None, None, at.experts, 0))
 
 
 def _route_backward(spec: LayerSpec, at: Any) -> None:

@@ -73,10 +73,11 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             )
             call.check_plain()
             check_targets(call, targets)
+        asked = call
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
             call = with_parts_as_read(call)
         path = path_of_kind(call)
-        result = planned.run(call, key, targets, path)
+        result = planned.run(call, key, targets, path, asked)
         return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:
         call.judge()  # so that the error names this operator and its arguments, not those that it is made of

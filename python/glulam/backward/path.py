@@ -70,10 +70,10 @@ class Launches:
         plans: by the name of a part, its plan and the problem of that.
     """
 
-    def __init__(self, has_lists: bool, like: Launches | None = None) -> None:
-        """`like`: those of a step that differs in its rows alone."""
+    def __init__(self, has_lists: bool, world_experts: int, like: Launches | None = None) -> None:
+        """`world_experts`: of the step's problem. `like`: those of a step that differs in its rows alone."""
         self.plans: dict[str, tuple[Plan, Problem]] = {}
-        self._has_lists = has_lists
+        self._has_lists, self._world_experts = has_lists, world_experts
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def make(self, part: str, kind: type[Call], groups: Groups, options: Options, tensors: dict[str, Any]) -> Any:
@@ -95,7 +95,7 @@ class Launches:
             given = packed(given)
         call = kind(**{**dict.fromkeys(kind.names), **given})
         if part not in self._like:
-            problem = call.check()
+            problem = changed(call.check(), world_experts=self._world_experts)
             return call.plan(problem, checked=False), problem
         like, old = self._like[part]
         problem = changed(old, rows=call.num_rows)
@@ -149,7 +149,7 @@ class Path:
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
         """Return this path by launches, for calls like one that was checked. `like`: of a call with other rows."""
         has_lists = any(getattr(call, name).__class__ in LISTS for name in (*call.weights, *call.biases))
-        launches = Launches(has_lists, None if like is None else like.launches)
+        launches = Launches(has_lists, problem.world_experts, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches, make=launches.make)
 
     def times_w(self, part: str, groups: Groups, transpose_w: bool, tensors: dict[str, Any]) -> Tensor:

@@ -149,12 +149,13 @@ class PlannedStep(Step):
         return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
 
-def run(call: Call, key: Hashable, targets: Targets, path: Path) -> Any:
+def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) -> Any:
     """The result of a call for which no step is kept yet, or that has targets; NotImplemented where it is not a common
     one. Then its tensors were found plain.
 
     Args:
         key: where to keep the step; None where the call did not come through its operator.
+        asked: the call that the key is of: its weights may have other parts than those that kernels read.
     """
     steps: Plans[Any] = call.plans
     if targets is not ORDINARY:
@@ -176,7 +177,7 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path) -> Any:
             step = PlannedStep(call, problem, path)
             # `free` tells places in the operator's own key, which is in another order than that of a call with targets.
             if steps is call.plans or not call.of_tokens:
-                call.settle_rows(key, steps, problem, step)
+                asked.settle_rows(key, steps, problem, step)
         steps.keep(key, step)
     return step.run_into(targets, tuple([getattr(call, name) for name in call.reads]))
 

@@ -34,7 +34,7 @@ from .checks import (
 )
 from .roles import GROUPS, SUFFIXES, WEIGHTS, Kind, roles_of
 
-_OF_PROBLEMS = ("activation", "glu_layout", "transpose_w")
+_OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 
 
 class Arguments:
@@ -108,7 +108,7 @@ class Arguments:
         cls.options = those(Kind.OPTION)
         cls.flags = tuple(name for name in cls.options if roles[name].schema == "bool")
         cls.weights, cls.biases = those(Kind.WEIGHT), those(Kind.BIAS)
-        cls.scales = those(Kind.BY_ROW, Kind.OF_TOKENS, Kind.PART, Kind.MASK)
+        cls.scales = those(Kind.BY_ROW, Kind.OF_TOKENS, Kind.PART, Kind.MASK, Kind.MAP)
         written = () if cls.gradients else cls.outputs
         cls.matrices = (*those(Kind.MATRIX), *written)
         of_tokens = those(Kind.OF_TOKENS)

@@ -23,6 +23,7 @@ class Kind(enum.Enum):
     OF_TOKENS = "of a layer: a row for each token, which kernels take by address"
     PART = "a part of a quantised weight besides its elements, which kernels take by address"
     MASK = "a flag for each expert, which kernels take by address"
+    MAP = "a place for each expert of the world, which kernels take by address"
     GROUPS = "group sizes"
     OUTPUT = "a buffer that is written"
     OPTION = "no tensor"
@@ -66,12 +67,13 @@ ROLES: dict[str, Role] = {
     **_roles(Kind.OF_TOKENS, "Tensor", "id_weights", dtype=torch.float32),
     **_roles(Kind.OF_TOKENS, "Tensor?", "residual"),
     **_roles(Kind.MASK, "Tensor?", "mask"),
+    **_roles(Kind.MAP, "Tensor?", "expert_map", dtype=torch.int32),
     **_roles(Kind.GROUPS, "Tensor?", "offs", "splits"),
     **_roles(Kind.OUTPUT, "Tensor(a!)", "out"),
     **_roles(Kind.OPTION, "str", "activation", "glu_layout", "recipe", "axis", "block", "scale_layout"),
     **_roles(Kind.OPTION, "ScalarType?", "dtype", "out_dtype"),
     **_roles(Kind.OPTION, "float[]", "numbers"),
-    **_roles(Kind.OPTION, "int", "num_experts"),
+    **_roles(Kind.OPTION, "int", "num_experts", "world_experts"),
     **_roles(Kind.OPTION, "float", "lora_scale"),
     **_roles(
         Kind.OPTION, "bool",

@@ -22,7 +22,12 @@ __all__ = ["Choice", "Chooser", "choose"]
 
 
 def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
-    """The spec that serves a problem on an architecture and the GPU of this name. Nothing is compiled or measured."""
+    """The spec that serves a problem on an architecture and the GPU of this name, with the rows that are expected.
+    Nothing is compiled or measured.
+    """
+    if problem.expected is not problem:
+        choice = choose(problem.expected, arch, gpu)
+        return replace(choice, why=f"{_expected_in_words(problem)}{choice.why}")
     ships = shipped.shipped_choice(problem, arch)
     advice = room(arch).advice(problem)
     if spec := known.preferred(problem, ships.spec):
@@ -30,6 +35,14 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     if (layer := known.tuned(problem, gpu)) and (found := known.fastest(layer, problem, ships.spec)):
         return Choice(found.spec, _tuned_in_words(found, ships.spec), advice, is_tuned=True)
     return replace(ships, why_not=(*ships.why_not, *known.ignored(gpu)))
+
+
+def _expected_in_words(problem: Problem) -> str:
+    """Say how many of a problem's rows are expected, if not all."""
+    if problem.expected_rows == problem.rows:
+        return ""
+    share = f"{problem.experts} of {problem.world_experts} experts are here"
+    return f"{share}, for which {problem.expected_rows} of {problem.rows} choices are expected; "
 
 
 def _tuned_in_words(found: known.Tuned, ships: Spec) -> str:
@@ -49,6 +62,7 @@ class Chooser:
 
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
         self._problem, self._arch = problem, arch
+        problem = problem.expected
         self._ships: dict[Hashable, Spec] = {}
         self._specs: dict[Spec, Spec] = {}  # equal ones are the same, so that callers may compare ids
         ships = self._shipped(problem)
@@ -60,7 +74,7 @@ class Chooser:
     def spec(self, rows: int) -> Spec:
         if self._only is not None:
             return self._only
-        problem = changed(self._problem, rows=rows)
+        problem = changed(self._problem, rows=rows).expected
         ships = self._shipped(problem)
         found = self._layer and known.fastest(self._layer, problem, ships)
         return found.spec if found else ships

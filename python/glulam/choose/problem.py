@@ -50,6 +50,8 @@ class Problem:
     (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
     come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own; `adapted`: the GEMM
     of a grouped_mm, grouped_glu or grouped_dglu contracts a second pair of operands, too.
+    `world_experts`: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
+    those here.
     """
 
     op: str
@@ -72,6 +74,19 @@ class Problem:
     gathers: bool = False
     in_halves: bool = False
     adapted: bool = False
+    world_experts: int = 0
+
+    @property
+    def expected_rows(self) -> int:
+        """The rows that get here if all experts of the world are chosen alike; T if they are all here."""
+        if self.world_experts <= self.experts:
+            return self.rows
+        return -(-self.rows * self.experts // self.world_experts)
+
+    @property
+    def expected(self) -> Problem:
+        """The problem that a kernel is chosen for: it has the rows that are expected here."""
+        return changed(self, rows=self.expected_rows, world_experts=0) if self.world_experts else self
 
     @property
     def dims(self) -> dict[str, int]:

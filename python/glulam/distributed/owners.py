@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,23 @@ class Owners(NamedTuple):
 
     def count(self, rank: int) -> int:
         return self.first(rank + 1) - self.first(rank)
+
+    def spread_of_arrived(self, rank: int, top_k: int) -> int:
+        """Return the experts that the choices of tokens are spread over that came to a rank, one by one.
+
+        A token comes if a choice of it is here: of E experts, L of them here, a share of 1 - C(E - L, K) / C(E, K).
+        """
+        here, chosen = self.count(rank), math.comb(self.num_experts, top_k)
+        share = 1 - math.comb(self.num_experts - here, top_k) / chosen
+        return max(here, round(self.num_experts * share))
+
+    def spread_in_room(self, tokens: int, most: int) -> int:
+        """Return the experts that choices are spread over where a rank has room for `most` tokens of each rank, which
+        all have as many as this one, `tokens`. These are rounded up to a power of two, so that few numbers of tokens
+        need plans of their own; 0: nothing is known of others.
+        """
+        used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
+        return self.num_experts * most // used
 
     def ranks_of(self, ids: Tensor) -> Tensor:
         """int64, the rank that owns each expert; `world` for ids that are no expert's."""

@@ -16,7 +16,8 @@ from .. import recipes
 from ..calls.addressed import WIDTH_MULTIPLE, check_like
 from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_flag, check_tensor, shape_text
 from ..formats.mxfp8 import MXFP8Tensor
-from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
+from ..layer.checks import MAX_EXPERTS, MAX_K, MAX_ROWS
+from ..layer.routing import Routing
 from ..layer.rows import combine
 from ..recipes import Recipe
 from .all_to_all import AllToAll
@@ -194,9 +195,21 @@ class ExpertParallel:
             else:
                 x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
             with _telling(exchange.fail):
-                here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
+                here = Routing.from_topk(
+                    ids_here, weights_here, self.num_local, self.first, world_experts=self._spread(len(ours))
+                )
         exchange.row_of = here.row_of
         return x_here, here, Handle(exchange, here)
+
+    def _spread(self, tokens: int) -> int:
+        """Return the experts that choices are spread over in what a dispatch of so many tokens leaves here."""
+        if self.transport == Symmetric.name:
+            return self.owners.spread_in_room(tokens, self.max_tokens)
+        return self._spread_of_arrived
+
+    @functools.cached_property
+    def _spread_of_arrived(self) -> int:
+        return self.owners.spread_of_arrived(self.rank, self.top_k)
 
     def _checked(self, x: Any, ids: Any, weights: Any) -> Any:
         """x. Raises what `dispatch` does of its arguments."""
@@ -287,6 +300,11 @@ class ExpertParallel:
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
                 f"all {self.num_experts}"
+            )
+        if routing.expert_map is not None:
+            raise ValueError(
+                f"{op}: routing has an expert_map, and with parallel ids are those of all ranks' experts; leave out "
+                "expert_map"
             )
         sent: Tokens = self._checked(self._as_sent(op, recipe, x), routing.ids, routing.weights)
         self._try_experts(experts, given, sent, routing)

@@ -21,6 +21,18 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed")
 """What transformers' ExpertsInterface gives a class."""
 
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of a layer's experts, on all ranks."""
+
+
+def world_of(experts: Any) -> int | None:
+    """Return the experts of all ranks, as the model's configuration counts them; None if all of them are here."""
+    config = getattr(experts, "config", None)
+    counts = [getattr(config, name, None) for name in _COUNTS]
+    world = next((count for count in counts if type(count) is int), 0)
+    return world if world > len(experts.down_proj) else None
+
+
 def is_experts(module: Any) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 

@@ -37,7 +37,7 @@ from ..ops.quantized_weights import FORMS
 from ..recipes import BF16, Recipe
 from . import fp8_experts
 from .experts import NAME as NAME
-from .experts import keep, parameter, quantised, weight_names
+from .experts import keep, parameter, quantised, weight_names, world_of
 from .fp8_experts import Fp8
 from .gates import activation_of, gate_of
 from .peft import is_parametrized, weights_and_lora
@@ -66,6 +66,7 @@ class Plan(NamedTuple):
     post: the name of what is done to experts' rows before they are weighed, "" where nothing.
     numbers: of the module when its gate was looked at, by their names: limits and slopes are among them.
     fp8: the weights of an FP8Experts module; None: of another module.
+    world_experts: those of all ranks, if the module has a part of them; else None.
     """
 
     in_16_bits: bool
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     options: tuple[tuple[str, Any], ...]
     numbers: tuple[tuple[str, float], ...]
     fp8: Fp8 | None
+    world_experts: int | None
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
@@ -148,11 +150,13 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     for operand, name in plan.biases:
         given[operand] = parameter(experts, name)
     choices = top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts
+    # One choice a token: an all-to-all brought it to its expert.
+    world_experts = plan.world_experts if top_k_index.shape[1] > 1 else None
     if plan.fp8 is not None and torch.is_grad_enabled() and any_requires_grad(hidden_states, top_k_weights):
         given["recipe"] = plan.fp8.served.weight_only.name  # which has a gradient of rows
     x = _cast(hidden_states, w2.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
     if plan.post:
-        routing = Routing.from_topk(*choices)
+        routing = Routing.from_topk(*choices, world_experts=world_experts)
         rows = grouped_mlp(permute(x, routing), w1, w2, offs=routing.offs, lora=lora, **given)
         # Rows behind the last group were never written, and a norm's gradient is a sum over all rows.
         is_tail = is_after_groups(rows, routing.offs)
@@ -160,8 +164,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         rows = rows * routing.weight_of_row.masked_fill(is_tail, 0)[:, None].to(rows.dtype)
         return _cast(combine(rows, routing), given_dtype)
     if lora is not None:
-        return _cast(moe(x, Routing.from_topk(*choices), w1, w2, lora=lora, **given), given_dtype)
-    return _cast(moe_of_choices(x, *choices, w1, w2, **given), given_dtype)
+        routing = Routing.from_topk(*choices, world_experts=world_experts)
+        return _cast(moe(x, routing, w1, w2, lora=lora, **given), given_dtype)
+    return _cast(moe_of_choices(x, *choices, w1, w2, world_experts=world_experts, **given), given_dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -285,7 +290,7 @@ def _found_plan(experts: Any) -> Plan:
     given = biases if experts.has_bias else ()
     return Plan(
         recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()),
-        _numbers_of(experts), fp8,
+        _numbers_of(experts), fp8, world_of(experts),
     )  # fmt: skip
 
 

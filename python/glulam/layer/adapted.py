@@ -33,7 +33,8 @@ class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
 def adapted_moe(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
     b1: Any, b2: Any, lora_a1: Any = None, lora_b1: Any = None, lora_a2: Any = None, lora_b2: Any = None,
-    activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, out: Any,
+    activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, world_experts: int,
+    out: Any,
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds, with `adapted_mlp`'s matrices."""
     raise NotImplementedError  # `front` writes the body

@@ -21,43 +21,48 @@ from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import OFFS_OF_CALL
 from ..recipes import Recipe
 from . import reference
+from .checks import check_choices, experts_of_world, forms_of_choices, num_mapped
 from .moe import MoeCall, QuantizedMoeCall, moe
 from .of_tokens import OfTokens
-from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
+from .routing import MOST_SORTED, Routing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def _moe_of_choices(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
-    glu_layout: str, numbers: Numbers, recipe: str | Recipe, transpose_w: bool,
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, expert_map: Tensor | None,
+    world_experts: int | None, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
+    recipe: str | Recipe, transpose_w: bool,
 ) -> Tensor:  # fmt: skip
     """`moe_of_choices`, with all arguments in order."""
     if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
+        routing = Routing.from_topk(ids, weights, num_experts, expert_map=expert_map, world_experts=world_experts)
         return moe(
-            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
-            glu_layout=glu_layout, recipe=recipe, transpose_w=transpose_w,
-            **named_numbers(numbers),
+            x, routing, w1, w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, recipe=recipe,
+            transpose_w=transpose_w, **named_numbers(numbers),
         )  # fmt: skip
+    world = experts_of_world(OfChoices.op, num_experts, expert_map, world_experts)
     return layer_of_choices(
-        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, numbers, recipe, transpose_w
-    )
+        x, ids, weights, expert_map, num_experts, world, w1, w2, b1, b2, activation, glu_layout, numbers, recipe,
+        transpose_w,
+    )  # fmt: skip
 
 
 @passed_to(_moe_of_choices)
 def moe_of_choices(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None,
-    activation: str = "swiglu", glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, expert_map: Tensor | None = None,
+    world_experts: int | None = None, b1: Any = None, b2: Any = None, activation: str = "swiglu",
+    glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
-    """`moe(x, Routing.from_topk(ids, weights, num_experts), w1, w2, ...)`, bit for bit, in one call where these are
-    two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at most
-    256 experts (SORTED_EXPERTS). Routing then lies in memory that the calling thread reuses. Else it is those two.
+    """`moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call where these
+    are two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at
+    most 256 experts (SORTED_EXPERTS). Routing then lies in memory that the calling thread reuses. Else it is those two.
 
     Args:
         x: tokens [N, H], as of `moe`.
-        ids, weights, num_experts: [N, K] and the experts here, as of `Routing.from_topk`.
+        ids, weights, num_experts, expert_map, world_experts: as of `Routing.from_topk`.
         w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w: as of `moe`.
 
     Returns:
@@ -87,7 +92,7 @@ class OfChoices(OfTokens):
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
-    torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int"}
+    torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int", "world_experts": "int"}
     offs = splits = rows = row_of = row_scale = residual = out = None
     recompute = False
     may_read_fewer = True
@@ -106,7 +111,7 @@ class OfChoices(OfTokens):
         return tuple(self.lead.shape[:1])
 
     def check_sizes(self, experts: int, counted: str) -> None:
-        check_choices(self.op, self.ids, self.id_weights, self.num_experts, 0)
+        check_choices(self.op, self.ids, self.id_weights, self.expert_map, self.num_experts, 0)
         if self.ids.device != self.lead.device:
             raise ValueError(f"{self.op}: ids are on {self.ids.device}, x on {self.lead.device}; move them there")
         if self.ids.shape[0] != self.lead.shape[0]:
@@ -116,13 +121,13 @@ class OfChoices(OfTokens):
 
     def reference(self, problem: Problem) -> Tensor:
         names = "offs", "rows", "row_of", "row_scale"
-        made = reference.sort(self.ids, self.id_weights, None, self.num_experts, 0)
+        made = reference.sort(self.ids, self.id_weights, None, self.expert_map, self.num_experts, 0)
         return OfTokens.reference(changed(self, **dict(zip(names, made, strict=True))), problem)
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         wide, weight_form = forms_of_choices(self.ids, self.id_weights)
         of_ids = {"wide_ids": wide, "weight_form": weight_form, "group_form": OFFS_OF_CALL}
-        return {**super().constants(problem), **of_ids}
+        return {**super().constants(problem), **of_ids, "num_mapped": num_mapped(self.expert_map)}
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
@@ -161,8 +166,9 @@ class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
 
 @operator(MoeOfChoicesCall, quantized=QuantizedMoeOfChoicesCall)
 def layer_of_choices(
-    x: Tensor, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
-    glu_layout: str, numbers: Numbers, recipe: Any, transpose_w: bool,
+    x: Tensor, ids: Tensor, id_weights: Tensor, expert_map: Tensor | None, num_experts: int, world_experts: int,
+    w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
+    transpose_w: bool,
 ) -> Any:  # fmt: skip
     """moe, and its routing."""
     raise NotImplementedError  # `front` writes the body

@@ -16,7 +16,8 @@ from ..calls.checks import KERNEL_DTYPES, any_requires_grad, mismatch, runs_kern
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from . import reference
-from .routing import LOGITS_DTYPES, RouteCall, Routing, capacity_of, check_matrix
+from .checks import LOGITS_DTYPES, check_matrix
+from .routing import RouteCall, Routing, capacity_of
 
 MOST_ROUTED = 16
 """Tokens whose logits `route_few` makes. On an H200 one token of gpt-oss-120b (128 experts, H 2880, float32 logits of

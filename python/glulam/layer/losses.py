@@ -8,7 +8,8 @@ from torch.nn.functional import logsigmoid
 
 from ..calls.checks import check_plain, check_tensor, mismatch, shape_text
 from ..reference import wide
-from .routing import Routing, check_matrix
+from .checks import check_matrix
+from .routing import Routing
 
 INTEGERS = (torch.int32, torch.int64)
 

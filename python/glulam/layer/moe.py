@@ -5,11 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-
-from cute_kernels.formats import DECODED
 
 from .. import recipes
 from ..activations import NamedNumbers, Numbers, named_numbers, packed
@@ -17,16 +14,16 @@ from ..calls.checks import any_requires_grad
 from ..calls.front import operator, passed_to
 from ..calls.launch import Made
 from ..expert_lora import ExpertLora
-from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
 from ..lora.mlp import check_goes_with_lora, has_kernels, lora_arguments
-from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .adapted import adapted_moe, moe_with_lora
+from .expert_rows import expert_rows, rows_of_experts
 from .of_tokens import OfTokens
 from .routing import Routing
-from .rows import combine, permute, row_indices
+from .rows import combine, row_indices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +50,8 @@ def _moe(
             made: Tensor = adapted_moe(
                 x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=routing.row_of, residual=residual,
                 row_scale=routing.weight_of_row, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout,
-                numbers=numbers, transpose_w=transpose_w, out=out, **lora_arguments(lora, MoeCall.op, x),
+                numbers=numbers, transpose_w=transpose_w, world_experts=routing.world_experts, out=out,
+                **lora_arguments(lora, MoeCall.op, x),
             )  # fmt: skip
             return made
         call = moe_call(
@@ -64,17 +62,17 @@ def _moe(
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     is_plain = recipe == BF16.name or recipe is BF16  # objects that are equal would be compared field by field
     if not is_plain and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
-        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            y = grouped_mlp(
-                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
-                **named_numbers(numbers),
-            )  # fmt: skip
+        y = expert_rows(
+            x, w1, w2, offs=routing.offs, splits=None, rows=rows, row_scale=weights, b1=b1, b2=b2,
+            activation=activation, glu_layout=glu_layout, numbers=numbers, recipe=recipe, recompute=recompute,
+            transpose_w=transpose_w, world_experts=routing.world_experts,
+        )  # fmt: skip
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
             return combine(y, routing, residual, out=out)
     return layer(
         x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
         row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, numbers=numbers,
-        recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+        recipe=recipe, recompute=recompute, transpose_w=transpose_w, world_experts=routing.world_experts, out=out,
     )  # fmt: skip
 
 
@@ -138,35 +136,13 @@ def _over_ranks(
     return made
 
 
-def rows_of_experts(
-    x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, dtype: torch.dtype,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """What moe adds up: rows [T, H'] times their weights, without gradients. `dtype`: of those of an x in MXFP8.
-
-    Raises:
-        GradientNotSupported: x is in MXFP8, and a weight or bias requires a gradient.
-    """
-    rows: Tensor | None = row_indices(MoeCall.op, x, routing)
-    found = recipes.find(MoeCall.op, recipe)
-    if isinstance(x, Tensor) and found.operands in DECODED:  # which read no rows by index
-        x, rows = permute(x, routing), None
-    given = {"x": x, "w1": w1, "w2": w2, "offs": routing.offs, "rows": rows, "row_scale": routing.weight_of_row}
-    with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
-        if isinstance(x, Tensor):
-            made: Tensor = grouped_mlp(**given, recipe=recipe, **options)
-        else:
-            if is_grad_enabled() and any_requires_grad(w1, w2, options.get("b1"), options.get("b2")):
-                want_16_bits(MoeCall.op, "x")
-            parts = QuantizedMlpCall.unwrapped(found, {"recompute": False, **given, "dtype": dtype, **options})
-            made = QuantizedMlpCall.operator(**parts)
-    return made
-
-
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | QuantizedMoeCall:
     """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
     rows = {"rows": row_indices(MoeCall.op, x, routing), "row_of": routing.row_of, "row_scale": routing.weight_of_row}
-    given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
+    given = {
+        "x": x, "offs": routing.offs, "splits": None, **rows, "world_experts": routing.world_experts, "out": None,
+        "recompute": False, **options,
+    }  # fmt: skip
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
         return MoeCall(**packed({"transpose_w": False, **given}), recipe=found.name)
@@ -197,7 +173,7 @@ class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
 def layer(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
     b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool,
-    transpose_w: bool, out: Any,
+    transpose_w: bool, world_experts: int, out: Any,
 ) -> Any:  # fmt: skip
     """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
-from ..calls.call import Call
 from ..calls.checks import check_alignment, mismatch, shape_text
 from ..choose.problem import Problem
-from .routing import check_row_of
+from .checks import check_row_of
+from .expert_rows import OP, OfWorld
 from .rows import check_routed, combine_rows, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
@@ -55,22 +54,22 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
         )
 
 
-class OfTokens(Call):
+class OfTokens(OfWorld):
     """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
     `row_scale` is the weights of these.
     """
 
-    op = "moe"
+    op = OP
     after_groups = ""
     labels: ClassVar[dict[str, str]] = {
-        **Call.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
+        **OfWorld.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
         "row_scale": "weights (routing.weight_of_row)",
     }  # fmt: skip
     tokens = Tokens(_copies, _rows, _sums)
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """For a routing may stand the shape (N, K) of its choices."""
+        """For a routing may stand the shape (N, K) of its choices, or (N, K, world_experts)."""
         public = super().arguments_of(public)
         routing = public.pop("routing")
         if public.pop("parallel") is not None:
@@ -78,13 +77,15 @@ class OfTokens(Call):
                 f"{cls.op}: kernels depend on the rows that a rank gets; give these, and leave out parallel"
             )
         given: dict[str, Any] = {"splits": None}
-        if isinstance(routing, (tuple, list)) and len(routing) == 2:
-            check_routed(cls.op, public["x"][0], routing[0])
-            rows = (math.prod(routing),)
-            given.update(offs=None, rows=rows, row_of=routing, row_scale=rows)
+        if isinstance(routing, (tuple, list)) and len(routing) in (2, 3):
+            tokens, k, *world = routing
+            check_routed(cls.op, public["x"][0], tokens)
+            rows = (tokens * k,)
+            given.update(offs=None, rows=rows, row_of=(tokens, k), row_scale=rows)
+            given["world_experts"] = world[0] if world else 0
         else:
             given.update(rows=row_indices(cls.op, public["x"], routing), row_of=routing.row_of)
-            given.update(offs=routing.offs, row_scale=routing.weight_of_row)
+            given.update(offs=routing.offs, row_scale=routing.weight_of_row, world_experts=routing.world_experts)
         return {**public, **given}
 
     @property

@@ -43,7 +43,7 @@ def route(
         is_padding = torch.arange(len(ids), device=ids.device).unsqueeze(1) >= num_tokens
         ids, weights = ids.masked_fill(is_padding, -1), weights.masked_fill(is_padding, 0)
     ids = ids.int()
-    return ids, weights, *sort(ids, weights, None, logits.shape[1], 0)
+    return ids, weights, *sort(ids, weights, None, None, logits.shape[1], 0)
 
 
 def router(
@@ -91,9 +91,20 @@ def route_backward(
     return (of_all.scatter_add(-1, at, mine.masked_fill(~has_row, 0)).to(logits.dtype),)
 
 
-def sort(ids: Tensor, weights: Tensor, num_tokens: Tensor | None, experts: int, first: int) -> tuple[Tensor, ...]:
+def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
+    """int64, the place of each choice's expert among those here; outside of 0 .. E - 1 if it is not here."""
+    places = ids.long() - first
+    if expert_map is None:
+        return places
+    is_mapped = (places >= 0) & (places < len(expert_map))
+    return expert_map.long()[places.where(is_mapped, 0)].where(is_mapped, -1)
+
+
+def sort(
+    ids: Tensor, weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, experts: int, first: int
+) -> tuple[Tensor, ...]:  # fmt: skip
     """offs, token_of_row, row_of and weight_of_row."""
-    local = ids.long() - first
+    local = placed(ids, expert_map, first)
     has_row = (local >= 0) & (local < experts)
     if num_tokens is not None:
         has_row &= torch.arange(len(ids), device=ids.device).unsqueeze(1) < num_tokens

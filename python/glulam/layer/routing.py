@@ -12,26 +12,28 @@ from torch import Tensor
 from cute_kernels.layer.kernels import CAPACITIES
 from cute_kernels.specs import PARAM_FORMS, LayerSpec, Spec
 
-from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
-from ..calls.checks import check_plain, check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype
+from ..calls.checks import check_tensor, runs_kernels, shape_text
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from ..host.device import Gpu
 from ..host.groups import with_spare_rows
 from ..host.plans import Plans
 from . import reference
+from .checks import (
+    MAX_ROWS,
+    check_choices,
+    check_matrix,
+    check_rule,
+    experts_of_world,
+    forms_of_choices,
+    num_mapped,
+)
 
-MAX_ROWS = 2**31 - 1
-SCORES = ("softmax", "sigmoid", "topk_softmax")
-MAX_K = 32
-"""A warp has a token, a lane one of its choices."""
-MAX_EXPERTS = CAPACITIES[-1]
-MAX_GROUPS = 32
 MOST_SORTED, MOST_CHOOSING = 2048, 64
 """Choices that one CTA sorts, and tokens that it chooses for: up to here a second launch costs more than the SMs that
 it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
@@ -39,7 +41,8 @@ class Routing:
     """N tokens' choices of `num_experts` experts, K each, and the rows that these have in the experts' input.
 
     Rows of an expert lie together, in the order of tokens, experts in their order; T = N K is room for all. A choice of
-    an expert that is not here (-1, or outside `first` .. `first` + `num_experts` - 1) has no row.
+    an expert that is not here (-1, outside `first` .. `first` + `num_experts` - 1, or without a place in `expert_map`)
+    has no row.
 
     Attributes:
         offs: int32 [num_experts], where each expert's rows end; what lies behind the last of them is never read.
@@ -48,7 +51,10 @@ class Routing:
         weight_of_row: float32 [T], the weight of each row; differentiable as `weights` is.
         ids: [N, K], the experts chosen, int32, or what `from_topk` was given.
         weights: float32 [N, K], or what `from_topk` was given; differentiable.
+        num_experts, first, expert_map: which experts are here, and where.
         logits, score: what `route` was given, for losses; None of a routing `from_topk`.
+        world_experts: experts of all ranks that `ids` choose among. Kernels are chosen for T num_experts /
+            world_experts rows, and serve any number of rows up to T.
     """
 
     offs: Tensor
@@ -61,9 +67,13 @@ class Routing:
     first: int = 0
     logits: Tensor | None = None
     score: str | None = None
+    expert_map: Tensor | None = None
+    world_experts: int = 0
 
     def __post_init__(self) -> None:
         with_spare_rows(self.offs)
+        if not self.world_experts:
+            self.world_experts = self.num_experts
 
     @property
     def counts(self) -> Tensor:
@@ -76,21 +86,34 @@ class Routing:
         return with_spare_rows(self.offs.diff(prepend=self.offs.new_zeros(1)))
 
     @classmethod
-    def from_topk(cls, ids: Tensor, weights: Tensor, num_experts: int, first: int = 0) -> Routing:
-        """The routing of any other router.
+    def from_topk(
+        cls, ids: Tensor, weights: Tensor, num_experts: int, first: int = 0, *, expert_map: Tensor | None = None,
+        world_experts: int | None = None,
+    ) -> Routing:  # fmt: skip
+        """Return the routing of any other router's choices.
 
         Args:
             ids: int32 or int64 [N, K], contiguous, K at most 32. Ids outside `first` .. `first` + `num_experts` - 1
                 (other ranks' experts, -1) have no row, and their weights' gradients are 0.
             weights: [N, K], float32 (float64 on the CPU), or of 16 bits, of which rows get a copy in float32.
-            num_experts: experts here, at most 1024; `first`: the id of the first of them.
+            num_experts: experts here, at most 1024. first: the id of the first of them.
+            expert_map: int32 [experts of all ranks], contiguous: where the expert of each id is among those here, 0 ..
+                num_experts - 1; ids with another value (-1), and those outside the map, have no row. None: the experts
+                here have consecutive ids from `first` on.
+            world_experts: experts that `ids` choose among. Kernels are chosen for the rows that are expected here, T
+                num_experts / world_experts; results are right for any number of rows. None: the length of
+                `expert_map`; without a map `num_experts`, since then all choices may be here.
 
         Raises:
             ValueError, TypeError: an argument that does not fit; nothing was launched.
             UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         """
-        offs, token_of_row, row_of, weight_of_row = sort_choices(ids, weights, None, num_experts, first)
-        return cls(offs, token_of_row, row_of, weight_of_row, ids, weights, num_experts, first)
+        world = experts_of_world("from_topk", num_experts, expert_map, world_experts)
+        offs, token_of_row, row_of, weight_of_row = sort_choices(ids, weights, None, expert_map, num_experts, first)
+        return cls(
+            offs, token_of_row, row_of, weight_of_row, ids, weights, num_experts, first, expert_map=expert_map,
+            world_experts=world,
+        )  # fmt: skip
 
 
 def route(
@@ -137,73 +160,6 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
         return max(tokens, 1), 0
     chunk = -(-tokens // sm_count)
     return chunk, -(-tokens // chunk) * experts
-
-
-def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} is {value!r}; give an integer")
-    if not least <= value <= most:
-        raise ValueError(f"{op}: {name} is {value}; it must be {least} to {most}, since {why}")
-
-
-def check_rule(
-    op: str, experts: int, k: int, score: str, normalize: bool, num_groups: int, top_groups: int, scale: float,
-    name_of_k: str = "k", of: str = "",
-) -> None:  # fmt: skip
-    """Raise ValueError or TypeError where `experts` cannot be chosen from like that. `of`: who has them, for errors."""
-    if not 1 <= experts <= MAX_EXPERTS:
-        raise ValueError(f"{op}: {of}E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
-    if score not in SCORES:
-        raise ValueError(f"{op}: score={score!r}; choose {', '.join(map(repr, SCORES))}")
-    if not isinstance(normalize, bool):
-        raise TypeError(f"{op}: normalize is {normalize!r}; give True or False")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{op}: scale is {scale!r}; give a Python float")
-    _number(op, "num_groups", num_groups, 1, MAX_GROUPS, "a warp has a lane for each group")
-    if experts % num_groups or (num_groups > 1 and experts == num_groups):
-        raise ValueError(
-            f"{op}: num_groups is {num_groups}; it must cut {experts} experts into equal groups of 2 or more"
-        )
-    _number(op, "top_groups", top_groups, 1, num_groups, f"there are {num_groups} groups")
-    available = experts // num_groups * top_groups
-    _number(op, name_of_k, k, 1, min(MAX_K, available), f"{available} experts take part, and a warp chooses {MAX_K}")
-
-
-def check_matrix(
-    op: str, name: str, value: Any, letters: str, like: Tensor | None = None, dtypes: Sequence[torch.dtype] = ()
-) -> tuple[int, int]:  # fmt: skip
-    """A contiguous tensor of two dimensions, on the device of `like`; its sizes."""
-    tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like, dtypes=dtypes)
-    if tensor.dim() != 2:
-        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
-    rows, columns = tensor.shape
-    return rows, columns
-
-
-def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
-    """Raise ValueError or TypeError where `Routing.row_of` is not int32 [N, K], contiguous, on the device of `like`."""
-    _, k = check_matrix(op, name, row_of, "N, K", like, (torch.int32,))
-    if k == 0:
-        raise ValueError(f"{op}: {name} has shape {shape_text(row_of.shape)}; a token has 1 choice or more")
-    check_plain(op, name, row_of)
-
-
-def check_choices(op: str, ids: Any, weights: Any, num_experts: Any, first: Any) -> None:
-    """Raises ValueError or TypeError where these are not what `Routing.from_topk` takes."""
-    shape = check_matrix(op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
-    _number(op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
-    valid = LOGITS_DTYPES if runs_kernels(ids) else (*LOGITS_DTYPES, torch.float64)
-    if check_matrix(op, "weights", weights, "N, K", ids, valid) != shape:
-        mismatch(op, "weights", weights.shape, shape, "each id has a weight")
-    _number(op, "num_experts", num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
-    _number(op, "first", first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
-    if ids.numel() > MAX_ROWS:
-        raise ValueError(f"{op}: {ids.numel()} choices are more than {MAX_ROWS} rows; split the batch")
-
-
-def forms_of_choices(ids: Tensor, weights: Tensor) -> tuple[int, int]:
-    """How a kernel reads them: whether ids have 64 bits, and the weights' dtype."""
-    return int(ids.dtype == torch.int64), forms(weights)
 
 
 class LayerCall(AddressedCall):
@@ -315,15 +271,15 @@ class SortCall(LayerCall):
     leads = "ids"
     returns = ("offs", "token_of_row", "row_of", "weight_of_row")
     sources = {"weights": "id_weights"}
-    shared = frozenset(("num_tokens",))
-    unaligned = frozenset(("ids", "id_weights", "num_tokens"))
+    shared = frozenset(("num_tokens", "expert_map"))
+    unaligned = frozenset(("ids", "id_weights", "num_tokens", "expert_map"))
     differentiable = True
     saves = ("row_of",)
     integers = ("offs", "token_of_row", "row_of")
     on_cpu = staticmethod(reference.sort)
 
     def check_inputs(self) -> None:
-        check_choices(self.op, self.ids, self.id_weights, self.num_experts, self.first)
+        check_choices(self.op, self.ids, self.id_weights, self.expert_map, self.num_experts, self.first)
 
     def likes(self) -> Sequence[Like | None]:
         ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
@@ -334,6 +290,7 @@ class SortCall(LayerCall):
         (tokens, k), experts = self.ids.shape, self.num_experts
         chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, gpu.sm_count)
         of_ids = dict(zip(("wide", "weight_form"), forms_of_choices(self.ids, self.id_weights), strict=True))
+        of_ids["num_mapped"] = num_mapped(self.expert_map)
         return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
@@ -375,7 +332,9 @@ def route_backward(d_weights: Tensor, logits: Tensor, ids: Tensor, score: str, n
 
 
 @operator(SortCall)
-def sort_choices(ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, num_experts: int, first: int) -> Any:
+def sort_choices(
+    ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, num_experts: int, first: int
+) -> Any:  # fmt: skip
     """What `SortCall` returns, of the arguments of `Routing.from_topk`; `num_tokens`: as of `route`."""
 
 

@@ -18,7 +18,8 @@ from ..errors import ARGUMENT_ERRORS
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.device import Gpu
 from . import reference
-from .routing import LayerCall, Routing, check_matrix, check_row_of
+from .checks import check_matrix, check_row_of
+from .routing import LayerCall, Routing
 
 ROW_OF = "routing.row_of"
 

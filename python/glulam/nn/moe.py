@@ -14,9 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
 from ..formats.mxfp8 import MXFP8Tensor
 from ..layer import Routing, combine, moe, permute, route
+from ..layer.checks import LOGITS_DTYPES, check_rule
+from ..layer.expert_rows import rows_of_experts
 from ..layer.few_tokens import route_few, routes_few
-from ..layer.moe import moe_call, rows_of_experts
-from ..layer.routing import LOGITS_DTYPES, check_rule
+from ..layer.moe import moe_call
 from ..recipes import BF16
 from . import dialects
 from .children import called, is_plain, parameters_of, product

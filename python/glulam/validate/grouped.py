@@ -104,7 +104,7 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """The second pair of operands, if the GEMM is adapted. contracts_rows: whether that contracts over weights' rows."""
+    """The second pair of operands of an adapted GEMM. contracts_rows: whether it contracts over weights' rows."""
     if not spec.adapted:
         return {}
     dtype, experts = _dtype(spec), len(routing.sizes)

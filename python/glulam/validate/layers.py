@@ -61,6 +61,13 @@ def _ids(tokens: int, experts: int) -> Tensor:
     return torch.randint(-1, experts + experts // 4, (tokens, TOP_K), dtype=torch.int32, generator=generator)
 
 
+def _expert_map(experts: int) -> Tensor:
+    """int32, places in any order, and -1 or the place of nobody here for a quarter; it is shorter than `_ids` ask."""
+    count = experts + experts // 8
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(experts))
+    return places.where(places % 4 > 0, places % 8 // 4 * (experts + 1) - 1).int()
+
+
 def _route(options: dict[str, Any], given: Given) -> list[Tensor]:
     return _chosen(route(given["logits"], TOP_K, bias=given.get("bias"), num_tokens=given["num_tokens"], **options))
 
@@ -106,6 +113,13 @@ def sorted_choices(spec: LayerSpec, size: Size) -> Iterator[Trial]:
                 return _tables(Routing.from_topk(given["ids"], given["weights"], experts, first=3))
 
             yield Trial(f"{tokens} tokens, {experts} experts, {dtype}", given, call, tolerance=CLOSE)
+
+            def mapped(given: Given, experts: int = experts) -> list[Tensor]:
+                routing = Routing.from_topk(given["ids"], given["weights"], experts, expert_map=given["expert_map"])
+                return _tables(routing)
+
+            given = {**given, "expert_map": _expert_map(experts)}
+            yield Trial(f"{tokens} tokens, a map to {experts} experts, {dtype}", given, mapped, tolerance=CLOSE)
 
 
 def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor]]:
