@@ -1,4 +1,4 @@
-"""Plugin of vLLM: its mixture-of-experts layers on Glulam's kernels, where the environment variable GLULAM_VLLM says so.
+"""Plugin of vLLM: mixture-of-experts layers on Glulam's kernels, where the environment variable GLULAM_VLLM says so.
 
 vLLM calls `register`, an entry point of group `vllm.general_plugins`, in each of its processes.
 """

@@ -28,27 +28,33 @@ CompressedBase: Any = get_quantization_config("compressed-tensors")
 def served(
     config: Any, method: type[methods.Served], moe: Any, *given: Any, reason: str | None = None
 ) -> FusedMoEMethodBase | None:
-    """Make a method for a layer's experts; None: vLLM keeps the layer. reason: why it does, if the caller knows."""
+    """Make a method for a layer's experts; None: vLLM keeps the layer.
+
+    Args:
+        config: the model's configuration.
+        given: what the method takes besides moe. reason: why vLLM keeps the layer, if the caller knows.
+    """
     if config.online_quantization_config is not None:
         reason = "--quantization asks for another format than the checkpoint's"
     made: Any = method
-    return made(moe, *given) if is_served(moe, method, reason) else None
+    return made(moe, *given) if is_served(moe, method.format, reason, method.multiple) else None
 
 
-def served_fp8(config: Any, moe: Any) -> FusedMoEMethodBase | None:
-    block, width = config.weight_block_size, moe.intermediate_size_per_partition
-    reason = None
+def served_fp8(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
+    """The same of FP8 experts; own: their configuration, which may be a part of the model's."""
+    block, width, reason = own.weight_block_size, moe.intermediate_size_per_partition, None
     if block != BLOCK:
         reason = f"blocks of scales are {block or 'whole tensors'}; served are {BLOCK}"
     elif width % BLOCK[0]:
         reason = f"a rank's intermediate size {width} ends inside a block of {BLOCK[0]}"
-    return served(config, methods.GlulamFp8MoEMethod, moe, config, reason=reason)
+    return served(config, methods.GlulamFp8MoEMethod, moe, own, reason=reason)
 
 
-def served_nvfp4(config: Any, moe: Any) -> FusedMoEMethodBase | None:
-    override = config.moe_activation_override
+def served_nvfp4(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
+    """The same of NVFP4 experts."""
+    override = own.moe_activation_override
     reason = f"activations are to be quantised as {override}" if override else None
-    return served(config, methods.GlulamModelOptNvFp4FusedMoE, moe, config, reason=reason)
+    return served(config, methods.GlulamModelOptNvFp4FusedMoE, moe, own, reason=reason)
 
 
 class GlulamGptOssMxfp4Config(GptOssBase):
@@ -69,7 +75,7 @@ class GlulamMxFp8Config(MxFp8Base):
 
 class GlulamNvFp4Config(NvFp4Base):
     def FusedMoEMethodCls(self, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
-        made = served_nvfp4(quant_config, moe_config)
+        made = served_nvfp4(self, moe_config, quant_config)
         return made or super().FusedMoEMethodCls(quant_config=quant_config, moe_config=moe_config)
 
 
@@ -90,7 +96,7 @@ class GlulamFp8Config(ByLayer, Fp8Base):
             return None
         if self.store_dtype == "mxfp4":
             return served(self, methods.GlulamMxfp4MoEMethod, layer.moe_config)
-        return served_fp8(self, layer.moe_config)
+        return served_fp8(self, layer.moe_config, self)
 
 
 class GlulamDeepSeekV4Config(ByLayer, DeepSeekV4Base):
@@ -98,9 +104,9 @@ class GlulamDeepSeekV4Config(ByLayer, DeepSeekV4Base):
         if _is_skipped(self, prefix):
             return None
         if self.expert_dtype != "fp4":
-            return served_fp8(self, layer.moe_config)
+            return served_fp8(self, layer.moe_config, self)
         if self._is_nvfp4(prefix):
-            return served_nvfp4(self._get_nvfp4_config(), layer.moe_config)
+            return served_nvfp4(self, layer.moe_config, self._get_nvfp4_config())
         return served(self, methods.GlulamMxfp4MoEMethod, layer.moe_config)
 
     def _is_nvfp4(self, prefix: str) -> bool:
@@ -114,9 +120,10 @@ class GlulamModelOptMixedConfig(ByLayer, MixedBase):
             return None
         algorithm, moe = self._resolve_quant_algo(prefix), layer.moe_config
         if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-            return served_fp8(self.fp8_block_config, moe)
+            return served_fp8(self, moe, self.fp8_block_config)
         if algorithm in ("NVFP4", "W4A16_NVFP4"):
-            return served_nvfp4(self.nvfp4_config if algorithm == "NVFP4" else self.w4a16_nvfp4_config, moe)
+            own = self.nvfp4_config if algorithm == "NVFP4" else self.w4a16_nvfp4_config
+            return served_nvfp4(self, moe, own)
         if algorithm == "MXFP8":
             return served(self, methods.GlulamModelOptMxFp8FusedMoE, moe, self.mxfp8_config)
         return None
@@ -129,15 +136,19 @@ class GlulamCompressedTensorsConfig(ByLayer, CompressedBase):
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in projections]
         if schemes[0] is None or any(scheme != schemes[0] for scheme in schemes):
             return None
-        weights = schemes[0].get("weights")
-        for is_format, method in (
-            (self._is_mxfp4, methods.GlulamCompressedTensorsMxfp4MoEMethod),
-            (self._is_mxfp8, methods.GlulamCompressedTensorsMxfp8MoEMethod),
-            (self._is_nvfp4_format, methods.GlulamCompressedTensorsNvfp4MoEMethod),
-        ):
-            if is_format(weights):
-                return served(self, method, layer.moe_config)
-        return None
+        weights, rows = schemes[0].get("weights"), schemes[0].get("input_activations")
+        method: type[methods.Served]
+        if self._is_mxfp4_w4a8_fp8(weights, rows):
+            method = methods.GlulamCompressedTensorsW4A8Mxfp4MoEMethod
+        elif self._is_mxfp4(weights):
+            method = methods.GlulamCompressedTensorsMxfp4MoEMethod
+        elif self._is_mxfp8(weights):
+            method = methods.GlulamCompressedTensorsMxfp8MoEMethod
+        elif self._is_nvfp4_format(weights):
+            method = methods.GlulamCompressedTensorsNvfp4MoEMethod
+        else:
+            return None
+        return served(self, method, layer.moe_config)
 
 
 def _is_skipped(config: Any, prefix: str, **options: Any) -> bool:

@@ -52,7 +52,7 @@ def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Act
 
 
 def reason_against(moe: FusedMoEConfig) -> str | None:
-    """Return why Glulam does not compute a layer, in words that vLLM's own checks lack; None if nothing is against it."""
+    """Return why Glulam does not compute a layer, where vLLM's own checks do not say it; None: no such reason."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend is {moe.moe_backend}"
@@ -60,8 +60,6 @@ def reason_against(moe: FusedMoEConfig) -> str | None:
         return "the expert load balancer (EPLB) moves weights between ranks"
     if parallel.use_all2all_kernels or parallel.use_passthrough_all2all:
         return f"tokens go between ranks by all2all backend {parallel.all2all_backend}"
-    if moe.use_deferred_moe_finalize:
-        return "the sum over a token's experts is left to a later kernel (deferred finalize)"
     try:
         gate_in(moe.activation, ApplyMoEActivationConfig.from_configs(moe, FusedMoEQuantConfig.make()))
         if current_platform.is_cuda():
@@ -94,7 +92,7 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[mk.FusedMoEExperts],  # noqa: N804: vLLM passes the class to a static method
+        cls: type[mk.FusedMoEExperts],
         moe_config: FusedMoEConfig,
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,

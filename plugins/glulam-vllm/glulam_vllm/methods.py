@@ -1,8 +1,8 @@
 """vLLM's methods for quantised experts, with Glulam's experts: parameters and loading are vLLM's, the rest is here.
 
-A method keeps the parameters of vLLM's class of the same format, so that checkpoints load as ever. Once they are loaded,
-their elements are put into the order of kernels where they lie (`glulam.integrations.serving`). Constructors skip those
-of vLLM's classes, which choose among vLLM's own kernels and raise an error where none fits.
+A method has the parameters of vLLM's class of the same format, so that checkpoints load as ever. After loading, their
+elements are put into the order of kernels where they lie (`glulam.integrations.serving`). Constructors skip those of
+vLLM's classes, which choose among vLLM's own kernels and raise an error where none fits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
     CompressedTensorsW4A4Nvfp4MoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4 import (  # noqa: E501
+    CompressedTensorsW4A8Mxfp4MoEMethod,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
     CompressedTensorsW8A8Mxfp8MoEMethod,
 )
@@ -36,13 +39,16 @@ from .experts import GlulamExperts
 
 PACKED = "_packed"
 """How compressed-tensors' names of 4-bit elements end."""
+IS_PROCESSED = "_already_called_process_weights_after_loading"
+"""vLLM's mark of a layer whose weights are in the order of kernels; vLLM removes it before it loads weights again."""
 
 
 class Served(FusedMoEMethodBase):
     """What the methods below share; each has a second base, vLLM's class, whose parameters and `apply` it keeps.
 
     Attributes:
-        format: of `choice.FORMATS`. tensors: names of the parameters that ServedExperts' constructor `format` takes.
+        format: of `choice.FORMATS`.
+        constructor: of ServedExperts; tensors: names of the parameters that it takes.
         multiple: I is rounded up to a multiple of this number, with zeros.
     """
 
@@ -79,6 +85,9 @@ class Served(FusedMoEMethodBase):
         Raises:
             RuntimeError: Glulam does not compute what was loaded.
         """
+        if getattr(layer, IS_PROCESSED, False):
+            return
+        setattr(layer, IS_PROCESSED, True)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = make_unquantized_moe_kernel(
@@ -199,6 +208,15 @@ class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensors
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, group_size=32)
+
+
+class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
+    """The checkpoint asks for rows in 8 bits; rows keep 16."""
+
+    format, constructor = MXFP4, "mxfp4"
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, weight_dtype="mxfp4")
 
 
 class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Nvfp4MoEMethod):

@@ -18,10 +18,14 @@ class GlulamUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's method with Glulam's experts, where they compute the layer."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
-        super().__init__(moe)
-        if is_served(moe, BF16):
-            self.experts_cls = GlulamExperts
-            self.unquantized_backend = UnquantizedMoeBackend.TRITON  # leaves weights as they were loaded
+        if not is_served(moe, BF16):
+            super().__init__(moe)
+            return
+        # vLLM's own constructor chooses among vLLM's kernels, and raises an error where none fits.
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)
+        self.experts_cls = GlulamExperts
+        self.unquantized_backend = UnquantizedMoeBackend.TRITON  # leaves weights as they were loaded
+        self.supports_pre_processed_weights = True
 
 
 def register() -> None:
