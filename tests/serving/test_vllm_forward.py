@@ -50,6 +50,18 @@ def test_each_checkpoint_is_the_layer_of_its_dequantised_weights(vllm: ModuleTyp
     check(vllm, layer, Layer(w13.values, w2.values, rounds=rounding(RECIPES[name])))
 
 
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+def test_vllms_runner_computes_the_whole_layer_from_a_routers_logits(vllm: ModuleType, name: str) -> None:
+    w13, w2 = vllm.weights_of(name)
+    generator = torch.Generator().manual_seed(3)
+    x, logits = (torch.randn(COUNT, size, generator=generator).to(BF16) for size in (vllm.HIDDEN, vllm.EXPERTS))
+    got = vllm.run(name, w13, w2, x, logits)
+    weights, ids = logits.float().softmax(dim=1).topk(vllm.K)
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    exact, same = (Layer(w13.values, w2.values)(x, ids, weights, dtype) for dtype in (torch.float64, BF16))
+    assert_close(got, exact, same, COUNT)
+
+
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "modelopt_fp4"])
 def test_experts_of_a_rank_need_not_be_neighbours(vllm: ModuleType, name: str) -> None:
     w13, w2 = vllm.weights_of(name)
@@ -143,24 +155,41 @@ def test_a_result_goes_into_vllms_buffer_and_nothing_else_is_asked_for(vllm: Mod
     assert out.any() and out.equal(vllm.forward(layer, given.x, given.ids, given.weights))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "modelopt_fp4"])
-def test_weights_that_are_loaded_again_go_where_graphs_read_them(vllm: ModuleType, name: str) -> None:
-    layer = loaded(vllm, name, *vllm.weights_of(name))
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp8", "mxfp4", "modelopt_fp4", "compressed_nvfp4"])
+def test_weights_that_vllm_loads_again_go_where_graphs_read_them(vllm: ModuleType, name: str) -> None:
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    layer = vllm.empty(name)
+    reload.record_metadata_for_reloading(layer)
+    vllm.load(layer, name, *vllm.weights_of(name))
     kept = layer.quant_method.moe_kernel.fused_experts.held
-    addresses = [part.data_ptr() for weight in (kept.w1, kept.w2) for part in weight.parts if part is not None]
-    before = check(vllm, layer, Layer(*[one.values for one in vllm.weights_of(name)], rounds=rounding(RECIPES[name])))
-    layer.quant_method.process_weights_after_loading(layer)  # vLLM may call it twice, which must not prepare twice
-    given = tokens(COUNT, vllm.HIDDEN, vllm.EXPERTS, vllm.K)
-    assert before.equal(vllm.forward(layer, given.x, given.ids, given.weights))
+    addresses = _addresses(layer, kept)
+    given = tokens(COUNT, vllm.HIDDEN, vllm.EXPERTS, vllm.K)[:3]
+    before = vllm.forward(layer, *given)
 
-    delattr(layer, "_already_called_process_weights_after_loading")  # as vLLM does, with parameters in new memory
-    for parameter in layer.parameters():
-        parameter.data = torch.empty_like(parameter.data)
-    w13, w2 = vllm.weights_of(name, seed=7)
-    vllm.load(layer, name, w13, w2)
-    assert layer.quant_method.moe_kernel.fused_experts.held is kept
-    assert addresses == [part.data_ptr() for weight in (kept.w1, kept.w2) for part in weight.parts if part is not None]
-    check(vllm, layer, Layer(w13.values, w2.values, rounds=rounding(RECIPES[name])))
+    w13, w2 = vllm.weights_of(name, seed=9)
+    reload.initialize_layerwise_reload(layer)
+    assert layer.w2_weight.is_meta if "compressed" not in name else layer.w2_weight_packed.is_meta
+    for _ in layer.load_weights(vllm.tensors_of(vllm.CHECKPOINTS[name], w13, w2)):
+        pass
+    reload.finalize_layerwise_reload(layer, None)
+    assert layer.quant_method.moe_kernel.fused_experts.held is kept and _addresses(layer, kept) == addresses
+    fresh = vllm.load(vllm.empty(name), name, w13, w2)
+    after = vllm.forward(layer, *given)
+    assert after.equal(vllm.forward(fresh, *given)) and not after.equal(before) and before.any()
+
+
+def _addresses(layer: Any, experts: Any) -> list[int]:
+    """Where a layer's parameters, and the experts that were prepared of them, have their memory."""
+    weights = () if experts is None else (experts.w1, experts.w2)
+    prepared = [part for weight in weights for part in weight.parts if part is not None]
+    return [tensor.data_ptr() for tensor in (*layer.parameters(), *prepared)]
+
+
+def test_weights_are_prepared_once_however_often_vllm_asks(vllm: ModuleType) -> None:
+    w13, w2 = vllm.weights_of("mxfp4")
+    layer = loaded(vllm, "mxfp4", w13, w2)
+    layer.quant_method.process_weights_after_loading(layer)
+    check(vllm, layer, Layer(w13.values, w2.values))
 
 
 def test_weights_that_need_another_recipe_are_refused_when_they_are_loaded_again(vllm: ModuleType) -> None:

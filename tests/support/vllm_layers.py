@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import distributed
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from .serving import Held, held
@@ -198,4 +200,17 @@ def load(layer: RoutedExperts, name: str, w13: Held, w2: Held) -> RoutedExperts:
 
 def forward(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     result: Tensor = layer.quant_method.apply(layer, x, weights, ids, None, None)
+    return result
+
+
+def run(name: str, w13: Held, w2: Held, x: Tensor, logits: Tensor) -> Tensor:
+    """A layer's forward with vLLM's router and runner, as a model makes and calls it."""
+    config = get_current_vllm_config()
+    runner = FusedMoEFactory(
+        num_experts=EXPERTS, top_k=K, hidden_size=HIDDEN, intermediate_size=WIDTHS.get(name, WIDTH), params_dtype=BF16,
+        quant_config=config_of(CHECKPOINTS[name]), prefix=f"{name}.experts", renormalize=True,
+    )  # fmt: skip
+    load(runner.routed_experts, name, w13, w2)
+    with set_forward_context(None, config, num_tokens=len(x)):
+        result: Tensor = runner(x, logits)
     return result
