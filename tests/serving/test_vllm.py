@@ -28,6 +28,7 @@ METHODS = {
     "compressed_mxfp4": "GlulamCompressedTensorsMxfp4MoEMethod",
     "compressed_mxfp4_fp8": "GlulamCompressedTensorsW4A8Mxfp4MoEMethod",
     "compressed_mxfp8": "GlulamCompressedTensorsMxfp8MoEMethod",
+    "compressed_fp8": "GlulamCompressedTensorsFp8MoEMethod",
     "compressed_nvfp4": "GlulamCompressedTensorsNvfp4MoEMethod",
 }  # fmt: skip
 
@@ -99,6 +100,44 @@ def test_each_checkpoint_gets_glulams_method(vllm: ModuleType, logged: list[str]
     assert not method.is_monolithic and not (name != "bf16" and method.supports_eplb)
     (line,) = logged
     assert re.fullmatch(r"Glulam computes (bf16|fp8|mxfp8|mxfp4|nvfp4) experts", line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        ({"_resolved_expert_dtype": "fp8"}, "GlulamFp8MoEMethod"),
+        ({"_resolved_moe_quant_algo": "NVFP4"}, "GlulamModelOptNvFp4FusedMoE"),
+        ({"_is_nvfp4_expert_layer": lambda prefix: prefix.endswith("experts")}, "GlulamModelOptNvFp4FusedMoE"),
+        ({"_is_nvfp4_expert_layer": lambda prefix: False}, "GlulamMxfp4MoEMethod"),
+        ({"ignored_layers": ["model.layers.0.mlp.experts"]}, "GlulamUnquantizedMoEMethod"),
+    ],
+)
+def test_experts_of_deepseek_v4_have_the_format_that_its_configuration_tells(
+    vllm: ModuleType, changes: dict[str, Any], method: str
+) -> None:
+    config = vllm.config_of(vllm.CHECKPOINTS["deepseek_v4"])
+    vars(config).update(changes)
+    assert type(vllm.layer_of(config, 128).quant_method).__name__ == method
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method"),
+    [
+        ("FP8_PB_WO", "GlulamFp8MoEMethod"), ("W4A16_NVFP4", "GlulamModelOptNvFp4FusedMoE"),
+        ("MXFP8", "GlulamModelOptMxFp8FusedMoE"), ("FP8", "ModelOptFp8MoEMethod"),
+    ],
+)  # fmt: skip
+def test_experts_of_mixed_checkpoints_have_the_format_of_their_layer(
+    vllm: ModuleType, logged: list[str], algorithm: str, method: str
+) -> None:
+    checkpoint = vllm.CHECKPOINTS["modelopt_mixed"]
+    layers = {name: {"quant_algo": algorithm} for name in checkpoint.config["quantized_layers"]}
+    config = vllm.config_of(checkpoint._replace(config={**checkpoint.config, "quantized_layers": layers}))
+    assert type(vllm.layer_of(config, 128).quant_method).__name__ == method
+    left = "Glulam leaves FP8 experts to vLLM: served are MXFP4, NVFP4, MXFP8 and FP8 in blocks"
+    assert (logged == [left]) == (algorithm == "FP8")
+    config.exclude_modules = ["model.layers.0*"]
+    assert type(vllm.layer_of(config, 128).quant_method).__name__ == "GlulamUnquantizedMoEMethod"
 
 
 @pytest.mark.parametrize("value", ["0", "nvfp4"])
@@ -196,7 +235,7 @@ def test_widths_that_kernels_do_not_read_are_left_to_vllm(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"weight_block_size": None}, "blocks of scales are whole tensors; served are [128, 128]"),
+        ({"weight_block_size": None}, "blocks of scales are whole tensors or rows; served are [128, 128]"),
         ({"weight_block_size": [64, 64]}, "blocks of scales are [64, 64]; served are [128, 128]"),
         ({"ignored_layers": ["model.layers.0.mlp.experts"]}, ""),
     ],
@@ -210,6 +249,24 @@ def test_fp8_that_is_not_in_blocks_of_128_is_left_to_vllm(
     assert type(method).__name__ == ("GlulamUnquantizedMoEMethod" if is_ignored else "Fp8MoEMethod")
     told = "Glulam computes bf16 experts" if is_ignored else f"Glulam leaves fp8 experts to vLLM: {reason}"
     assert logged == [told]
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}, "fp8 experts to vLLM: blocks of"),
+        ({"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}, "compressed-tensors' experts"),
+    ],
+)
+def test_other_formats_of_compressed_tensors_are_left_to_vllm(
+    vllm: ModuleType, logged: list[str], weights: dict[str, Any], reason: str
+) -> None:
+    rows = {**weights, "strategy": "token", "dynamic": True}
+    checkpoint = vllm.CHECKPOINTS["compressed_fp8"]._replace(config=vllm.compressed(weights, rows, "float-quantized"))
+    with contextlib.suppress(NotImplementedError, ValueError):  # vLLM itself may have no such kernels on this CPU
+        assert not type(vllm.layer_of(vllm.config_of(checkpoint)).quant_method).__name__.startswith("Glulam")
+    (line,) = logged
+    assert line.startswith(f"Glulam leaves {reason}")
 
 
 def test_a_checkpoint_that_is_to_be_quantised_again_is_left_to_vllm(vllm: ModuleType, logged: list[str]) -> None:

@@ -16,8 +16,8 @@ pytest_plugins = ["support.vllm_plugin"]
 
 COUNT = 19
 RECIPES = {
-    "bf16": "bf16", "fp8": "fp8_block", "mxfp8": "mxfp8", "mxfp8_wide": "mxfp8_weight_only",
-    "compressed_mxfp8": "mxfp8", "modelopt_fp4": "nvfp4_weight_only", "modelopt_mixed": "nvfp4_weight_only",
+    "bf16": "bf16", "fp8": "fp8_block", "compressed_fp8": "fp8_block", "mxfp8": "mxfp8", "compressed_mxfp8": "mxfp8",
+    "mxfp8_wide": "mxfp8_weight_only", "modelopt_fp4": "nvfp4_weight_only", "modelopt_mixed": "nvfp4_weight_only",
     "compressed_nvfp4": "nvfp4_weight_only", "deepseek_v4": "mxfp4_weight_only", "mxfp4": "mxfp4_weight_only",
     "compressed_mxfp4": "mxfp4_weight_only", "compressed_mxfp4_fp8": "mxfp4_weight_only",
 }  # fmt: skip

@@ -28,7 +28,7 @@ from .serving import Held, held
 
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, WIDTH, K = 5, 160, 96, 3
-WIDTHS = {"fp8": 128}
+WIDTHS = {"fp8": 128, "compressed_fp8": 128}
 """I of a checkpoint, where it is not WIDTH."""
 NAME = "model.layers.0.mlp.experts"
 SHARDS = "gate_proj", "up_proj"
@@ -51,7 +51,7 @@ def engine() -> Iterator[None]:
             distributed.cleanup_dist_env_and_memory()
 
 
-def _compressed(weights: dict[str, Any], rows: dict[str, Any] | None, format: str) -> dict[str, Any]:
+def compressed(weights: dict[str, Any], rows: dict[str, Any] | None, format: str) -> dict[str, Any]:
     """A configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows, "format": format}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": []}
@@ -99,19 +99,26 @@ CHECKPOINTS = {
     ),
     "compressed_mxfp4": Checkpoint(
         "mxfp4", ("weight_packed", "weight_scale"), "compressed-tensors",
-        _compressed(_numbers(4, 32, **_SCALES), None, "mxfp4-pack-quantized"),
+        compressed(_numbers(4, 32, **_SCALES), None, "mxfp4-pack-quantized"),
     ),
     "compressed_mxfp4_fp8": Checkpoint(
         "mxfp4", ("weight_packed", "weight_scale"), "compressed-tensors",
-        _compressed(_numbers(4, 32, **_SCALES), _numbers(8, 32, dynamic=True), "mxfp4-pack-quantized"),
+        compressed(_numbers(4, 32, **_SCALES), _numbers(8, 32, dynamic=True), "mxfp4-pack-quantized"),
+    ),
+    "compressed_fp8": Checkpoint(
+        "fp8_block", ("weight", "weight_scale"), "compressed-tensors",
+        compressed(
+            {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]},
+            _numbers(8, 128, dynamic=True), "float-quantized",
+        ),
     ),
     "compressed_mxfp8": Checkpoint(
         "mxfp8", ("weight", "weight_scale"), "compressed-tensors",
-        _compressed(_numbers(8, 32, **_SCALES), _numbers(8, 32, dynamic=True, **_SCALES), "mxfp8-quantized"),
+        compressed(_numbers(8, 32, **_SCALES), _numbers(8, 32, dynamic=True, **_SCALES), "mxfp8-quantized"),
     ),
     "compressed_nvfp4": Checkpoint(
         "nvfp4", ("weight_packed", "weight_scale", "weight_global_scale"), "compressed-tensors",
-        _compressed(_numbers(4, 16, strategy="tensor_group"), _ROWS_IN_16, "nvfp4-pack-quantized"),
+        compressed(_numbers(4, 16, strategy="tensor_group"), _ROWS_IN_16, "nvfp4-pack-quantized"),
     ),
 }  # fmt: skip
 

@@ -12,9 +12,10 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from . import methods
-from .layers import is_served
+from .layers import is_served, log_left
 
 BLOCK = [128, 128]
+READ = "MXFP4, NVFP4, MXFP8 and FP8 in blocks"
 DeepSeekV4Base: Any = get_quantization_config("deepseek_v4_fp8")
 Fp8Base: Any = get_quantization_config("fp8")
 GptOssBase: Any = get_quantization_config("gpt_oss_mxfp4")
@@ -41,17 +42,21 @@ def served(
 
 
 def served_fp8(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """The same of FP8 experts; own: their configuration, which may be a part of the model's."""
-    block, width, reason = own.weight_block_size, moe.intermediate_size_per_partition, None
-    if block != BLOCK:
-        reason = f"blocks of scales are {block or 'whole tensors'}; served are {BLOCK}"
-    elif width % BLOCK[0]:
-        reason = f"a rank's intermediate size {width} ends inside a block of {BLOCK[0]}"
+    """The same for FP8 experts; own: their configuration, which may be a part of the model's."""
+    reason = _against_blocks(own.weight_block_size, moe)
     return served(config, methods.GlulamFp8MoEMethod, moe, own, reason=reason)
 
 
+def _against_blocks(block: list[int] | None, moe: Any) -> str | None:
+    """Return why Glulam does not read FP8 experts with scales of such blocks; None: it does."""
+    width = moe.intermediate_size_per_partition
+    if block != BLOCK:
+        return f"blocks of scales are {block or 'whole tensors or rows'}; served are {BLOCK}"
+    return f"a rank's intermediate size {width} ends inside a block of {BLOCK[0]}" if width % BLOCK[0] else None
+
+
 def served_nvfp4(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """The same of NVFP4 experts."""
+    """The same for NVFP4 experts."""
     override = own.moe_activation_override
     reason = f"activations are to be quantised as {override}" if override else None
     return served(config, methods.GlulamModelOptNvFp4FusedMoE, moe, own, reason=reason)
@@ -126,6 +131,8 @@ class GlulamModelOptMixedConfig(ByLayer, MixedBase):
             return served_nvfp4(self, moe, own)
         if algorithm == "MXFP8":
             return served(self, methods.GlulamModelOptMxFp8FusedMoE, moe, self.mxfp8_config)
+        if algorithm:
+            log_left(algorithm, f"served are {READ}")
         return None
 
 
@@ -146,7 +153,12 @@ class GlulamCompressedTensorsConfig(ByLayer, CompressedBase):
             method = methods.GlulamCompressedTensorsMxfp8MoEMethod
         elif self._is_nvfp4_format(weights):
             method = methods.GlulamCompressedTensorsNvfp4MoEMethod
+        elif self._is_fp8_w8a8(weights, rows):
+            reason = _against_blocks(weights.block_structure, layer.moe_config)
+            method = methods.GlulamCompressedTensorsFp8MoEMethod
+            return served(self, method, layer.moe_config, weights, rows, reason=reason)
         else:
+            log_left("compressed-tensors'", f"served are {READ}")
             return None
         return served(self, method, layer.moe_config)
 

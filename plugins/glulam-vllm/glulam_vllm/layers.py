@@ -34,10 +34,15 @@ def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multi
     if format not in chosen():
         return False
     if reason := reason or _reason(moe, format, multiple):
-        _log.warning_once("Glulam leaves %s experts to vLLM: %s", format, reason)
+        log_left(format, reason)
         return False
     _log.info_once("Glulam computes %s experts", format)
     return True
+
+
+def log_left(what: str, reason: str) -> None:
+    """Log, once, that Glulam does not compute these experts."""
+    _log.warning_once("Glulam leaves %s experts to vLLM: %s", what, reason)
 
 
 def _reason(moe: FusedMoEConfig, format: str, multiple: int) -> str | None:

@@ -24,6 +24,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4 import (  # noqa: E501
     CompressedTensorsW4A8Mxfp4MoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
     CompressedTensorsW8A8Mxfp8MoEMethod,
 )
@@ -190,6 +193,18 @@ class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
 
 class GlulamCompressedTensorsMxfp8MoEMethod(Served, CompressedTensorsW8A8Mxfp8MoEMethod):
     format, constructor = MXFP8, "mxfp8"
+
+
+class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMethod):
+    """Blocks of 128 x 128."""
+
+    format, constructor = FP8, "fp8_block"
+
+    def __init__(self, moe: FusedMoEConfig, weights: Any, rows: Any) -> None:
+        super().__init__(
+            moe, weight_quant=weights, input_quant=rows, weight_block_size=weights.block_structure, block_quant=True,
+            static_input_scales=False,
+        )  # fmt: skip
 
 
 class CompressedInBytes(Served):
