@@ -123,11 +123,8 @@ def test_fp8_block_scales_may_be_powers_of_two_in_bytes() -> None:
     powers = [torch.randint(116, 122, one.parts[1].shape, dtype=torch.uint8) for one in (w13, w2)]
     floats = [torch.exp2(one.float() - 127) for one in powers]
     in_bytes, as_floats = (
-        made(
-            "fp8_block",
-            *[Held((one.parts[0], scale), one.values) for one, scale in zip((w13, w2), scales, strict=True)],
-        )
-        for scales in (powers, floats)
+        made("fp8_block", Held((w13.parts[0], first), w13.values), Held((w2.parts[0], second), w2.values))
+        for first, second in (powers, floats)
     )
     given = tokens(COUNT, HIDDEN, EXPERTS, K)[:3]
     assert in_bytes(*given).equal(as_floats(*given)) and in_bytes(*given).any()

@@ -82,14 +82,14 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
     _check_fits(recipe, dtype, w2.shape)
     if recipe is recipes.MXFP8:
         try:
-            folded = [prepare_mxfp8_weight(w) for w in exact]
+            first, second = (prepare_mxfp8_weight(w) for w in exact)
         except FoldError as error:
             _log.info("MXFP8 experts keep 16-bit rows: %s", error)
             recipe = recipes.MXFP8_WEIGHT_ONLY
             _check_fits(recipe, dtype, w2.shape)
         else:
-            return Weights(*map(_in_place, folded, (w13, w2)), recipe)
-    return Weights(*exact, recipe)
+            return Weights(_in_place(first, w13), _in_place(second, w2), recipe)
+    return Weights(exact[0], exact[1], recipe)
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
@@ -99,11 +99,11 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = recipes.MXFP4_WEIGHT_ONLY
     _check_fits(recipe, dtype, (w2.shape[0], w2.shape[1], 2 * w2.shape[2]))
-    made = [
+    first, second = (
         MXFP4Tensor(w.view(torch.uint8), _power_scales(name, scale))
         for name, w, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
-    ]
-    return Weights(*[w.prepare_() for w in made], recipe)
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
 
 
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
@@ -114,11 +114,11 @@ def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Acti
     recipe = recipes.NVFP4_WEIGHT_ONLY
     _check_fits(recipe, dtype, (w2.shape[0], w2.shape[1], 2 * w2.shape[2]))
     factors = _factors(w13_scale_2.detach(), is_in_halves(gate.name, gate.glu_layout)), _factors(w2_scale_2.detach())
-    made = [
+    first, second = (
         NVFP4Tensor(w.view(torch.uint8), scale, factor)
         for w, scale, factor in zip((w13, w2), (w13_scale, w2_scale), factors, strict=True)
-    ]
-    return Weights(*[w.prepare_() for w in made], recipe)
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
 
 
 def _rows_or_weights(recipe: Recipe, weight_only: Recipe, weight: Tensor) -> Recipe:
