@@ -327,5 +327,11 @@ def test_global_scales_of_halves_need_a_gate_over_ups() -> None:
         made("nvfp4", Held((*w13.parts[:2], torch.ones(EXPERTS, 2, 1)), w13.values), w2)
 
 
-def test_the_package_names_what_plugins_use() -> None:
-    assert issubclass(serving.NotServed, ValueError) and serving.ServedExperts is ServedExperts
+@pytest.mark.parametrize("kind", weights_module.RECIPES)
+def test_a_plugin_can_ask_before_weights_are_loaded(kind: str) -> None:
+    """By shapes and dtypes alone, of weights that may be on the meta device."""
+    like = torch.empty(2, 64, 64, device="meta")
+    assert serving.served_recipe(kind, 64, 96, BF16, like).name == FORMATS[kind]
+    if kind != "bf16":
+        with pytest.raises(NotServed, match="I is 40"):
+            serving.served_recipe(kind, 64, 40, BF16, like)
