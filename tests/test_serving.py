@@ -16,6 +16,8 @@ from glulam.integrations import serving
 from glulam.integrations.serving import NotServed, ServedExperts, gate_of
 from glulam.integrations.serving import weights as weights_module
 
+pytest_plugins = ["support.fixtures"]
+
 EXPERTS, HIDDEN, WIDTH, COUNT, K = 5, 160, 96, 19, 3
 SILU = gate_of("silu")
 FORMATS = {
@@ -51,7 +53,7 @@ def check(experts: Any, layer: Layer, k: int = K, on_rows: bool = False, factor:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_each_format_is_the_layer_of_its_dequantised_weights(kind: str) -> None:
+def test_each_format_is_the_layer_of_its_dequantised_weights(kind: str, anywhere: Any) -> None:
     w13, w2 = pair(kind)
     experts = made(kind, w13, w2)
     assert experts.recipe.name == FORMATS[kind] and experts.num_experts == EXPERTS
