@@ -16,6 +16,8 @@ from glulam.integrations import serving
 from glulam.integrations.serving import NotServed, ServedExperts, gate_of
 from glulam.integrations.serving import weights as weights_module
 
+pytest_plugins = ["support.fixtures"]
+
 EXPERTS, HIDDEN, WIDTH, COUNT, K = 5, 160, 96, 19, 3
 SILU = gate_of("silu")
 FORMATS = {
@@ -51,7 +53,7 @@ def check(experts: Any, layer: Layer, k: int = K, on_rows: bool = False, factor:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_each_format_is_the_layer_of_its_dequantised_weights(kind: str) -> None:
+def test_each_format_is_the_layer_of_its_dequantised_weights(kind: str, anywhere: Any) -> None:
     w13, w2 = pair(kind)
     experts = made(kind, w13, w2)
     assert experts.recipe.name == FORMATS[kind] and experts.num_experts == EXPERTS
@@ -123,11 +125,8 @@ def test_fp8_block_scales_may_be_powers_of_two_in_bytes() -> None:
     powers = [torch.randint(116, 122, one.parts[1].shape, dtype=torch.uint8) for one in (w13, w2)]
     floats = [torch.exp2(one.float() - 127) for one in powers]
     in_bytes, as_floats = (
-        made(
-            "fp8_block",
-            *[Held((one.parts[0], scale), one.values) for one, scale in zip((w13, w2), scales, strict=True)],
-        )
-        for scales in (powers, floats)
+        made("fp8_block", Held((w13.parts[0], first), w13.values), Held((w2.parts[0], second), w2.values))
+        for first, second in (powers, floats)
     )
     given = tokens(COUNT, HIDDEN, EXPERTS, K)[:3]
     assert in_bytes(*given).equal(as_floats(*given)) and in_bytes(*given).any()
@@ -330,5 +329,11 @@ def test_global_scales_of_halves_need_a_gate_over_ups() -> None:
         made("nvfp4", Held((*w13.parts[:2], torch.ones(EXPERTS, 2, 1)), w13.values), w2)
 
 
-def test_the_package_names_what_plugins_use() -> None:
-    assert issubclass(serving.NotServed, ValueError) and serving.ServedExperts is ServedExperts
+@pytest.mark.parametrize("kind", weights_module.RECIPES)
+def test_a_plugin_can_ask_before_weights_are_loaded(kind: str) -> None:
+    """By shapes and dtypes alone, of weights that may be on the meta device."""
+    like = torch.empty(2, 64, 64, device="meta")
+    assert serving.served_recipe(kind, 64, 96, BF16, like).name == FORMATS[kind]
+    if kind != "bf16":
+        with pytest.raises(NotServed, match="I is 40"):
+            serving.served_recipe(kind, 64, 40, BF16, like)

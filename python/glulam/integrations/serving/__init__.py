@@ -7,3 +7,4 @@ Glulam does not compute raises `NotServed` before weights are touched; the plugi
 from .experts import ServedExperts as ServedExperts
 from .gates import NotServed as NotServed
 from .gates import gate_of as gate_of
+from .weights import served_recipe as served_recipe

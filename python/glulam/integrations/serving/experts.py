@@ -87,8 +87,8 @@ class ServedExperts:
     def _of(
         cls, made: Weights, b13: Tensor | None, b2: Tensor | None, gate: Activation, dtype: torch.dtype
     ) -> ServedExperts:
-        biases = [None if bias is None else bias.detach().to(dtype).contiguous() for bias in (b13, b2)]
-        return cls(made.w1, made.w2, *biases, gate, made.recipe)
+        b1, b2 = (None if bias is None else bias.detach().to(dtype).contiguous() for bias in (b13, b2))
+        return cls(made.w1, made.w2, b1, b2, gate, made.recipe)
 
     @property
     def num_experts(self) -> int:

@@ -27,6 +27,14 @@ from .gates import NotServed
 
 MULTIPLE = 8
 """H and I of weights in 16 bits are multiples of this number on a GPU."""
+RECIPES: dict[str, tuple[Recipe, Recipe]] = {
+    "bf16": (recipes.BF16, recipes.BF16),
+    "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
+    "mxfp8": (recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY),
+    "mxfp4": (recipes.MXFP4_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY),
+    "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
+}
+"""By format, which is the name of a constructor of ServedExperts: on GPUs that multiply FP8, and on others."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,22 +58,36 @@ class Checkpoint(NamedTuple):
         return Checkpoint(*(tensor.detach() for tensor in self))
 
 
-def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
-    """Return views. Raises NotServed for other dtypes, or widths that kernels do not read."""
-    w13, w2 = w13.detach(), w2.detach()
-    if w13.dtype not in SOURCE_DTYPES or (runs_kernels(w13) and w13.dtype == torch.float32):
-        raise NotServed(f"expert weights are {w13.dtype}; served are torch.bfloat16 and torch.float16")
-    hidden, width = w2.shape[1:]
-    if runs_kernels(w13) and (hidden % MULTIPLE or width % MULTIPLE):
+def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight: Tensor) -> Recipe:
+    """Return the recipe that multiplies experts of a format on the GPU where a weight lies.
+
+    Args:
+        kind: a key of RECIPES. hidden, width: H and I. dtype: of rows. weight: any tensor of the layer.
+
+    Raises:
+        NotServed: no kernels for rows of this dtype, or experts of this width.
+    """
+    recipe, weight_only = RECIPES[kind]
+    recipe = recipe if has_fp8_mma(weight) else weight_only
+    if recipe is not recipes.BF16:
+        _check_fits(recipe, dtype, hidden, width)
+    elif dtype not in SOURCE_DTYPES or (runs_kernels(weight) and dtype == torch.float32):
+        raise NotServed(f"expert weights are {dtype}; served are torch.bfloat16 and torch.float16")
+    elif runs_kernels(weight) and (hidden % MULTIPLE or width % MULTIPLE):
         raise NotServed(f"expert weights have H = {hidden} and I = {width}; kernels read multiples of {MULTIPLE}")
-    return Weights(w13, w2, recipes.BF16)
+    return recipe
+
+
+def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
+    """Return views."""
+    w13, w2 = w13.detach(), w2.detach()
+    return Weights(w13, w2, served_recipe("bf16", w2.shape[1], w2.shape[2], w2.dtype, w2))
 
 
 def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weights:
     """Return views of E4M3 elements with float32 scales of 128 x 128; scales in E8M0 are widened once."""
     w13, w13_scale, w2, w2_scale = given.detached()
-    recipe = _rows_or_weights(recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY, w13)
-    _check_fits(recipe, dtype, w2.shape)
+    recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
     first = _float_scales(w13_scale)
     if is_in_halves(gate.name, gate.glu_layout):
         first = first.unflatten(1, (2, -1))  # a grid for each half, which is one grid where I % 128 == 0
@@ -78,18 +100,17 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
-    recipe = _rows_or_weights(recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, w13)
-    _check_fits(recipe, dtype, w2.shape)
+    recipe = served_recipe("mxfp8", w2.shape[1], w2.shape[2], dtype, w2)
     if recipe is recipes.MXFP8:
         try:
-            folded = [prepare_mxfp8_weight(w) for w in exact]
+            first, second = (prepare_mxfp8_weight(w) for w in exact)
         except FoldError as error:
             _log.info("MXFP8 experts keep 16-bit rows: %s", error)
             recipe = recipes.MXFP8_WEIGHT_ONLY
-            _check_fits(recipe, dtype, w2.shape)
+            _check_fits(recipe, dtype, *w2.shape[1:])
         else:
-            return Weights(*map(_in_place, folded, (w13, w2)), recipe)
-    return Weights(*exact, recipe)
+            return Weights(_in_place(first, w13), _in_place(second, w2), recipe)
+    return Weights(exact[0], exact[1], recipe)
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
@@ -97,13 +118,12 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
     are powers of two, of which E8M0 copies are made.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
-    recipe = recipes.MXFP4_WEIGHT_ONLY
-    _check_fits(recipe, dtype, (w2.shape[0], w2.shape[1], 2 * w2.shape[2]))
-    made = [
+    recipe = served_recipe("mxfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
+    first, second = (
         MXFP4Tensor(w.view(torch.uint8), _power_scales(name, scale))
         for name, w, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
-    ]
-    return Weights(*[w.prepare_() for w in made], recipe)
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
 
 
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
@@ -111,24 +131,17 @@ def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Acti
     `*_scale_2`: float32 that multiply, one an expert or one for all, or [E, 2], one for each half of w13.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
-    recipe = recipes.NVFP4_WEIGHT_ONLY
-    _check_fits(recipe, dtype, (w2.shape[0], w2.shape[1], 2 * w2.shape[2]))
+    recipe = served_recipe("nvfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
     factors = _factors(w13_scale_2.detach(), is_in_halves(gate.name, gate.glu_layout)), _factors(w2_scale_2.detach())
-    made = [
+    first, second = (
         NVFP4Tensor(w.view(torch.uint8), scale, factor)
         for w, scale, factor in zip((w13, w2), (w13_scale, w2_scale), factors, strict=True)
-    ]
-    return Weights(*[w.prepare_() for w in made], recipe)
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
 
 
-def _rows_or_weights(recipe: Recipe, weight_only: Recipe, weight: Tensor) -> Recipe:
-    """The recipe that quantises rows where the weight's GPU multiplies FP8, else the one that decodes weights."""
-    return recipe if has_fp8_mma(weight) else weight_only
-
-
-def _check_fits(recipe: Recipe, dtype: torch.dtype, shape: Any) -> None:
-    """Raises NotServed where a recipe has no kernels for rows of this dtype, or for w2 of this shape [E, H, I]."""
-    _, hidden, width = shape
+def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> None:
+    """Raises NotServed where a recipe has no kernels for rows of this dtype, or for these widths."""
     try:
         recipes.check_fits("moe", recipe, str(dtype).removeprefix("torch."), True, H=hidden, I=width)
     except (TypeError, ValueError) as error:
