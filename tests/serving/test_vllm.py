@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tomllib
+import torch
 from support.serving import Held
 
 pytest_plugins = ["support.vllm_plugin"]
@@ -219,7 +220,6 @@ def test_what_vllm_asks_of_experts(vllm: ModuleType, monkeypatch: pytest.MonkeyP
         ("fp8", 192, "fp8 experts to vLLM: a rank's intermediate size 192 ends inside a block of 128"),
         ("mxfp4", 80, "mxfp4 experts to vLLM: moe: I is 80; recipe 'mxfp4_weight_only' takes multiples of 32"),
         ("modelopt_fp4", 80, "nvfp4 experts to vLLM: moe: I is 80; recipe 'nvfp4_weight_only' takes multiples of 32"),
-        ("bf16", 90, "bf16 experts to vLLM: H = 160 and I = 90; kernels read multiples of 8"),
     ],
 )
 def test_widths_that_kernels_do_not_read_are_left_to_vllm(
@@ -230,6 +230,27 @@ def test_widths_that_kernels_do_not_read_are_left_to_vllm(
         assert method.experts_cls is None or method.experts_cls.__name__ != "GlulamExperts"
     (line,) = logged
     assert line.startswith(f"Glulam leaves {reason}")
+
+
+def test_4_bits_in_a_model_of_float16_are_left_to_vllm(vllm: ModuleType) -> None:
+    layers = importlib.import_module("glulam_vllm.layers")
+    moe = vllm.moe_config(in_dtype=torch.float16)
+    served = [format for format in ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4") if layers.is_served(moe, format)]
+    assert served == ["bf16", "fp8", "mxfp8"]
+    assert not layers.is_served(vllm.moe_config(in_dtype=torch.float32), "mxfp4")
+
+
+def test_weights_that_vllm_moves_are_left_to_vllm(vllm: ModuleType) -> None:
+    config = importlib.import_module("vllm.config")
+    experts = importlib.import_module("glulam_vllm.experts")
+    offload = config.get_current_vllm_config().offload_config
+    for part, name in ((offload.uva, "cpu_offload_gb"), (offload.prefetch, "offload_group_size")):
+        setattr(part, name, 1)
+        try:
+            assert experts.reason_against(vllm.moe_config()) == "weights are offloaded to the CPU"
+        finally:
+            setattr(part, name, 0)
+    assert experts.reason_against(vllm.moe_config()) is None
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,33 @@ def test_each_checkpoint_is_the_layer_of_its_dequantised_weights(vllm: ModuleTyp
     check(vllm, layer, Layer(w13.values, w2.values, rounds=rounding(RECIPES[name])))
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_model_may_be_of_float16(vllm: ModuleType, name: str) -> None:
+    w13, w2 = vllm.weights_of(name)
+    layer = loaded(vllm, name, w13, w2, in_dtype=torch.float16)
+    assert layer.w2_weight.dtype == (torch.float16 if name == "bf16" else torch.float8_e4m3fn)
+    given = tokens(COUNT, vllm.HIDDEN, vllm.EXPERTS, vllm.K, padding=0)
+    got = vllm.forward(layer, given.x.half(), given.ids, given.weights)
+    assert got.dtype == torch.float16
+    exact = Layer(w13.values, w2.values, rounds=rounding(RECIPES[name]))
+    wanted, same = (exact(given.x, given.ids, given.weights, dtype) for dtype in (torch.float64, BF16))
+    assert_close(got, wanted, same, COUNT)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "bf16"])
+def test_biases_are_those_of_the_checkpoint(vllm: ModuleType, name: str) -> None:
+    w13, w2 = vllm.weights_of(name)
+    layer = vllm.empty(name, has_bias=True)
+    bias = [torch.randn(*weight.values.shape[:2]).to(BF16) for weight in (w13, w2)]
+    for expert in range(vllm.EXPERTS):
+        parts = *bias[0][expert].chunk(2), bias[1][expert]
+        named = zip((*vllm.SHARDS, "down_proj"), parts, strict=True)
+        assert len(list(layer.load_weights((f"{expert}.{key}.bias", part) for key, part in named))) == 3
+    vllm.load(layer, name, w13, w2)
+    exact = [one.double() for one in bias]
+    check(vllm, layer, Layer(w13.values, w2.values, b1=exact[0], b2=exact[1], rounds=rounding(RECIPES[name])))
+
+
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
 def test_vllms_runner_computes_the_whole_layer_from_a_routers_logits(vllm: ModuleType, name: str) -> None:
     w13, w2 = vllm.weights_of(name)

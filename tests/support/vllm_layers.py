@@ -131,12 +131,12 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 def moe_config(
     width: int = WIDTH, k: int = K, *, activation: str = "silu", parallel: FusedMoEParallelConfig = ALONE,
-    **options: Any,
+    in_dtype: torch.dtype = BF16, **options: Any,
 ) -> FusedMoEConfig:  # fmt: skip
     gate = MoEActivation(activation)
     made = FusedMoEConfig(
         num_experts=EXPERTS, num_logical_experts=EXPERTS, num_local_experts=EXPERTS, experts_per_token=k,
-        hidden_dim=HIDDEN, intermediate_size=width, device="cpu", in_dtype=BF16,
+        hidden_dim=HIDDEN, intermediate_size=width, device="cpu", in_dtype=in_dtype,
         activation=gate if gate.is_gated else MoEActivation.SILU, routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=parallel, **options,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def layer_of(
     up = {} if moe.is_act_and_mul else {"ckpt_up_proj_name": None}
     of_layer = {name: value for name, value in numbers.items() if name.startswith("swiglu")}
     return RoutedExperts(
-        NAME, BF16, moe, quant_config, expert_map_manager=manager, apply_router_weight_on_input=on_input, **up,
+        NAME, moe.in_dtype, moe, quant_config, expert_map_manager=manager, apply_router_weight_on_input=on_input, **up,
         **of_layer,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -58,6 +59,8 @@ def reason_against(moe: FusedMoEConfig) -> str | None:
         return f"--moe-backend is {moe.moe_backend}"
     if parallel.enable_eplb:
         return "the expert load balancer (EPLB) moves weights between ranks"
+    if _is_offloaded():
+        return "weights are offloaded to the CPU"
     if parallel.use_all2all_kernels or parallel.use_passthrough_all2all:
         return f"tokens go between ranks by all2all backend {parallel.all2all_backend}"
     try:
@@ -67,6 +70,14 @@ def reason_against(moe: FusedMoEConfig) -> str | None:
     except (NotServed, UnsupportedDevice) as error:
         return str(error)
     return None
+
+
+def _is_offloaded() -> bool:
+    """Return True if vLLM may move a layer's weights between calls."""
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return False
+    return bool(config.offload_config.uva.cpu_offload_gb or config.offload_config.prefetch.offload_group_size)
 
 
 class GlulamExperts(mk.FusedMoEExpertsModular):

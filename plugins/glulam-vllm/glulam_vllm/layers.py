@@ -8,17 +8,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.utils.math_utils import round_up
 
-from glulam import recipes
-from glulam.integrations.serving.weights import MULTIPLE
+from glulam.integrations.serving import NotServed, served_recipe
 
-from .choice import BF16, FP8, MXFP4, MXFP8, NVFP4, chosen
+from .choice import FP8, chosen
 from .experts import WEIGHT_KEYS, GlulamExperts
 
-RECIPES = {
-    FP8: recipes.FP8_BLOCK_WEIGHT_ONLY, MXFP8: recipes.MXFP8_WEIGHT_ONLY, MXFP4: recipes.MXFP4_WEIGHT_ONLY,
-    NVFP4: recipes.NVFP4_WEIGHT_ONLY,
-}  # fmt: skip
-"""The recipe of each quantised format that takes the least of dtypes and widths."""
+CONSTRUCTORS = {FP8: "fp8_block"}
+"""Of ServedExperts, by format; others have the format's name."""
 _log = init_logger(f"vllm.{__name__}")
 
 
@@ -51,15 +47,9 @@ def _reason(moe: FusedMoEConfig, format: str, multiple: int) -> str | None:
     supported, reason = GlulamExperts.is_supported_config(GlulamExperts, moe, WEIGHT_KEYS.get(format), None, layout)
     if not supported:
         return reason
-    hidden, width = moe.hidden_dim, round_up(moe.intermediate_size_per_partition, multiple)
-    if format == BF16:
-        if moe.in_dtype not in (torch.bfloat16, torch.float16):
-            return f"the model's dtype is {moe.in_dtype}"
-        has_kernels = not (hidden % MULTIPLE or width % MULTIPLE)
-        return None if has_kernels else f"H = {hidden} and I = {width}; kernels read multiples of {MULTIPLE}"
-    dtype = str(moe.in_dtype).removeprefix("torch.")
+    kind, width = CONSTRUCTORS.get(format, format), round_up(moe.intermediate_size_per_partition, multiple)
     try:
-        recipes.check_fits("moe", RECIPES[format], dtype, True, H=hidden, I=width)
-    except (TypeError, ValueError) as error:
+        served_recipe(kind, moe.hidden_dim, width, moe.in_dtype, torch.empty(0, device=moe.device))
+    except NotServed as error:
         return str(error)
     return None

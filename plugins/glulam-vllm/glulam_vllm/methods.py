@@ -39,6 +39,7 @@ from glulam.integrations.serving import NotServed, ServedExperts
 
 from .choice import ENV, FP8, MXFP4, MXFP8, NVFP4
 from .experts import GlulamExperts
+from .layers import CONSTRUCTORS
 
 PACKED = "_packed"
 """How compressed-tensors' names of 4-bit elements end."""
@@ -51,12 +52,11 @@ class Served(FusedMoEMethodBase):
 
     Attributes:
         format: of `choice.FORMATS`.
-        constructor: of ServedExperts; tensors: names of the parameters that it takes.
+        tensors: names of the parameters that the constructor of ServedExperts takes.
         multiple: I is rounded up to a multiple of this number, with zeros.
     """
 
     format: ClassVar[str]
-    constructor: ClassVar[str]
     tensors: ClassVar[tuple[str, ...]] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
     multiple: ClassVar[int] = 1
     supports_pre_processed_weights = False
@@ -110,8 +110,9 @@ class Served(FusedMoEMethodBase):
             _refill(experts.held, served)
 
     def experts_of(self, layer: Any, gate: Any) -> ServedExperts:
-        make = getattr(ServedExperts, self.constructor)
-        made: ServedExperts = make(*[getattr(layer, name) for name in self.tensors], *_biases(layer), gate=gate)
+        make = getattr(ServedExperts, CONSTRUCTORS.get(self.format, self.format))
+        tensors = [getattr(layer, name) for name in self.tensors]
+        made: ServedExperts = make(*tensors, *_biases(layer), gate=gate, dtype=self.moe.in_dtype)
         return made
 
 
@@ -142,7 +143,7 @@ def _tensors(experts: ServedExperts) -> Iterator[Tensor]:
 
 
 class GlulamGptOssMxfp4MoEMethod(Served, GptOssMxfp4MoEMethod):
-    format, constructor = MXFP4, "mxfp4"
+    format = MXFP4
     multiple = 32
 
     def __init__(self, moe: FusedMoEConfig) -> None:
@@ -152,7 +153,7 @@ class GlulamGptOssMxfp4MoEMethod(Served, GptOssMxfp4MoEMethod):
 class GlulamMxfp4MoEMethod(Served, Mxfp4MoEMethod):
     """DeepSeek-V4's experts."""
 
-    format, constructor = MXFP4, "mxfp4"
+    format = MXFP4
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, weight_dtype="mxfp4")
@@ -161,7 +162,7 @@ class GlulamMxfp4MoEMethod(Served, Mxfp4MoEMethod):
 class GlulamFp8MoEMethod(Served, Fp8MoEMethod):
     """Blocks of 128 x 128."""
 
-    format, constructor = FP8, "fp8_block"
+    format = FP8
     tensors = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
 
     def __init__(self, moe: FusedMoEConfig, quant_config: Any) -> None:
@@ -173,7 +174,7 @@ class GlulamFp8MoEMethod(Served, Fp8MoEMethod):
 
 
 class GlulamModelOptMxFp8FusedMoE(Served, ModelOptMxFp8FusedMoE):
-    format, constructor = MXFP8, "mxfp8"
+    format = MXFP8
 
     def __init__(self, moe: FusedMoEConfig, quant_config: Any) -> None:
         super().__init__(moe, quant_config=quant_config)
@@ -182,7 +183,7 @@ class GlulamModelOptMxFp8FusedMoE(Served, ModelOptMxFp8FusedMoE):
 class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
     """Scales of activations in the checkpoint are loaded, and not used: rows keep 16 bits."""
 
-    format, constructor = NVFP4, "nvfp4"
+    format = NVFP4
     tensors = (
         "w13_weight", "w13_weight_scale", "w13_weight_scale_2", "w2_weight", "w2_weight_scale", "w2_weight_scale_2",
     )  # fmt: skip
@@ -192,13 +193,13 @@ class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
 
 
 class GlulamCompressedTensorsMxfp8MoEMethod(Served, CompressedTensorsW8A8Mxfp8MoEMethod):
-    format, constructor = MXFP8, "mxfp8"
+    format = MXFP8
 
 
 class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMethod):
     """Blocks of 128 x 128."""
 
-    format, constructor = FP8, "fp8_block"
+    format = FP8
 
     def __init__(self, moe: FusedMoEConfig, weights: Any, rows: Any) -> None:
         super().__init__(
@@ -219,7 +220,7 @@ class CompressedInBytes(Served):
 
 
 class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Mxfp4MoEMethod):
-    format, constructor = MXFP4, "mxfp4"
+    format = MXFP4
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, group_size=32)
@@ -228,7 +229,7 @@ class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensors
 class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
     """The checkpoint asks for rows in 8 bits; rows keep 16."""
 
-    format, constructor = MXFP4, "mxfp4"
+    format = MXFP4
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, weight_dtype="mxfp4")
@@ -237,7 +238,7 @@ class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTen
 class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Nvfp4MoEMethod):
     """Global scales divide in compressed-tensors, and multiply in Glulam."""
 
-    format, constructor = NVFP4, "nvfp4"
+    format = NVFP4
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, group_size=16, use_global_sf=False)
@@ -245,4 +246,5 @@ class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensors
     def experts_of(self, layer: Any, gate: Any) -> ServedExperts:
         of_w13, of_w2 = (1.0 / getattr(layer, f"{name}_weight_global_scale").detach() for name in ("w13", "w2"))
         w13, w13_scale, w2, w2_scale = (getattr(layer, name) for name in self.tensors)
-        return ServedExperts.nvfp4(w13, w13_scale, of_w13, w2, w2_scale, of_w2, *_biases(layer), gate=gate)
+        tensors = w13, w13_scale, of_w13, w2, w2_scale, of_w2
+        return ServedExperts.nvfp4(*tensors, *_biases(layer), gate=gate, dtype=self.moe.in_dtype)
