@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from . import methods
@@ -84,7 +85,7 @@ class GlulamNvFp4Config(NvFp4Base):
         return made or super().FusedMoEMethodCls(quant_config=quant_config, moe_config=moe_config)
 
 
-class ByLayer:
+class ByLayer(QuantizationConfig):
     """A configuration that tells experts' format by layer: `_served` makes a method, or returns None for vLLM's."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

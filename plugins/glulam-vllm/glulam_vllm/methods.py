@@ -64,11 +64,13 @@ class Served(FusedMoEMethodBase):
     skip_forward_padding = False
     has_unpadded_output = False
     experts_cls = GlulamExperts
+    moe_kernel: Any
 
     def __init__(self, moe: FusedMoEConfig, **attributes: Any) -> None:
         """attributes: those that vLLM's class sets and its other functions read."""
         FusedMoEMethodBase.__init__(self, moe)
-        vars(self).update(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
@@ -124,14 +126,15 @@ def _refill(kept: ServedExperts, new: ServedExperts) -> None:
     """Copy new experts' tensors into those of the same layer that were kept.
 
     Raises:
-        RuntimeError: the new ones are multiplied by another recipe, of which captured graphs know nothing.
+        RuntimeError: the new ones need another recipe or other shapes, of which captured graphs know nothing.
     """
-    if kept.recipe != new.recipe:
+    pairs = list(zip(_tensors(kept), _tensors(new), strict=True)) if kept.recipe == new.recipe else []
+    if not pairs or any(old.shape != made.shape for old, made in pairs):
         raise RuntimeError(
-            f"glulam_vllm: weights that were loaded again need recipe {new.recipe}, and the layer's first ones had "
-            f"{kept.recipe}; start vLLM anew"
+            f"glulam_vllm: weights that were loaded again need recipe {new.recipe} and other tensors than the layer's "
+            f"first ones, which had {kept.recipe}; start vLLM anew"
         )
-    for old, made in zip(_tensors(kept), _tensors(new), strict=True):
+    for old, made in pairs:
         if old.data_ptr() != made.data_ptr():
             old.copy_(made)
 
