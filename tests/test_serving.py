@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.criterion import assert_close
+from support.fake_gpu import FakeGpu
 from support.serving import BF16, Held, Layer, held, interleaved, rounding, tokens
 from torch import Tensor
 
@@ -58,6 +59,17 @@ def test_each_format_is_the_layer_of_its_dequantised_weights(kind: str, anywhere
     experts = made(kind, w13, w2)
     assert experts.recipe.name == FORMATS[kind] and experts.num_experts == EXPERTS
     check(experts, Layer(w13.values, w2.values, rounds=rounding(FORMATS[kind])))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_first_call_may_be_captured(kind: str, fake_gpu: FakeGpu) -> None:
+    """Nothing is left to prepare, which a captured call cannot."""
+    experts = made(kind, *pair(kind))
+    given = tokens(COUNT, HIDDEN, EXPERTS, K)[:3]
+    fake_gpu.capturing, fake_gpu.stream = True, 5
+    got = experts(*given)
+    fake_gpu.capturing = False
+    assert got.equal(experts(*given)) and got.any()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])

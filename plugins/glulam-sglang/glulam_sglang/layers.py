@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from torch import Tensor
 
 from glulam.activations import Activation
@@ -111,7 +112,9 @@ def left_to(method: Method, own: Any, layer: Any, why: NotServed) -> str:
         ValueError: the engine has none for these weights.
     """
     told = f"glulam: layers of {type(own).__name__} are not served: {why}"
-    fallback = method.fallback(own) if type(own).__name__ == method.class_name else ""
+    # With an all-to-all SGLang chooses a runner where it reads its arguments, and not here.
+    is_known = type(own).__name__ == method.class_name and get_moe_a2a_backend().is_none()
+    fallback = method.fallback(own) if is_known else ""
     if not fallback:
         raise ValueError(f"{told}; choose another --moe-runner-backend, as auto ({layer.layer_name})") from why
     if told not in _told:
