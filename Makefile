@@ -12,7 +12,7 @@ LINTABLE := $(VENV)/.installed-lint
 TRANSFORMERS := $(VENV)/transformers
 SERVING := .venv-serving
 # Each has requirements/serving-ENGINE.txt, plugins/glulam-ENGINE and tests/serving/test_ENGINE*.py.
-ENGINES := sglang
+ENGINES := sglang vllm
 PROFILE ?= bf16
 # What is compiled already is kept, and a bundle that has these functions stays as it is.
 BUILD = $(BIN)/glulam build --keep $(if $(JOBS),--jobs $(JOBS))

@@ -152,7 +152,7 @@ def test_formats_that_are_not_chosen_are_vllms(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "backend": ({"moe_backend": "marlin"}, "--moe-backend is marlin"),
+    "backend": ({"moe_backend": "marlin"}, "another backend is asked for (--moe-backend marlin)"),
     "lora": ({"is_lora_enabled": True}, "kernel does not support LoRA"),
     "gelu": ({"activation": "gelu"}, "gated activation 'gelu' is exact by erf"),
     "swiglustep": ({"activation": "swiglustep"}, "gated activation 'swiglustep'"),
@@ -174,13 +174,13 @@ def test_layers_that_glulam_does_not_compute_are_left_to_vllm(vllm: ModuleType, 
 
 
 PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
-    "eplb": ({"use_ep": True, "ep_size": 2, "enable_eplb": True}, "the expert load balancer (EPLB)"),
-    "gather": ({"use_ep": True, "dp_size": 2}, "tokens go between ranks by all2all backend allgather_reducescatter"),
+    "eplb": ({"use_ep": True, "ep_size": 2, "enable_eplb": True}, "experts move between ranks (--enable-eplb)"),
+    "gather": ({"use_ep": True, "dp_size": 2}, "tokens go between ranks (--all2all-backend allgather_reducescatter)"),
     "batched": (
         {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_latency"},
-        "tokens go between ranks by all2all backend deepep_low_latency",
+        "tokens go between ranks (--all2all-backend deepep_low_latency)",
     ),
-    "passthrough": ({"all2all_backend": "passthrough"}, "tokens go between ranks by all2all backend passthrough"),
+    "passthrough": ({"all2all_backend": "passthrough"}, "tokens go between ranks (--all2all-backend passthrough)"),
 }  # fmt: skip
 
 

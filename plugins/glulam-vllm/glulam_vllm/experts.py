@@ -56,13 +56,13 @@ def reason_against(moe: FusedMoEConfig) -> str | None:
     """Return why Glulam does not compute a layer, where vLLM's own checks do not say it; None: no such reason."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
-        return f"--moe-backend is {moe.moe_backend}"
+        return f"another backend is asked for (--moe-backend {moe.moe_backend})"
     if parallel.enable_eplb:
-        return "the expert load balancer (EPLB) moves weights between ranks"
+        return "experts move between ranks (--enable-eplb)"
     if _is_offloaded():
         return "weights are offloaded to the CPU"
     if parallel.use_all2all_kernels or parallel.use_passthrough_all2all:
-        return f"tokens go between ranks by all2all backend {parallel.all2all_backend}"
+        return f"tokens go between ranks (--all2all-backend {parallel.all2all_backend})"
     try:
         gate_in(moe.activation, ApplyMoEActivationConfig.from_configs(moe, FusedMoEQuantConfig.make()))
         if current_platform.is_cuda():
