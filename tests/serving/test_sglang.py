@@ -21,7 +21,8 @@ import pytest
 import tomllib
 import torch
 from support.serving import BF16
-from support.sglang_plugin import PLUGIN, TORCHVISION_OPS
+from support.sglang_plugin import PLUGIN
+from support.torchvision_ops import TORCHVISION_OPS
 
 from glulam.integrations.serving import NotServed
 

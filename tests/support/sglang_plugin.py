@@ -12,11 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
+
+from . import torchvision_ops
 
 PLUGIN = Path(__file__).parents[2] / "plugins/glulam-sglang"
-TORCHVISION_OPS = ("nms(Tensor a, Tensor b, float c) -> Tensor", "qnms(Tensor a, Tensor b, float c) -> Tensor")
-"""Operators that torchvision's wheel for CUDA expects of torch, and a torch for the CPU lacks."""
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +23,7 @@ def sglang() -> Iterator[ModuleType]:
     """`sglang_layers`, with the plugin registered as SGLang does it."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; `make test-serving` installs it")
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in TORCHVISION_OPS:
-        if not hasattr(torch.ops.torchvision, operator.partition("(")[0]):
-            library.define(operator)
+    torchvision_ops.define()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PLUGIN))
         importlib.import_module("glulam_sglang").register()

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from . import torchvision_ops
+
 PLUGIN = Path(__file__).parents[2] / "plugins/glulam-vllm"
 
 
@@ -21,6 +23,7 @@ def vllm() -> Iterator[ModuleType]:
     """`vllm_layers`, with the plugin registered; the environment stays as it was."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; `make test-serving` installs it")
+    torchvision_ops.define()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_TARGET_DEVICE", "cpu")  # else vLLM knows no platform
         patch.setenv("GLULAM_VLLM", "1")
