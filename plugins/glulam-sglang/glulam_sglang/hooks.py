@@ -89,7 +89,7 @@ def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any)
 
 
 def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Pad a rank's I to whole blocks: SGLang shards gpt-oss by blocks, and makes room for them for its own kernels alone.
+    """Pad a rank's I to whole blocks: SGLang shards gpt-oss by blocks, but makes room for them for its own kernels only.
 
     Padding is zeros, with scales of 1.
     """
