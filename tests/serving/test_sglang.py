@@ -18,12 +18,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from support.serving import BF16
 from support.sglang_plugin import PLUGIN, TORCHVISION_OPS
 
 from glulam.integrations.serving import NotServed
+
+tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
 
 pytest_plugins = ["support.sglang_plugin"]
 

@@ -89,9 +89,9 @@ def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any)
 
 
 def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Pad a rank's I to whole blocks: SGLang shards gpt-oss by blocks, but makes room for them for its own kernels only.
+    """Pad a rank's I to whole blocks by zeros, since SGLang shards gpt-oss by blocks.
 
-    Padding is zeros, with scales of 1.
+    SGLang itself makes room for them where its own kernels want that.
     """
     if is_chosen() and (width := named.get("intermediate_size_per_partition", 0)) % MXFP4_BLOCK:
         named["intermediate_size_per_partition"] = width + -width % MXFP4_BLOCK
