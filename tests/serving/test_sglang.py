@@ -18,13 +18,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from support.serving import BF16
 from support.sglang_plugin import PLUGIN
 from support.torchvision_ops import TORCHVISION_OPS
 
 from glulam.integrations.serving import NotServed
+
+tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
 
 pytest_plugins = ["support.sglang_plugin"]
 
@@ -122,7 +123,7 @@ def test_a_missing_name_is_an_error_of_the_first_layer(sglang: ModuleType, monke
 def test_what_the_plugin_needs_is_there(sglang: ModuleType) -> None:
     registration = importlib.import_module("glulam_sglang.registration")
     hooks = importlib.import_module("glulam_sglang.hooks").HOOKS
-    assert len(hooks) == 16 and not list(registration.missing_of(hooks))
+    assert len(hooks) == 17 and not list(registration.missing_of(hooks))
 
 
 def test_another_version_is_a_warning(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_another_version_is_a_warning(sglang: ModuleType, monkeypatch: pytest.Mo
         monkeypatch.setattr(registration.importlib.metadata, "version", lambda name: "0.5.99")
         monkeypatch.setattr(registration._log, "warning", lambda text, *values: lines.append(text % values))
         registration.register()
-        assert len(hooks) == 16
+        assert len(hooks) == 17
     assert lines == ["glulam: SGLang 0.5.99 was not tested with this plugin; 0.5.23 was"]
 
 
@@ -254,7 +255,9 @@ def test_subclasses_of_methods_are_refused_or_left(sglang: ModuleType, logged: l
         sglang.layer_of("fp8_block", quant_method=own(config))
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(48, BF16), (64, torch.float16)])
-def test_widths_and_dtypes_without_kernels_are_refused(sglang: ModuleType, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "hidden", "dtype"), [("deepseek_v4", 80, BF16), ("mxfp4", 64, torch.float16)])
+def test_widths_and_dtypes_without_kernels_are_refused(
+    sglang: ModuleType, kind: str, hidden: int, dtype: torch.dtype
+) -> None:
     with pytest.raises(ValueError, match="takes multiples of 32|takes bfloat16"):
-        sglang.layer_of("mxfp4", intermediate_size=width, params_dtype=dtype, activation="silu")
+        sglang.layer_of(kind, hidden_size=hidden, params_dtype=dtype)

@@ -5,6 +5,7 @@ Skipped where SGLang is not installed: `make test-serving` installs it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,7 +51,8 @@ def check(
 ) -> None:
     """The engine's forward against float64; padded tokens are NaN and give 0."""
     x, ids, weights, _ = tokens(COUNT, sglang.HIDDEN, sglang.EXPERTS, k)
-    got = layer(x.clone(), sglang.standard(ids, weights))
+    with torch.inference_mode():
+        got = layer(x.clone(), sglang.standard(ids, weights))
     assert got.dtype == BF16 and got.shape == x.shape and not got[COUNT:].any()
     exact, same = (factor * exact_layer(x, ids, weights, dtype, on_rows) for dtype in (torch.float64, BF16))
     assert_close(got[:COUNT], exact[:COUNT], same[:COUNT], COUNT)
@@ -118,6 +120,17 @@ def test_gates_of_16_bits_are_interleaved_as_gpt_oss_ships_them(sglang: ModuleTy
     check(sglang, layer, expected(weights))
 
 
+def test_a_rank_of_gpt_oss_holds_whole_blocks(sglang: ModuleType) -> None:
+    """Of I = 160 over four ranks, 40 each, SGLang's loader gives the first two blocks, 64."""
+    layer = sglang.layer_of("gpt_oss", intermediate_size=40)
+    assert layer.w13_weight.shape[1] == 128
+    weights = sglang.Weights("gpt_oss", width=64)
+    weights.load(layer)
+    check(sglang, layer, expected(weights))
+    with sglang.running("triton"):
+        assert sglang.layer_of("gpt_oss", intermediate_size=40).w13_weight.shape[1] == 80
+
+
 def test_the_factor_of_routed_experts_multiplies_unless_choices_have_it(sglang: ModuleType) -> None:
     layer, weights = loaded(sglang, "bf16", routed_scaling_factor=2.5)
     assert not layer.should_fuse_routed_scaling_factor_in_topk
@@ -143,6 +156,26 @@ def test_choices_may_be_made_by_the_runner(sglang: ModuleType, monkeypatch: pyte
     layer.moe_ep_size = 2
     with pytest.raises(RuntimeError, match="with expert parallelism"):
         layer(x, given)
+
+
+def test_results_lie_in_symmetric_memory_where_the_engine_asks_for_it(
+    sglang: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, _ = loaded(sglang, "bf16")
+    x, ids, weights, _ = tokens(COUNT, sglang.HIDDEN, sglang.EXPERTS, 3)
+    wanted = layer(x, sglang.standard(ids, weights))
+    runner, made = importlib.import_module("glulam_sglang.runner"), []
+    result = runner._symmetric_result
+
+    def noted(given: torch.Tensor) -> Any:
+        made.append(result(given))
+        return made[-1]
+
+    monkeypatch.setattr(runner, "is_symmetric_memory_enabled", lambda: True)
+    monkeypatch.setattr(runner, "use_symmetric_memory", lambda group: contextlib.nullcontext())
+    monkeypatch.setattr(runner, "_symmetric_result", noted)
+    got = layer(x, sglang.standard(ids, weights))
+    assert got.equal(wanted) and got.data_ptr() == made[0].data_ptr() and got.any()
 
 
 def test_experts_of_a_rank_get_local_ids(sglang: ModuleType) -> None:

@@ -85,16 +85,16 @@ def layer_of(kind: str, *, quant_config: Any = None, **options: Any) -> FusedMoE
 class Weights:
     """A layer's weights as a checkpoint has them, and their values in float64."""
 
-    def __init__(self, kind: str, gated: bool = True) -> None:
+    def __init__(self, kind: str, gated: bool = True, width: int = WIDTH) -> None:
         halves, form = (2 if gated else 1), HELD.get(kind, kind)
         self.kind, self.gated = kind, gated
-        self.w13 = held(form, EXPERTS, halves * WIDTH, HIDDEN, seed=1, halves=halves)
-        self.w2 = held(form, EXPERTS, HIDDEN, WIDTH, seed=2)
+        self.w13 = held(form, EXPERTS, halves * width, HIDDEN, seed=1, halves=halves)
+        self.w2 = held(form, EXPERTS, HIDDEN, width, seed=2)
         self.b13 = self.b2 = None
         if kind == "gpt_oss":
             self.w13 = Held(tuple(map(interleaved, self.w13.parts)), interleaved(self.w13.values))
             generator = torch.Generator().manual_seed(3)
-            self.b13 = torch.randn(EXPERTS, 2 * WIDTH, generator=generator).to(BF16)
+            self.b13 = torch.randn(EXPERTS, 2 * width, generator=generator).to(BF16)
             self.b2 = torch.randn(EXPERTS, HIDDEN, generator=generator).to(BF16)
 
     def load(self, layer: FusedMoE, experts: range | None = None) -> None:

@@ -11,10 +11,11 @@ import torch
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
+from glulam.formats.scaled import BLOCK as MXFP4_BLOCK
 from glulam.integrations.serving import NotServed
 
 from .layers import Taken, left_to, taken
-from .methods import FP8, METHODS, NVFP4, QUANTIZATION, Method
+from .methods import FP8, METHODS, MXFP4, NVFP4, QUANTIZATION, Method
 from .runner import GlulamQuantInfo, is_chosen, running_as
 
 Hook = Callable[..., Any]
@@ -87,6 +88,16 @@ def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any)
     return original(self, *arguments, **named)
 
 
+def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
+    """Pad a rank's I to whole blocks by zeros, since SGLang shards gpt-oss by blocks.
+
+    SGLang itself makes room for them where its own kernels want that.
+    """
+    if is_chosen() and (width := named.get("intermediate_size_per_partition", 0)) % MXFP4_BLOCK:
+        named["intermediate_size_per_partition"] = width + -width % MXFP4_BLOCK
+    return original(self, *arguments, **named)
+
+
 def make_fp8_config(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
     """Let SGLang convert MXFP8 linear layers to FP8 blocks on GPUs where it has no kernels for MXFP8."""
     original(self, *arguments, **named)
@@ -109,6 +120,7 @@ def _has_mxfp8_linear() -> bool:
 
 HOOKS: dict[str, tuple[Hook, tuple[str, ...]]] = {
     f"{FP8.path}.create_weights": (create_fp8_weights, ()),
+    f"{MXFP4.path}.create_weights": (create_mxfp4_weights, ("layer", "intermediate_size_per_partition")),
     f"{NVFP4.path}.__init__": (make_nvfp4_method, ()),
     f"{QUANTIZATION}.fp8.Fp8Config.__init__": (make_fp8_config, ()),
     f"{QUANTIZATION}.fp8.Fp8Config.get_min_capability": (get_min_capability, ()),
