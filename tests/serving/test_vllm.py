@@ -15,9 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from support.serving import Held
+
+tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
 
 pytest_plugins = ["support.vllm_plugin"]
 

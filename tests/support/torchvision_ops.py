@@ -1,4 +1,4 @@
-"""Operators that torchvision's wheel for CUDA expects of torch, and that a torch for the CPU lacks: engines import it."""
+"""Operators that torchvision for CUDA expects of torch, and a torch for the CPU lacks: engines import torchvision."""
 
 from __future__ import annotations
 
