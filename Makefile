@@ -1,5 +1,5 @@
 # From a bare clone with Python 3.10 or later and a C compiler: make demo, train, test, lint, build, test-bundle,
-# test-emulator, wheel.
+# test-serving, test-emulator, wheel.
 # Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
 # PROFILE (of make build: demo, bf16 or full), JOBS (compile processes), ARGS (of pytest, the demo or train).
 
@@ -10,6 +10,9 @@ INSTALLED := $(VENV)/.installed-run
 TESTABLE := $(VENV)/.installed-test
 LINTABLE := $(VENV)/.installed-lint
 TRANSFORMERS := $(VENV)/transformers
+SERVING := .venv-serving
+# Each has requirements/serving-ENGINE.txt, plugins/glulam-ENGINE and tests/serving/test_ENGINE*.py.
+ENGINES := sglang vllm
 PROFILE ?= bf16
 # What is compiled already is kept, and a bundle that has these functions stays as it is.
 BUILD = $(BIN)/glulam build --keep $(if $(JOBS),--jobs $(JOBS))
@@ -20,7 +23,7 @@ UV ?= $(filter-out $(abspath $(BIN)/uv),$(shell command -v uv 2>/dev/null))
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train test test-bundle test-emulator test-gpu lint build wheel clean
+.PHONY: demo train test test-serving test-bundle test-emulator test-gpu lint build wheel clean
 
 demo: $(INSTALLED)
 	$(BUILD) --profile demo
@@ -36,6 +39,13 @@ train: $(INSTALLED)
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
 test: $(TESTABLE) $(TRANSFORMERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
+
+# Plugins of serving engines, on the CPU, in an environment of their own: engines want other versions of torch. A process
+# for each, since each sets up ranks and replaces parts of torch.
+test-serving:
+	$(MAKE) VENV=$(SERVING) $(ENGINES:%=$(SERVING)/.installed-serving-%)
+	$(foreach engine,$(ENGINES),OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -q \
+	  $(wildcard tests/serving/test_$(engine)*.py) $(ARGS) && )true
 
 # The whole table: every kernel compiles, none spills or waits, and once more the same bytes.
 test-bundle: $(TESTABLE)
@@ -65,7 +75,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist glulam.egg-info python/glulam/_bundle
+	rm -rf $(VENV) $(SERVING) build dist glulam.egg-info python/glulam/_bundle
 
 $(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -84,6 +94,14 @@ $(VENV)/.installed-%: requirements/%.txt $(INSTALLED)
 	@echo "Installing what make $* needs besides"
 	$(INSTALL) --requirement $<
 	touch $@
+
+# Engines and plugins come without dependencies: torch is there, and what an engine imports in tests is in serving.txt.
+$(VENV)/.installed-serving-%: requirements/serving-%.txt plugins/glulam-%/pyproject.toml $(VENV)/.installed-serving
+	$(INSTALL) --no-deps --requirement $<
+	$(INSTALL) --no-deps --no-build-isolation --editable plugins/glulam-$*
+	touch $@
+
+$(VENV)/.installed-serving: $(TESTABLE)
 
 # transformers' own tests are in its source distribution alone. Where that cannot be had, they are skipped.
 $(TRANSFORMERS): requirements/test.txt $(TESTABLE)

@@ -37,7 +37,7 @@ from glulam.command import cli
 from perf import __main__ as perf
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples")
+SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples", "plugins")
 PAGES = [page for pattern in ("*.md", "docs/*.md", "perf/README.md") for page in sorted(REPOSITORY.glob(pattern))]
 README, OPERATORS = REPOSITORY / "README.md", REPOSITORY / "docs/operators.md"
 DESIGN = REPOSITORY / "docs/design.md"
@@ -145,7 +145,8 @@ def test_what_replaces_a_call_of_torch_gives_what_torch_gives() -> None:
 def exists(name: str) -> bool:
     """Whether this is a module, or an attribute of one. Integrations, which import other packages, are read as text."""
     if integration := re.fullmatch(r"glulam\.integrations\.(\w+)\.?(\w*)", name):
-        file = REPOSITORY / f"python/glulam/integrations/{integration[1]}.py"
+        path = REPOSITORY / "python/glulam/integrations" / integration[1]
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         return file.exists() and bool(re.search(rf"\b{integration[2]}\b", file.read_text()))
     try:
         pkgutil.resolve_name(name)
@@ -428,8 +429,10 @@ def test_commands_exist(page: Path) -> None:
 
 @each_page
 def test_options_exist(page: Path) -> None:
-    """An option that stands alone is one of some command."""
+    """An option that stands alone is one of some command, or of an engine whose plugin names it."""
     known = options(typer.main.get_command(cli.app)) | options(perf.parser()) | {"--help"}
+    for file in (REPOSITORY / "plugins").rglob("*.py"):
+        known |= set(re.findall(r"(?<!\S)\W?(--[a-z][a-z0-9-]+)", file.read_text()))
     alone = {span.split()[0] for span in spans(page) if span.startswith("--")}
     assert alone <= known
 

@@ -31,6 +31,17 @@ def test_a_target_installs_what_it_needs_and_no_more(tmp_path: Path, target: str
     assert re.findall(r"--requirement requirements/(\w+)\.txt", commands(tmp_path, target, "UV=")) == installed
 
 
+def test_plugins_are_tested_in_an_environment_of_their_own_and_engines_come_without_dependencies() -> None:
+    told = commands(Path("unused"), "test-serving", "UV=", "SERVING=.none")
+    assert "unused" not in told and "-m venv .none" in told
+    engines = re.findall(r"--no-deps --requirement requirements/serving-(\w+)\.txt", told)
+    assert engines == re.findall(r"--no-deps --no-build-isolation --editable plugins/glulam-(\w+)", told) != []
+    files = re.findall(r"--requirement requirements/(\S+)\.txt", told)
+    assert files == ["run", "test", "serving", *[f"serving-{engine}" for engine in engines]]
+    for engine in engines:
+        assert f" tests/serving/test_{engine}.py" in told
+
+
 def test_uv_installs_where_it_is_named_and_pip_where_not(tmp_path: Path) -> None:
     with_uv, with_pip = commands(tmp_path, "demo", "UV=/opt/uv"), commands(tmp_path, "demo", "UV=")
     assert "/opt/uv venv" in with_uv and "/opt/uv pip install --python" in with_uv and "-m pip" not in with_uv

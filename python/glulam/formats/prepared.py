@@ -84,7 +84,7 @@ class _Entry:
         """Compare the weight with its sample, where writes may be unseen. Call `use` before, for the current stream."""
         if self.sample is None:  # prepared in training
             return False
-        return not _is_compared(tensors) or torch.equal(self.sample, _sample(tensors))
+        return not _is_compared(tensors) or torch.equal(self.sample, sample_of(tensors))
 
     def use(self) -> Parts:
         """Ready for the current stream, and alive until its work is done."""
@@ -209,7 +209,7 @@ class PreparedWeights:
         def make() -> tuple[Parts, Tensor | None]:
             in_training = trained and any(tensor.requires_grad for tensor in tensors)
             is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
-            return prepare(form, parts, report=not trained), _sample(tensors) if is_sampled else None
+            return prepare(form, parts, report=not trained), sample_of(tensors) if is_sampled else None
 
         prepared, sample = gpus.apart(make)
         weight.entries[form] = _Entry(tensors, prepared, trains, sample=sample)
@@ -277,7 +277,7 @@ def _is_compared(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
 
 
-def _sample(tensors: Sequence[Tensor]) -> Tensor:
+def sample_of(tensors: Sequence[Tensor]) -> Tensor:
     """The bits of SAMPLED elements, evenly spaced, of all tensors together; of tensors of several dtypes, as int32."""
     each = max(1, SAMPLED // len(tensors))
     parts = []

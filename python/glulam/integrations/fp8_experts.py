@@ -124,11 +124,14 @@ def _refuse(what: str) -> None:
     raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
 
 
+def has_fp8_mma(weight: Tensor) -> bool:
+    """Return True if the GPU where a weight lies has kernels with an FP8 MMA; on the CPU torch computes any recipe."""
+    return not runs_kernels(weight) or bool(room(gpus.gpu(weight.get_device()).arch).all_tiles(FP8_BITS))
+
+
 def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
     """The recipe of a module's weights on the GPU where they lie."""
-    weight = experts.down_proj
-    has_mma = not runs_kernels(weight) or room(gpus.gpu(weight.get_device()).arch).all_tiles(FP8_BITS)
-    return fp8.served.recipe if has_mma else fp8.served.weight_only
+    return fp8.served.recipe if has_fp8_mma(experts.down_proj) else fp8.served.weight_only
 
 
 def has_scales(experts: Any) -> bool:

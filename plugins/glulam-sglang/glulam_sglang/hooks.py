@@ -1,0 +1,134 @@
+"""Hooks on SGLang's functions. Each is called with the original, then with its arguments, and does nothing unless this
+backend was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.moe_runner import MoeRunner
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+from glulam.formats.scaled import BLOCK as MXFP4_BLOCK
+from glulam.integrations.serving import NotServed
+
+from .layers import Taken, left_to, taken
+from .methods import FP8, METHODS, MXFP4, NVFP4, QUANTIZATION, Method
+from .runner import GlulamQuantInfo, is_chosen, running_as
+
+Hook = Callable[..., Any]
+MIN_CAPABILITY = 80
+"""Of GPUs that Glulam has kernels for, and SGLang for FP8."""
+HAS_MXFP8_LINEAR = 100
+"""The compute capability from which SGLang has kernels for linear layers in MXFP8; on others it converts them."""
+
+
+def create_moe_runner(method: Method) -> Hook:
+    """Decide which backend runs a layer: this one, or the engine's own."""
+
+    def hook(original: Hook, self: Any, layer: Any, moe_runner_config: Any) -> None:
+        if not is_chosen():
+            return original(self, layer, moe_runner_config)
+        try:
+            self.glulam_taken = taken(method, self, layer, moe_runner_config)
+        except NotServed as why:
+            self.glulam_left_to = left_to(method, self, layer, why)
+            with running_as(self.glulam_left_to):
+                return original(self, layer, moe_runner_config)
+        self.moe_runner_config = moe_runner_config
+        self._moe_runner_backend = get_moe_runner_backend()
+        self.runner = MoeRunner(self._moe_runner_backend, moe_runner_config)
+
+    return hook
+
+
+def process_weights_after_loading(original: Hook, self: Any, layer: Any) -> None:
+    """Make a layer's experts of its loaded tensors."""
+    if (mine := _taken(self)) is not None:
+        mine.prepare(layer)
+    else:
+        _as_left(original, self, layer)
+
+
+def apply(original: Hook, self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Run a layer."""
+    if (mine := _taken(self)) is None:
+        return _as_left(original, self, layer, dispatch_output)
+    return self.runner.run(dispatch_output, GlulamQuantInfo(mine.experts(layer)))
+
+
+def _taken(method: Any) -> Taken | None:
+    found: Taken | None = getattr(method, "glulam_taken", None)
+    return found
+
+
+def _as_left(original: Hook, self: Any, *arguments: Any) -> Any:
+    """Call the engine's own function, as the backend that a layer was left to."""
+    backend = getattr(self, "glulam_left_to", None)
+    if backend is None:
+        return original(self, *arguments)
+    with running_as(backend):
+        return original(self, *arguments)
+
+
+def make_nvfp4_method(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
+    """Make a method as for Marlin: before Blackwell SGLang accepts no other name for NVFP4."""
+    if not is_chosen():
+        return original(self, *arguments, **named)
+    with running_as("marlin"):
+        return original(self, *arguments, **named)
+
+
+def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
+    """Keep MXFP4 scales of DeepSeek-V4 as E8M0, a quarter of the bytes of SGLang's float32."""
+    if is_chosen() and self.is_fp4_expert:
+        named.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
+    return original(self, *arguments, **named)
+
+
+def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
+    """Pad a rank's I to whole blocks by zeros, since SGLang shards gpt-oss by blocks.
+
+    SGLang itself makes room for them where its own kernels want that.
+    """
+    if is_chosen() and (width := named.get("intermediate_size_per_partition", 0)) % MXFP4_BLOCK:
+        named["intermediate_size_per_partition"] = width + -width % MXFP4_BLOCK
+    return original(self, *arguments, **named)
+
+
+def make_fp8_config(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
+    """Let SGLang convert MXFP8 linear layers to FP8 blocks on GPUs where it has no kernels for MXFP8."""
+    original(self, *arguments, **named)
+    if is_chosen() and self.use_mxfp8 and self.convert_mxfp8_to_block_fp8 is None and not _has_mxfp8_linear():
+        self.convert_mxfp8_to_block_fp8 = True
+
+
+def get_min_capability(original: Hook, self: Any) -> int:
+    """Accept MXFP8 checkpoints on every GPU that Glulam has kernels for."""
+    least: int = original(self)
+    return min(least, MIN_CAPABILITY) if is_chosen() and self.use_mxfp8 else least
+
+
+def _has_mxfp8_linear() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor >= HAS_MXFP8_LINEAR
+
+
+HOOKS: dict[str, tuple[Hook, tuple[str, ...]]] = {
+    f"{FP8.path}.create_weights": (create_fp8_weights, ()),
+    f"{MXFP4.path}.create_weights": (create_mxfp4_weights, ("layer", "intermediate_size_per_partition")),
+    f"{NVFP4.path}.__init__": (make_nvfp4_method, ()),
+    f"{QUANTIZATION}.fp8.Fp8Config.__init__": (make_fp8_config, ()),
+    f"{QUANTIZATION}.fp8.Fp8Config.get_min_capability": (get_min_capability, ()),
+}
+"""By path: the hook, and the parameters after self that it names."""
+for _method in METHODS:
+    HOOKS |= {
+        f"{_method.path}.create_moe_runner": (create_moe_runner(_method), ("layer", "moe_runner_config")),
+        f"{_method.path}.process_weights_after_loading": (process_weights_after_loading, ("layer",)),
+        f"{_method.path}.apply": (apply, ("layer", "dispatch_output")),
+    }

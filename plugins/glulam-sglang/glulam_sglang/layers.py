@@ -1,0 +1,123 @@
+"""Layers taken over: what is known of one before its weights load, and its experts after that."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from torch import Tensor
+
+from glulam.activations import Activation
+from glulam.formats.prepared import sample_of
+from glulam.integrations.serving import NotServed, ServedExperts, served_recipe
+
+from .methods import Method
+from .reasons import check_layer, gate_of_config
+
+VIEWS = ("bf16", "fp8_block")
+"""Formats whose experts are views of the layer's tensors, so that they can be made again at any time."""
+SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+"""Copies of NVFP4 scales that SGLang makes for its own kernels."""
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+class Taken:
+    """A layer that runs on Glulam. Its method keeps this as `glulam_taken`.
+
+    Attributes:
+        method: the row of METHODS. kind: the format of its weights. gate, dtype: of rows between and before the GEMMs.
+    """
+
+    def __init__(self, method: Method, kind: str, gate: Activation, dtype: torch.dtype) -> None:
+        self.method, self.kind, self.gate, self.dtype = method, kind, gate, dtype
+        self._experts: ServedExperts | None = None
+        self._elements: tuple[Tensor, ...] = ()
+        self._sample: Tensor | None = None
+
+    def prepare(self, layer: Any) -> None:
+        """Make the layer's experts of its tensors, after each time that these were loaded.
+
+        Elements that were prepared in place and not loaded again since are left alone.
+        """
+        if getattr(layer, "inference_moe_w13_interleaved", False):
+            raise NotServed("NVFP4 weights whose gates and up-projections are interleaved")
+        if self._is_prepared(layer):
+            return
+        biases = (layer.w13_weight_bias, layer.w2_weight_bias) if layer.with_bias else (None, None)
+        build: Any = getattr(ServedExperts, self.kind)
+        dtype = {} if self.kind == "bf16" else {"dtype": self.dtype}
+        self._experts = build(*self.method.tensors(layer), *biases, gate=self.gate, **dtype)
+        self._elements = _elements_of(layer)
+        self._sample = sample_of(self._elements)
+        for name in SWIZZLED:
+            if getattr(layer, name, None) is not None:
+                setattr(layer, name, None)
+
+    def _is_prepared(self, layer: Any) -> bool:
+        if self._sample is None or self.kind in VIEWS or not self._are_in_place(layer):
+            return False
+        return torch.equal(self._sample, sample_of(_elements_of(layer)))
+
+    def _are_in_place(self, layer: Any) -> bool:
+        """Return True if the layer's elements lie where they were prepared."""
+        return [one.data_ptr() for one in self._elements] == [one.data_ptr() for one in _elements_of(layer)]
+
+    def experts(self, layer: Any) -> ServedExperts:
+        """Return the layer's experts.
+
+        Raises:
+            RuntimeError: the engine replaced the layer's tensors after `prepare`, which changed elements in place.
+        """
+        if self._experts is None or not self._are_in_place(layer):
+            if self._experts is not None and self.kind not in VIEWS:
+                raise RuntimeError(
+                    "glulam: a layer's weights were replaced after they were prepared, and not prepared anew; call its "
+                    "method's process_weights_after_loading"
+                )
+            self.prepare(layer)
+        assert self._experts is not None
+        return self._experts
+
+
+def _elements_of(layer: Any) -> tuple[Tensor, ...]:
+    return layer.w13_weight.data, layer.w2_weight.data
+
+
+def taken(method: Method, own: Any, layer: Any, config: Any) -> Taken:
+    """Return a layer as this backend runs it. own: the layer's MoE method, whose weights exist but are not loaded.
+
+    Raises:
+        NotServed: it does not; one line says why.
+    """
+    if type(own).__name__ != method.class_name:
+        raise NotServed(f"{type(own).__name__} has its own way to hold weights")
+    check_layer(own, layer, config)
+    kind, gate = method.format_of(own), gate_of_config(config)
+    hidden, width = layer.w2_weight.shape[1:]
+    if kind in ("mxfp4", "nvfp4"):
+        width *= 2  # elements, two a byte
+    if hidden != config.hidden_size:
+        raise NotServed(f"weights are padded to {hidden} columns of {config.hidden_size}")
+    served_recipe(kind, hidden, width, config.params_dtype, layer.w2_weight)
+    return Taken(method, kind, gate, config.params_dtype)
+
+
+def left_to(method: Method, own: Any, layer: Any, why: NotServed) -> str:
+    """Log once why a layer is not served, and return the backend of the engine that runs it.
+
+    Raises:
+        ValueError: the engine has none for these weights.
+    """
+    told = f"glulam: layers of {type(own).__name__} are not served: {why}"
+    # With an all-to-all SGLang chooses a runner where it reads its arguments, and not here.
+    is_known = type(own).__name__ == method.class_name and get_moe_a2a_backend().is_none()
+    fallback = method.fallback(own) if is_known else ""
+    if not fallback:
+        raise ValueError(f"{told}; choose another --moe-runner-backend, as auto ({layer.layer_name})") from why
+    if told not in _told:
+        _told.add(told)
+        _log.warning("%s; SGLang's backend %s runs them", told, fallback)
+    return fallback

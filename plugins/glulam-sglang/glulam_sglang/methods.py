@@ -1,0 +1,80 @@
+"""SGLang's MoE methods that this plugin has hooks on: how each holds experts, and what runs layers not served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from glulam.integrations.serving import NotServed
+
+QUANTIZATION = "sglang.srt.layers.quantization"
+FP8_BLOCK = [128, 128]
+FP8_PARTS, MXFP4_PARTS = ("", "_scale_inv"), ("", "_scale")
+
+
+class Method(NamedTuple):
+    """A class of MoE methods.
+
+    Attributes:
+        path: of the class.
+        format_of: names the format of a method's weights, as a constructor of ServedExperts; raises NotServed.
+        parts: suffixes of a weight's tensors, after `w13_weight` and `w2_weight`.
+        fallback: the --moe-runner-backend that runs a method's layers that are not served; "" where none can.
+    """
+
+    path: str
+    format_of: Callable[[Any], str]
+    parts: tuple[str, ...]
+    fallback: Callable[[Any], str]
+
+    @property
+    def class_name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def tensors(self, layer: Any) -> list[torch.Tensor]:
+        """The tensors of w13 and of w2, in the order of ServedExperts' constructors."""
+        return [getattr(layer, f"{name}_weight{part}") for name in ("w13", "w2") for part in self.parts]
+
+
+def _fp8_format(method: Any) -> str:
+    config = method.quant_config
+    if method.is_fp4_expert:
+        if method.dequant_fp4_to_fp8:
+            raise NotServed("MXFP4 experts are converted to FP8 (SGLANG_DSV4_FP4_DEQUANT)")
+        return "mxfp4"
+    if not config.is_checkpoint_fp8_serialized:
+        raise NotServed("weights in 16 bits are quantised while they load")
+    if method.use_mxfp8:
+        return "mxfp8"
+    if not method.block_quant or list(method.weight_block_size) != FP8_BLOCK:
+        raise NotServed(f"FP8 weights with weight_block_size {method.weight_block_size}; served is {FP8_BLOCK}")
+    return "fp8_block"
+
+
+def _fp8_fallback(method: Any) -> str:
+    """Triton has kernels for FP8 alone, which MXFP8 may be converted to while it loads."""
+    if method.is_fp4_expert or (method.use_mxfp8 and not method.convert_mxfp8_to_block):
+        return ""
+    return "triton"
+
+
+def _nvfp4_format(method: Any) -> str:
+    if not method.quant_config.is_checkpoint_nvfp4_serialized:
+        raise NotServed("weights in 16 bits are quantised while they load")
+    return "nvfp4"
+
+
+UNQUANTIZED = Method(
+    f"{QUANTIZATION}.unquant.UnquantizedFusedMoEMethod", lambda method: "bf16", ("",), lambda method: "triton"
+)
+FP8 = Method(f"{QUANTIZATION}.fp8.Fp8MoEMethod", _fp8_format, FP8_PARTS, _fp8_fallback)
+MXFP4 = Method(f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod", lambda method: "mxfp4", MXFP4_PARTS, lambda method: "")
+NVFP4 = Method(
+    f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4FusedMoEMethod",
+    _nvfp4_format,
+    (*MXFP4_PARTS, "_scale_2"),
+    lambda method: "marlin",
+)
+METHODS = (UNQUANTIZED, FP8, MXFP4, NVFP4)

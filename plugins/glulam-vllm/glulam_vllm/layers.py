@@ -1,0 +1,55 @@
+"""Which layers Glulam computes: asked before a layer has weights, and answered in vLLM's log, once for each answer."""
+
+from __future__ import annotations
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.utils.math_utils import round_up
+
+from glulam.integrations.serving import NotServed, served_recipe
+
+from .choice import FP8, chosen
+from .experts import WEIGHT_KEYS, GlulamExperts
+
+CONSTRUCTORS = {FP8: "fp8_block"}
+"""Of ServedExperts, by format; others have the format's name."""
+_log = init_logger(f"vllm.{__name__}")
+
+
+def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multiple: int = 1) -> bool:
+    """Return True if Glulam computes a layer's experts, and log the answer where the user chose the format.
+
+    Args:
+        moe: the layer's configuration.
+        format: the format of the layer's weights, of `choice.FORMATS`.
+        reason: why Glulam does not, if the caller knows.
+        multiple: the intermediate size is going to be rounded up to a multiple of this number.
+    """
+    if format not in chosen():
+        return False
+    if reason := reason or _reason(moe, format, multiple):
+        log_left(format, reason)
+        return False
+    _log.info_once("Glulam computes %s experts", format)
+    return True
+
+
+def log_left(what: str, reason: str) -> None:
+    """Log, once, that Glulam does not compute these experts."""
+    _log.warning_once("Glulam leaves %s experts to vLLM: %s", what, reason)
+
+
+def _reason(moe: FusedMoEConfig, format: str, multiple: int) -> str | None:
+    is_batched = moe.moe_parallel_config.use_batched_activation_format
+    layout = mk.FusedMoEActivationFormat.BatchedExperts if is_batched else mk.FusedMoEActivationFormat.Standard
+    supported, reason = GlulamExperts.is_supported_config(GlulamExperts, moe, WEIGHT_KEYS.get(format), None, layout)
+    if not supported:
+        return reason
+    kind, width = CONSTRUCTORS.get(format, format), round_up(moe.intermediate_size_per_partition, multiple)
+    try:
+        served_recipe(kind, moe.hidden_dim, width, moe.in_dtype, torch.empty(0, device=moe.device))
+    except NotServed as error:
+        return str(error)
+    return None

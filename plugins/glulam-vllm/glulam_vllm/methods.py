@@ -1,0 +1,253 @@
+"""vLLM's methods for quantised experts, with Glulam's experts: parameters and loading are vLLM's, the rest is here.
+
+A method has the parameters of vLLM's class of the same format, so that checkpoints load as ever. After loading, their
+elements are put into the order of kernels where they lie (`glulam.integrations.serving`). Constructors skip those of
+vLLM's classes, which choose among vLLM's own kernels and raise an error where none fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, biased_moe_quant_config
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, make_unquantized_moe_kernel
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Mxfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4 import (  # noqa: E501
+    CompressedTensorsW4A8Mxfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
+    CompressedTensorsW8A8Mxfp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
+from vllm.utils.math_utils import round_up
+
+from glulam.integrations.serving import NotServed, ServedExperts
+
+from .choice import ENV, FP8, MXFP4, MXFP8, NVFP4
+from .experts import GlulamExperts
+from .layers import CONSTRUCTORS
+
+PACKED = "_packed"
+"""How compressed-tensors' names of 4-bit elements end."""
+IS_PROCESSED = "_already_called_process_weights_after_loading"
+"""vLLM's mark of a layer whose weights are in the order of kernels; vLLM removes it before it loads weights again."""
+
+
+class Served(FusedMoEMethodBase):
+    """What the methods below share; each has a second base, vLLM's class, whose parameters and `apply` it keeps.
+
+    Attributes:
+        format: of `choice.FORMATS`.
+        tensors: names of the parameters that the constructor of ServedExperts takes.
+        multiple: I is rounded up to a multiple of this number, with zeros.
+    """
+
+    format: ClassVar[str]
+    tensors: ClassVar[tuple[str, ...]] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    multiple: ClassVar[int] = 1
+    supports_pre_processed_weights = False
+    supports_eplb = False
+    skip_forward_padding = False
+    has_unpadded_output = False
+    experts_cls = GlulamExperts
+    moe_kernel: Any
+
+    def __init__(self, moe: FusedMoEConfig, **attributes: Any) -> None:
+        """attributes: those that vLLM's class sets and its other functions read."""
+        FusedMoEMethodBase.__init__(self, moe)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
+    ) -> tuple[int, int]:
+        return hidden_size, round_up(intermediate_size_per_partition, self.multiple)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        """Biases and the gate's numbers. No formats: vLLM's prepare step quantises rows of formats that it sees."""
+        numbers = {f"gemm1_{key}": getattr(layer, f"swiglu_{key}", None) for key in ("alpha", "beta")}
+        limit = getattr(layer, "swiglu_limit", None)
+        return biased_moe_quant_config(*_biases(layer), gemm1_clamp_limit=limit, **numbers)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare weights in place and make the kernel; of weights that are loaded again, keep the tensors and the
+        kernel of the first time, which CUDA graphs read.
+
+        Raises:
+            RuntimeError: Glulam does not compute what was loaded.
+        """
+        if getattr(layer, IS_PROCESSED, False):
+            return
+        setattr(layer, IS_PROCESSED, True)
+        if self.moe_kernel is None:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel = make_unquantized_moe_kernel(
+                self.moe_quant_config, self.moe, UnquantizedMoeBackend.TRITON, GlulamExperts,
+                layer._expert_routing_tables(),
+            )  # fmt: skip
+        experts = self.moe_kernel.fused_experts
+        try:
+            served = self.experts_of(layer, experts.gate)
+        except NotServed as reason:
+            raise RuntimeError(
+                f"glulam_vllm: {layer.layer_name}: {reason}; leave {self.format} out of {ENV}, for vLLM's own kernels"
+            ) from reason
+        if experts.held is None:
+            experts.held = served
+        else:
+            _refill(experts.held, served)
+
+    def experts_of(self, layer: Any, gate: Any) -> ServedExperts:
+        make = getattr(ServedExperts, CONSTRUCTORS.get(self.format, self.format))
+        tensors = [getattr(layer, name) for name in self.tensors]
+        made: ServedExperts = make(*tensors, *_biases(layer), gate=gate, dtype=self.moe.in_dtype)
+        return made
+
+
+def _biases(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    return getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+
+
+def _refill(kept: ServedExperts, new: ServedExperts) -> None:
+    """Copy new experts' tensors into those of the same layer that were kept.
+
+    Raises:
+        RuntimeError: the new ones need another recipe or other shapes, of which captured graphs know nothing.
+    """
+    pairs = list(zip(_tensors(kept), _tensors(new), strict=True)) if kept.recipe == new.recipe else []
+    if not pairs or any(old.shape != made.shape for old, made in pairs):
+        raise RuntimeError(
+            f"glulam_vllm: weights that were loaded again need recipe {new.recipe} and other tensors than the layer's "
+            f"first ones, which had {kept.recipe}; start vLLM anew"
+        )
+    for old, made in pairs:
+        if old.data_ptr() != made.data_ptr():
+            old.copy_(made)
+
+
+def _tensors(experts: ServedExperts) -> Iterator[Tensor]:
+    for weight in (experts.w1, experts.w2):
+        yield from (part for part in weight.parts if part is not None)
+    yield from (bias for bias in (experts.b1, experts.b2) if bias is not None)
+
+
+class GlulamGptOssMxfp4MoEMethod(Served, GptOssMxfp4MoEMethod):
+    format = MXFP4
+    multiple = 32
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, weight_dtype="gpt_oss_mxfp4")
+
+
+class GlulamMxfp4MoEMethod(Served, Mxfp4MoEMethod):
+    """DeepSeek-V4's experts."""
+
+    format = MXFP4
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, weight_dtype="mxfp4")
+
+
+class GlulamFp8MoEMethod(Served, Fp8MoEMethod):
+    """Blocks of 128 x 128."""
+
+    format = FP8
+    tensors = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+
+    def __init__(self, moe: FusedMoEConfig, quant_config: Any) -> None:
+        block = quant_config.weight_block_size
+        super().__init__(
+            moe, quant_config=quant_config, weight_block_size=block, moe_block_shape=block, block_quant=True,
+            weight_scale_name="weight_scale_inv", weight_scale_refine=None,
+        )  # fmt: skip
+
+
+class GlulamModelOptMxFp8FusedMoE(Served, ModelOptMxFp8FusedMoE):
+    format = MXFP8
+
+    def __init__(self, moe: FusedMoEConfig, quant_config: Any) -> None:
+        super().__init__(moe, quant_config=quant_config)
+
+
+class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
+    """Scales of activations in the checkpoint are loaded, and not used: rows keep 16 bits."""
+
+    format = NVFP4
+    tensors = (
+        "w13_weight", "w13_weight_scale", "w13_weight_scale_2", "w2_weight", "w2_weight_scale", "w2_weight_scale_2",
+    )  # fmt: skip
+
+    def __init__(self, moe: FusedMoEConfig, quant_config: Any) -> None:
+        super().__init__(moe, quant_config=quant_config, use_global_sf=False)
+
+
+class GlulamCompressedTensorsMxfp8MoEMethod(Served, CompressedTensorsW8A8Mxfp8MoEMethod):
+    format = MXFP8
+
+
+class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMethod):
+    """Blocks of 128 x 128."""
+
+    format = FP8
+
+    def __init__(self, moe: FusedMoEConfig, weights: Any, rows: Any) -> None:
+        super().__init__(
+            moe, weight_quant=weights, input_quant=rows, weight_block_size=weights.block_structure, block_quant=True,
+            static_input_scales=False,
+        )  # fmt: skip
+
+
+class CompressedInBytes(Served):
+    """4-bit experts of compressed-tensors, whose elements are loaded under a name of their own."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name in ("w13_weight", "w2_weight"):  # vLLM's `apply` reads them under this name
+            if (packed := getattr(layer, name + PACKED, None)) is not None:
+                delattr(layer, name + PACKED)
+                layer.register_parameter(name, Parameter(packed.data, requires_grad=False))
+        super().process_weights_after_loading(layer)
+
+
+class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Mxfp4MoEMethod):
+    format = MXFP4
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, group_size=32)
+
+
+class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
+    """The checkpoint asks for rows in 8 bits; rows keep 16."""
+
+    format = MXFP4
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, weight_dtype="mxfp4")
+
+
+class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Nvfp4MoEMethod):
+    """Global scales divide in compressed-tensors, and multiply in Glulam."""
+
+    format = NVFP4
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe, group_size=16, use_global_sf=False)
+
+    def experts_of(self, layer: Any, gate: Any) -> ServedExperts:
+        of_w13, of_w2 = (1.0 / getattr(layer, f"{name}_weight_global_scale").detach() for name in ("w13", "w2"))
+        w13, w13_scale, w2, w2_scale = (getattr(layer, name) for name in self.tensors)
+        tensors = w13, w13_scale, of_w13, w2, w2_scale, of_w2
+        return ServedExperts.nvfp4(*tensors, *_biases(layer), gate=gate, dtype=self.moe.in_dtype)

@@ -1,0 +1,139 @@
+"""ServedExperts: a layer's experts as a serving engine holds them, and the engine's call on `glulam.moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ...calls.checks import shape_text
+from ...layer.choices import moe_of_choices
+from ...layer.moe import moe
+from ...layer.routing import Routing
+from ...recipes import Recipe
+from . import weights as of
+from .gates import NotServed
+from .weights import Checkpoint, Weights
+
+
+@dataclass(frozen=True)
+class ServedExperts:
+    """E experts, ready for `glulam.moe`: weights and biases, the gate between FC1 and FC2, the recipe.
+
+    Constructors take an engine's tensors after loading: w13 [E, 2I, H] ([E, I, H] without a gate) and w2 [E, H, I],
+    scales of both, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in the engine's memory; `weights.py`
+    says which formats are changed there in place. Biases are cast once to the dtype of rows.
+
+    Raises:
+        NotServed: kernels do not read weights of this dtype or width.
+        ValueError, TypeError: tensors that do not fit each other.
+    """
+
+    w1: Any
+    w2: Any
+    b1: Tensor | None
+    b2: Tensor | None
+    gate: Activation
+    recipe: Recipe
+
+    @classmethod
+    def bf16(
+        cls, w13: Tensor, w2: Tensor, b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation
+    ) -> ServedExperts:
+        """Weights in bfloat16 or float16."""
+        return cls._of(of.in_16_bits(w13, w2), b13, b2, gate, w2.dtype)
+
+    @classmethod
+    def fp8_block(
+        cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
+        b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
+    ) -> ServedExperts:  # fmt: skip
+        """E4M3 weights with scales of 128 x 128: w13_scale [E, 2 ceil(I / 128), ceil(H / 128)], gate's before up's.
+
+        Rows of `dtype` are quantised where the GPU multiplies FP8; else weights are decoded.
+        """
+        return cls._of(of.fp8_blocks(Checkpoint(w13, w13_scale, w2, w2_scale), gate, dtype), b13, b2, gate, dtype)
+
+    @classmethod
+    def mxfp8(
+        cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
+        b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
+    ) -> ServedExperts:  # fmt: skip
+        """E4M3 weights with an E8M0 scale (uint8 or float8_e8m0fnu) for 32 of a row; see `weights.mxfp8`."""
+        return cls._of(of.mxfp8(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
+
+    @classmethod
+    def mxfp4(
+        cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
+        b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
+    ) -> ServedExperts:  # fmt: skip
+        """E2M1 weights, two a byte (uint8 or int8), with a scale for 32 of a row: gpt-oss and DeepSeek-V4."""
+        return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
+
+    @classmethod
+    def nvfp4(
+        cls, w13: Tensor, w13_scale: Tensor, w13_scale_2: Tensor, w2: Tensor, w2_scale: Tensor, w2_scale_2: Tensor,
+        b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> ServedExperts:  # fmt: skip
+        """E2M1 weights with an E4M3 scale for 16 of a row, and global scales `*_scale_2` as modelopt has them."""
+        made = of.nvfp4(Checkpoint(w13, w13_scale, w2, w2_scale), w13_scale_2, w2_scale_2, gate, dtype)
+        return cls._of(made, b13, b2, gate, dtype)
+
+    @classmethod
+    def _of(
+        cls, made: Weights, b13: Tensor | None, b2: Tensor | None, gate: Activation, dtype: torch.dtype
+    ) -> ServedExperts:
+        b1, b2 = (None if bias is None else bias.detach().to(dtype).contiguous() for bias in (b13, b2))
+        return cls(made.w1, made.w2, b1, b2, gate, made.recipe)
+
+    @property
+    def num_experts(self) -> int:
+        count: int = self.w2.shape[0]
+        return count
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, *, expert_map: Tensor | None = None, scale: float = 1.0,
+        weights_on_rows: bool = False, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the weighted sums of experts' rows [N, H]. Nothing is read from the device, so graphs may capture it.
+
+        Args:
+            x: tokens [N, H].
+            ids: int32 or int64 [N, K], experts here, or global ones with `expert_map`; -1 has no row.
+            weights: [N, K], multiplied by `scale` in float32.
+            expert_map: int32 [global experts], the place here or -1; None: ids are places here.
+            weights_on_rows: multiply tokens by their weights before FC1 instead of sums after FC2; K is 1.
+            out: the result's buffer.
+
+        Raises:
+            NotServed: weights_on_rows with K above 1.
+            ValueError, TypeError: as of `glulam.moe`.
+        """
+        if weights_on_rows:
+            if weights.shape[1] != 1:
+                raise NotServed(f"router weights on rows with {weights.shape[1]} experts a token; served is 1")
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        if scale != 1.0:
+            weights = weights.float() * scale
+        choices = local_ids(ids, expert_map).contiguous(), weights.contiguous(), self.num_experts
+        options: dict[str, Any] = {"b1": self.b1, "b2": self.b2, "recipe": self.recipe, **self.gate.keywords}
+        if out is None:
+            return moe_of_choices(x.contiguous(), *choices, self.w1, self.w2, **options)
+        return moe(x.contiguous(), Routing.from_topk(*choices), self.w1, self.w2, out=out, **options)
+
+
+def local_ids(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Return places of experts here, -1 for others.
+
+    Raises:
+        ValueError: expert_map is no vector.
+    """
+    if expert_map is None:
+        return ids
+    if expert_map.dim() != 1:
+        raise ValueError(f"expert_map has shape {shape_text(expert_map.shape)}; give [global experts]")
+    return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

@@ -1,0 +1,97 @@
+"""Gates of serving engines in Glulam's words: an engine's name of an activation and its numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...activations import Activation
+
+PLAIN_ALPHA, PLAIN_OFFSET = 1.0, 0.0
+"""With these numbers clamped_swiglu is silu(a) u of clamped halves."""
+
+
+class NotServed(ValueError):
+    """A layer that Glulam does not compute as the engine would; the message says why in one line."""
+
+
+class Named(NamedTuple):
+    """A gated activation of engines.
+
+    Attributes:
+        activation: Glulam's name. takes: the numbers among `gate_of`'s that it may have.
+    """
+
+    activation: str
+    takes: tuple[str, ...] = ()
+
+
+SWIGLU = Named("swiglu", ("alpha", "beta", "limit"))
+SWIGLU_OAI = Named("clamped_swiglu", ("alpha", "beta", "limit"))
+GATED = {
+    "silu": SWIGLU, "swiglu": SWIGLU, "swigluoai": SWIGLU_OAI, "swigluoai_uninterleave": SWIGLU_OAI,
+    "gelu_tanh": Named("geglu"), "gelu_pytorch_tanh": Named("geglu"), "relu": Named("reglu"),
+    "situ": Named("situ", ("beta", "linear")),
+}  # fmt: skip
+UNGATED = {"silu": "silu", "gelu": "gelu", "relu2": "srelu"}
+
+
+def gate_of(
+    name: str, *, gated: bool = True, interleaved: bool = False, alpha: float | None = None, beta: float | None = None,
+    limit: float | None = None, linear: float | None = None,
+) -> Activation:  # fmt: skip
+    """Return an engine's activation as Glulam has it; its `keywords` are those of `glulam.moe`.
+
+    Args:
+        name: the engine's: "silu" (also "swiglu"), "swigluoai" (also "swigluoai_uninterleave"), "gelu_tanh" (also
+            "gelu_pytorch_tanh"), "relu", "situ"; without a gate "silu", "gelu", "relu2".
+        gated: FC1 makes a gate and an up-projection.
+        interleaved: FC1's rows are g0, u0, g1, u1, ...; else all gates come before all up-projections.
+        alpha, beta, limit: of SwiGLUs whose halves are clamped before the activation, a sigmoid(alpha a) (u + beta)
+            with a at most `limit` and u within it. "silu" with a limit alone has alpha 1 and beta 0 (DeepSeek-V4); with
+            alpha, beta is 1 unless given. "swigluoai" has alpha 1.702, beta 1 and limit 7 unless given.
+        beta, linear: of "situ", the caps of the gate and of the up-projection; linear None: not capped.
+
+    Raises:
+        NotServed: no activation of Glulam computes this.
+    """
+    numbers = {"alpha": alpha, "beta": beta, "limit": limit, "linear": linear}
+    given = {key: value for key, value in numbers.items() if value is not None}
+    if not gated:
+        if name not in UNGATED or given:
+            raise NotServed(f"activation {name!r} without a gate{_with(given)}; served are {_listed(UNGATED)}")
+        return Activation.named(UNGATED[name])
+    if name == "gelu":
+        raise NotServed("gated activation 'gelu' is exact by erf; Glulam's geglu approximates by tanh ('gelu_tanh')")
+    if name not in GATED:
+        raise NotServed(f"gated activation {name!r}; served are {_listed(GATED)}")
+    found = GATED[name]
+    if unknown := {key: value for key, value in given.items() if key not in found.takes}:
+        raise NotServed(f"gated activation {name!r}{_with(unknown)}; it takes {_listed(found.takes) or 'no numbers'}")
+    layout = "interleaved" if interleaved else "concat"
+    if found.activation == "situ":
+        if beta is None:
+            raise NotServed("activation 'situ' without beta, the cap of its gate")
+        return Activation.named("situ", layout, gate_cap=beta, up_cap=linear)
+    if found is SWIGLU_OAI:
+        return Activation.named("clamped_swiglu", layout, **_clamps(given))
+    if not given or found is not SWIGLU:
+        return Activation.named(found.activation, layout)
+    if limit is None:
+        raise NotServed(f"gated activation {name!r}{_with(given)} but without a limit")
+    if alpha is None and beta is None:
+        return Activation.named("clamped_swiglu", layout, limit=limit, alpha=PLAIN_ALPHA, offset=PLAIN_OFFSET)
+    return Activation.named("clamped_swiglu", layout, **_clamps({"alpha": PLAIN_ALPHA, **given}))
+
+
+def _clamps(given: dict[str, float]) -> dict[str, float]:
+    """Numbers by clamped_swiglu's keywords; those that are not given keep Glulam's defaults, 7, 1.702 and 1."""
+    names = {"alpha": "alpha", "beta": "offset", "limit": "limit"}
+    return {names[key]: value for key, value in given.items()}
+
+
+def _with(numbers: dict[str, float]) -> str:
+    return f" with {', '.join(f'{key} {value}' for key, value in numbers.items())}" if numbers else ""
+
+
+def _listed(names: object) -> str:
+    return ", ".join(names)  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""Expert weights as serving engines hold them, made into weights that `glulam.moe` takes without further preparation.
+
+E experts, H hidden, I intermediate size of a rank. w13 [E, 2I, H] holds gate and up-projection, or [E, I, H] without a
+gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16 bits and FP8 blocks as they are; 4-bit and MXFP8 elements
+are put into the order or scale of kernels in place, so that an engine which loads weights again prepares them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import recipes
+from ...activations import Activation, is_in_halves
+from ...calls.checks import runs_kernels, shape_text
+from ...formats.fp8_block import FP8BlockTensor
+from ...formats.mxfp4 import MXFP4Tensor
+from ...formats.mxfp8 import FoldedWeight, FoldError, MXFP8Tensor, prepare_mxfp8_weight
+from ...formats.nvfp4 import NVFP4Tensor
+from ...formats.scaled import F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, scales_of
+from ...recipes import Recipe
+from ..fp8_experts import has_fp8_mma
+from .gates import NotServed
+
+MULTIPLE = 8
+"""H and I of weights in 16 bits are multiples of this number on a GPU."""
+RECIPES: dict[str, tuple[Recipe, Recipe]] = {
+    "bf16": (recipes.BF16, recipes.BF16),
+    "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
+    "mxfp8": (recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY),
+    "mxfp4": (recipes.MXFP4_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY),
+    "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
+}
+"""By format, which is the name of a constructor of ServedExperts: on GPUs that multiply FP8, and on others."""
+_log = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """w1 and w2 as `glulam.moe` takes them, and the recipe that multiplies them."""
+
+    w1: Any
+    w2: Any
+    recipe: Recipe
+
+
+class Checkpoint(NamedTuple):
+    """Engine's tensors of a quantised format: elements and scales of w13 and w2."""
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+
+    def detached(self) -> Checkpoint:
+        return Checkpoint(*(tensor.detach() for tensor in self))
+
+
+def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight: Tensor) -> Recipe:
+    """Return the recipe that multiplies experts of a format on the GPU where a weight lies.
+
+    Args:
+        kind: a key of RECIPES. hidden, width: H and I. dtype: of rows. weight: any tensor of the layer.
+
+    Raises:
+        NotServed: no kernels for rows of this dtype, or experts of this width.
+    """
+    recipe, weight_only = RECIPES[kind]
+    recipe = recipe if has_fp8_mma(weight) else weight_only
+    if recipe is not recipes.BF16:
+        _check_fits(recipe, dtype, hidden, width)
+    elif dtype not in SOURCE_DTYPES or (runs_kernels(weight) and dtype == torch.float32):
+        raise NotServed(f"expert weights are {dtype}; served are torch.bfloat16 and torch.float16")
+    elif runs_kernels(weight) and (hidden % MULTIPLE or width % MULTIPLE):
+        raise NotServed(f"expert weights have H = {hidden} and I = {width}; kernels read multiples of {MULTIPLE}")
+    return recipe
+
+
+def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
+    """Return views."""
+    w13, w2 = w13.detach(), w2.detach()
+    return Weights(w13, w2, served_recipe("bf16", w2.shape[1], w2.shape[2], w2.dtype, w2))
+
+
+def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weights:
+    """Return views of E4M3 elements with float32 scales of 128 x 128; scales in E8M0 are widened once."""
+    w13, w13_scale, w2, w2_scale = given.detached()
+    recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
+    first = _float_scales(w13_scale)
+    if is_in_halves(gate.name, gate.glu_layout):
+        first = first.unflatten(1, (2, -1))  # a grid for each half, which is one grid where I % 128 == 0
+    return Weights(FP8BlockTensor(w13, first), FP8BlockTensor(w2, _float_scales(w2_scale)), recipe)
+
+
+def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
+    """Fold E4M3 elements in place to one power of two a row, where the GPU multiplies FP8 and folding is accurate; else
+    return views, for 16-bit rows. Scales are E8M0, one for 32 of a row.
+    """
+    w13, w13_scale, w2, w2_scale = given.detached()
+    exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
+    recipe = served_recipe("mxfp8", w2.shape[1], w2.shape[2], dtype, w2)
+    if recipe is recipes.MXFP8:
+        try:
+            first, second = (prepare_mxfp8_weight(w) for w in exact)
+        except FoldError as error:
+            _log.info("MXFP8 experts keep 16-bit rows: %s", error)
+            recipe = recipes.MXFP8_WEIGHT_ONLY
+            _check_fits(recipe, dtype, *w2.shape[1:])
+        else:
+            return Weights(_in_place(first, w13), _in_place(second, w2), recipe)
+    return Weights(exact[0], exact[1], recipe)
+
+
+def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
+    """Put E2M1 elements, two a byte, into kernels' order in place. Scales, one for 32 of a row: E8M0, or float32 that
+    are powers of two, of which E8M0 copies are made.
+    """
+    w13, w13_scale, w2, w2_scale = given.detached()
+    recipe = served_recipe("mxfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
+    first, second = (
+        MXFP4Tensor(w.view(torch.uint8), _power_scales(name, scale))
+        for name, w, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
+
+
+def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
+    """Put E2M1 elements, two a byte, into kernels' order in place. Scales: E4M3, one for 16 of a row, in plain order;
+    `*_scale_2`: float32 that multiply, one an expert or one for all, or [E, 2], one for each half of w13.
+    """
+    w13, w13_scale, w2, w2_scale = given.detached()
+    recipe = served_recipe("nvfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
+    factors = _factors(w13_scale_2.detach(), is_in_halves(gate.name, gate.glu_layout)), _factors(w2_scale_2.detach())
+    first, second = (
+        NVFP4Tensor(w.view(torch.uint8), scale, factor)
+        for w, scale, factor in zip((w13, w2), (w13_scale, w2_scale), factors, strict=True)
+    )
+    return Weights(first.prepare_(), second.prepare_(), recipe)
+
+
+def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> None:
+    """Raises NotServed where a recipe has no kernels for rows of this dtype, or for these widths."""
+    try:
+        recipes.check_fits("moe", recipe, str(dtype).removeprefix("torch."), True, H=hidden, I=width)
+    except (TypeError, ValueError) as error:
+        raise NotServed(str(error)) from error
+
+
+def _float_scales(scale: Tensor) -> Tensor:
+    """Block scales in float32; those that are float32 as they lie."""
+    if scale.dtype in (torch.uint8, SCALE_DTYPE):
+        return scales_of(scale.view(torch.uint8))
+    return scale.float()
+
+
+def _in_place(folded: FoldedWeight, data: Tensor) -> FoldedWeight:
+    """Write folded elements where the engine's lie."""
+    data.copy_(folded.data)
+    return FoldedWeight(data, folded.scale, folded.axis, folded.report)
+
+
+def _power_scales(name: str, scale: Tensor) -> Tensor:
+    """Scales as E8M0. Raises NotServed for float32 numbers that are no powers of two."""
+    if scale.dtype in (torch.uint8, SCALE_DTYPE):
+        return scale.view(SCALE_DTYPE)
+    bits = scale.float().view(torch.int32)
+    exponents = bits >> F32_MANTISSA_BITS
+    if bool((bits != exponents << F32_MANTISSA_BITS).any()) or bool((exponents < 0).any()):
+        raise NotServed(f"{name}'s MXFP4 scales are {scale.dtype} numbers that are no powers of two")
+    return exponents.to(torch.uint8).view(SCALE_DTYPE)
+
+
+def _factors(factor: Tensor, may_differ: bool = False) -> Tensor:
+    """Global scales as an NVFP4Tensor has them: [], [E], or [E, 2] where halves differ."""
+    factor = factor.float()
+    if factor.dim() < 2:
+        return factor.contiguous() if factor.dim() else factor
+    if factor.dim() > 2:
+        raise NotServed(f"NVFP4 global scales have shape {shape_text(factor.shape)}; served are [], [E] and [E, 2]")
+    if bool((factor == factor[:, :1]).all()):
+        return factor[:, 0].contiguous()
+    if not may_differ:
+        raise NotServed("NVFP4 global scales differ for halves of rows that are no gate before an up-projection")
+    return factor.contiguous()

@@ -1,0 +1,20 @@
+"""Operators that torchvision for CUDA expects of torch, and a torch for the CPU lacks: engines import torchvision."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+TORCHVISION_OPS = ("nms(Tensor a, Tensor b, float c) -> Tensor", "qnms(Tensor a, Tensor b, float c) -> Tensor")
+_libraries: list[torch.library.Library] = []
+"""Operators live as long as these."""
+
+
+def define() -> None:
+    """Define the operators, without kernels, where torchvision is installed and they are not there."""
+    missing = [op for op in TORCHVISION_OPS if not hasattr(torch.ops.torchvision, op.partition("(")[0])]
+    if missing and importlib.util.find_spec("torchvision") is not None:
+        _libraries.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for operator in missing:
+            _libraries[-1].define(operator)

@@ -1,0 +1,44 @@
+"""Fixtures of tests of the plugin of vLLM, which import vLLM where the first of them is asked for.
+
+Tests that ask for one are skipped where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from . import torchvision_ops
+
+PLUGIN = Path(__file__).parents[2] / "plugins/glulam-vllm"
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[ModuleType]:
+    """`vllm_layers`, with the plugin registered; the environment stays as it was."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; `make test-serving` installs it")
+    torchvision_ops.define()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TARGET_DEVICE", "cpu")  # else vLLM knows no platform
+        patch.setenv("GLULAM_VLLM", "1")
+        patch.syspath_prepend(str(PLUGIN))
+        importlib.import_module("glulam_vllm").register()
+        layers = importlib.import_module("support.vllm_layers")
+        with layers.engine():
+            yield layers
+
+
+@pytest.fixture
+def logged(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that the plugin logs."""
+    lines: list[str] = []
+    log = importlib.import_module("glulam_vllm.layers")._log
+    for level in ("info_once", "warning_once"):
+        monkeypatch.setattr(log, level, lambda text, *values: lines.append(text % values))
+    return lines
