@@ -189,6 +189,24 @@ def test_a_module_trains_its_router_and_biases(recipe: str) -> None:
         assert one.grad is not None and bool(one.grad.any())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_with_weights_in_16_bits_at_any_number_of_tokens(recipe: str, fake_gpu: FakeGpu) -> None:
+    """A step is kept by the call that was made, whose weights have no other parts yet."""
+    generator = torch.Generator().manual_seed(0)
+    w1, w2 = (torch.randn(4, 128, 128, generator=generator).to(BF16) for _ in range(2))
+    form = glulam.recipes.RECIPES[recipe].weights
+    weights = [form.quantized_tensor(w) for w in (w1, w2)]  # type: ignore[union-attr]
+    for tokens in (9, 14, 14):
+        routing = glulam.route(torch.randn(tokens, 4, generator=generator), 2)
+        x = torch.randn(tokens, 128, generator=generator).to(BF16)
+        grads = []
+        for given in ([w1, w2], weights):
+            leaf = x.clone().requires_grad_()
+            glulam.moe(leaf, routing, *given, activation="silu", recipe=recipe).sum().backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads) and bool(grads[0].any())  # type: ignore[arg-type, union-attr]
+
+
 class TestRefusals:
     @pytest.mark.parametrize("name", ["w1", "w2"])
     def test_weights_are_frozen(self, name: str) -> None:

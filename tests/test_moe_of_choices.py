@@ -76,6 +76,8 @@ def test_same_bits_as_of_two_calls(ids: torch.dtype, of_weights: torch.dtype, re
         assert count < 3 or not made[2].any()
         if anywhere is not None:
             assert len(anywhere.launches) == (count > 0) * (1 + (recipe == "mxfp8_exact"))
+        out = torch.full_like(wanted, torch.nan)
+        assert moe_of_choices(**given, **options, out=out) is out and out.equal(wanted)
 
 
 @pytest.mark.parametrize("expert", [-1, 0, EXPERTS - 1, EXPERTS, 2**32])
@@ -192,11 +194,15 @@ def test_one_graph(recipe: str, anywhere: Any) -> None:
         assert compiled(*given).equal(layer(*given))
 
 
-@pytest.mark.parametrize("name", ["moe_of_choices", "moe_of_choices_mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["moe_of_choices", "moe_of_choices_out", "moe_of_choices_mxfp8", "moe_of_choices_mxfp8_out"]
+)
 def test_opcheck(name: str) -> None:
     given = {**tokens(20), **weights()}
+    if name.endswith("_out"):
+        given["out"] = torch.empty_like(given["x"])
     listed = {"w1": [given["w1"]], "w2": [given["w2"]], "id_weights": given.pop("weights")}
-    recipe = {"recipe": "mxfp8"} if name.endswith("mxfp8") else {}
+    recipe = {"recipe": "mxfp8"} if "mxfp8" in name else {}
     arguments = torch_arguments(name, **{**given, **listed, **recipe})
     torch.library.opcheck(getattr(torch.ops.glulam, name).default, arguments)
 
@@ -224,6 +230,7 @@ def test_its_operator_has_no_gradient(name: str, anywhere: Any) -> None:
         ({"w2": torch.zeros(6, 64, 64, dtype=BF16)}, ValueError, r"w2 has shape \[6, 64, 64\]"),
         ({"recipe": "mxfp4"}, ValueError, "recipe is 'mxfp4'; choose one of bf16, mxfp8"),
         ({"transpose_w": 1}, (TypeError, ValueError), "transpose_w"),
+        ({"out": torch.zeros(5, HIDDEN, dtype=BF16)}, ValueError, "out has shape"),
     ],
 )
 def test_bad_input(

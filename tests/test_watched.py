@@ -29,6 +29,8 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 ELSEWHERE = {
     "moe_of_choices": "tests/test_moe_of_choices.py",
     "moe_of_choices_mxfp8": "tests/test_moe_of_choices.py",
+    "moe_of_choices_mxfp8_out": "tests/test_moe_of_choices.py",
+    "moe_of_choices_out": "tests/test_moe_of_choices.py",
     "layer_router": "of GPUs alone",
 }
 """Forms that no public function calls here, and where they are checked."""

@@ -70,7 +70,8 @@ class GlulamRunnerCore(DispatchMoeRunnerCore):
         topk = _choices(dispatch_output.topk_output, runner_config)
         made = quant_info.experts(
             x, topk.topk_ids, topk.topk_weights, scale=_scale(runner_config),
-            weights_on_rows=runner_config.apply_router_weight_on_input, out=_symmetric_result(x),
+            weights_on_rows=runner_config.apply_router_weight_on_input, world_experts=_world_experts(runner_config),
+            out=_symmetric_result(x),
         )  # fmt: skip
         return StandardCombineInput(hidden_states=made)
 
@@ -91,6 +92,12 @@ def _scale(config: MoeRunnerConfig) -> float:
     is_in_weights = getattr(config.layer, "should_fuse_routed_scaling_factor_in_topk", False)
     factor = config.routed_scaling_factor
     return 1.0 if factor is None or is_in_weights else factor
+
+
+def _world_experts(config: MoeRunnerConfig) -> int | None:
+    """Experts of all ranks, if this rank has a part of them."""
+    here, world = config.num_local_experts, config.num_experts
+    return world if here is not None and world is not None and world > here else None
 
 
 def _symmetric_result(x: Tensor) -> Tensor | None:

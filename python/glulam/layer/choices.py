@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 def _moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, expert_map: Tensor | None,
     world_experts: int | None, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
-    recipe: str | Recipe, transpose_w: bool,
+    recipe: str | Recipe, transpose_w: bool, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`moe_of_choices`, with all arguments in order."""
     if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
         routing = Routing.from_topk(ids, weights, num_experts, expert_map=expert_map, world_experts=world_experts)
         return moe(
             x, routing, w1, w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, recipe=recipe,
-            transpose_w=transpose_w, **named_numbers(numbers),
+            transpose_w=transpose_w, out=out, **named_numbers(numbers),
         )  # fmt: skip
     world = experts_of_world(OfChoices.op, num_experts, expert_map, world_experts)
     return layer_of_choices(
         x, ids, weights, expert_map, num_experts, world, w1, w2, b1, b2, activation, glu_layout, numbers, recipe,
-        transpose_w,
+        transpose_w, out,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _moe_of_choices(
 def moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, expert_map: Tensor | None = None,
     world_experts: int | None = None, b1: Any = None, b2: Any = None, activation: str = "swiglu",
-    glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False,
+    glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False, out: Tensor | None = None,
     **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """`moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call where these
@@ -63,10 +63,10 @@ def moe_of_choices(
     Args:
         x: tokens [N, H], as of `moe`.
         ids, weights, num_experts, expert_map, world_experts: as of `Routing.from_topk`.
-        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w: as of `moe`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w, out: as of `moe`.
 
     Returns:
-        [N, H'] in x's dtype.
+        [N, H'] in x's dtype; `out` where given.
 
     Raises:
         As `moe` and `Routing.from_topk`.
@@ -93,7 +93,7 @@ class OfChoices(OfTokens):
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
     torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int", "world_experts": "int"}
-    offs = splits = rows = row_of = row_scale = residual = out = None
+    offs = splits = rows = row_of = row_scale = residual = None
     recompute = False
     may_read_fewer = True
 
@@ -168,7 +168,7 @@ class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
 def layer_of_choices(
     x: Tensor, ids: Tensor, id_weights: Tensor, expert_map: Tensor | None, num_experts: int, world_experts: int,
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
-    transpose_w: bool,
+    transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
     """moe, and its routing."""
     raise NotImplementedError  # `front` writes the body

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...calls.checks import shape_text
 from ...layer.choices import moe_of_choices
-from ...layer.moe import moe
-from ...layer.routing import Routing
 from ...recipes import Recipe
 from . import weights as of
 from .gates import NotServed
@@ -97,7 +94,7 @@ class ServedExperts:
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, *, expert_map: Tensor | None = None, scale: float = 1.0,
-        weights_on_rows: bool = False, out: Tensor | None = None,
+        weights_on_rows: bool = False, world_experts: int | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the weighted sums of experts' rows [N, H]. Nothing is read from the device, so graphs may capture it.
 
@@ -106,6 +103,8 @@ class ServedExperts:
             ids: int32 or int64 [N, K], experts here, or global ones with `expert_map`; -1 has no row.
             weights: [N, K], multiplied by `scale` in float32.
             expert_map: int32 [global experts], the place here or -1; None: ids are places here.
+            world_experts: experts of all ranks that tokens choose among, for the choice of kernels; see
+                `Routing.from_topk`.
             weights_on_rows: multiply tokens by their weights before FC1 instead of sums after FC2; K is 1.
             out: the result's buffer.
 
@@ -119,21 +118,8 @@ class ServedExperts:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if scale != 1.0:
             weights = weights.float() * scale
-        choices = local_ids(ids, expert_map).contiguous(), weights.contiguous(), self.num_experts
-        options: dict[str, Any] = {"b1": self.b1, "b2": self.b2, "recipe": self.recipe, **self.gate.keywords}
-        if out is None:
-            return moe_of_choices(x.contiguous(), *choices, self.w1, self.w2, **options)
-        return moe(x.contiguous(), Routing.from_topk(*choices), self.w1, self.w2, out=out, **options)
-
-
-def local_ids(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Return places of experts here, -1 for others.
-
-    Raises:
-        ValueError: expert_map is no vector.
-    """
-    if expert_map is None:
-        return ids
-    if expert_map.dim() != 1:
-        raise ValueError(f"expert_map has shape {shape_text(expert_map.shape)}; give [global experts]")
-    return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])
+        return moe_of_choices(
+            x.contiguous(), ids.contiguous(), weights.contiguous(), self.num_experts, self.w1, self.w2,
+            expert_map=expert_map, world_experts=world_experts, b1=self.b1, b2=self.b2, recipe=self.recipe, out=out,
+            **self.gate.keywords,
+        )  # fmt: skip
