@@ -105,7 +105,12 @@ def low_rank(
 
 
 def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
-    """A matrix in x's dtype, if it is float32 beside 16 bits, contiguous, with zeros up to a rank that kernels take."""
+    """A matrix in x's dtype, if it is float32 beside 16 bits, contiguous, with zeros up to a rank that kernels take.
+
+    One that is no strided tensor is returned as it is: checks refuse it by name.
+    """
+    if matrix.layout is not torch.strided:
+        return matrix
     if missing := -matrix.shape[rank_at] % ALIGNMENT_ELEMENTS:
         matrix = F.pad(matrix, (0, 0, 0, missing) if rank_at == 1 else (0, missing))
     if matrix.dtype == torch.float32 and x.dtype in HALVES:
