@@ -33,6 +33,10 @@ class ServingCase(LayerCase):
         sizes = f"H {self.hidden}, I {self.intermediate}, E {self.experts}{of_world}, K {self.top_k}"
         return f"{self.name} (N {self.tokens}, {sizes})"
 
+    def expected_rows(self, tokens: int) -> int:
+        """Rows of so many tokens whose experts are here, if a router chooses evenly."""
+        return -(-tokens * self.top_k * self.experts // self.world)
+
     def work(self, recipe: str, rows: int, active_experts: int) -> dict[str, int]:
         """Useful FLOP of the rows that have an expert here, and the fewest bytes."""
         mlp = dataclasses.replace(self.mlp, rows=rows)

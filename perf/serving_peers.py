@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from glulam.layer.choices import moe_of_choices
@@ -14,7 +15,7 @@ from .serving_cases import ServingCase
 from .serving_data import ROWS_16_BITS, ROWS_FP8, Call, Contestant
 
 PACKAGES = {"humming": "serving_humming", "vllm": "serving_vllm"}
-"""Packages and the modules that call them, each with a function `contestants`."""
+"""Packages and the modules that call them, each with a function `contestants` of models and recipes."""
 FP8_ROWS = ("mxfp8", "fp8_block")
 
 
@@ -29,7 +30,7 @@ def ours(recipe: str) -> Contestant:
     return Contestant(OURS, (recipe,), recipe, make, ROWS_FP8 if recipe in FP8_ROWS else ROWS_16_BITS)
 
 
-def find_peers() -> list[Contestant]:
+def find_peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
     """Those that can be imported; a warning says which package is absent, or why one cannot be imported."""
     found: list[Contestant] = []
     for package, module in PACKAGES.items():
@@ -37,7 +38,7 @@ def find_peers() -> list[Contestant]:
             warnings.warn(f"{package} is left out: it is not installed", stacklevel=2)
             continue
         try:
-            found += importlib.import_module(f".{module}", __package__).contestants()
+            found += importlib.import_module(f".{module}", __package__).contestants(models, recipes)
         except Exception as error:  # whatever a foreign package raises must not cost the run
             warnings.warn(f"{package} is left out: {type(error).__name__}: {error}", stacklevel=2)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,8 @@ def _marlin(weights: str, type_name: str, case: ServingCase, w1: Any, w2: Any) -
     )  # fmt: skip
 
 
-def contestants() -> list[Contestant]:
-    """Return vLLM's experts. Raises ImportError if its modules, or what these need, are missing."""
+def contestants(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
+    """Return vLLM's experts, of all recipes. Raises ImportError if its modules, or what these need, are missing."""
     for module in (f"{MOE}.fused_moe", f"{MOE}.experts.marlin_moe"):
         importlib.import_module(module)
     return [

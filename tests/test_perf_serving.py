@@ -133,7 +133,7 @@ def test_a_wrong_result_is_not_timed(wrong):
 def test_a_package_that_is_absent_or_broken_is_left_out(monkeypatch):
     monkeypatch.setattr(serving_peers, "PACKAGES", {"no_such_package": "", "torch": "no_such_module"})
     with pytest.warns() as seen:
-        assert serving_peers.find_peers() == []
+        assert serving_peers.find_peers([], RECIPES) == []
     absent, broken = (str(warning.message) for warning in seen)
     assert absent == "no_such_package is left out: it is not installed" and broken.startswith("torch is left out: Mod")
 
@@ -179,7 +179,10 @@ def test_humming_is_called_as_its_gemms_read_it(rows, scheme, case, monkeypatch)
     fake_humming.install(monkeypatch)
     properties = types.SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    contestant = next(one for one in serving_humming.contestants() if one.name == scheme.name)
+    serving_humming.plan.cache_clear()
+    (contestant,) = (one for one in serving_humming.contestants([case], scheme.recipes) if one.name == scheme.name)
+    gemm = "grouped_contiguous" if case.is_part else "indexed"
+    assert {(name, len(tiles)) for _, name, tiles in fake_humming.Kernel.compiled} == {(gemm, 1)}  # not the larger tile
     call, b, reference = results(contestant, case)
     assert 0 < check(contestant, call, b, reference) < serving_data.ROWS_16_BITS  # the fake does not round rows
 
@@ -217,7 +220,7 @@ def test_the_suite_has_a_record_a_case_and_recipe(untimed, monkeypatch):
         raise ValueError("no kernel")
 
     peers = [peer("good"), peer("wrong", WRONG["other experts"]), peer("fails", fail)]
-    monkeypatch.setattr(suite, "find_peers", lambda: [*peers, peer("elsewhere", recipes=("fp8_block",))])
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [*peers, peer("elsewhere", recipes=("fp8_block",))])
     with pytest.warns(UserWarning) as seen:
         records = suite.run_serving(suite.Options(1.0))
     assert [(r["case"]["name"], r["op"], r["case"]["tokens"]) for r in records] == [
@@ -234,7 +237,7 @@ def test_the_suite_has_a_record_a_case_and_recipe(untimed, monkeypatch):
 
 
 def test_a_part_is_measured_alone(untimed, monkeypatch):
-    monkeypatch.setattr(suite, "find_peers", list)
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
     records = suite.run_serving(suite.Options(1.0, case="part", ops=("mxfp8", "bf16")))
     assert [record["op"] for record in records] == ["bf16", "mxfp8"]
     with pytest.raises(ValueError, match="--op 'int4' is not known here"):
@@ -242,7 +245,7 @@ def test_a_part_is_measured_alone(untimed, monkeypatch):
 
 
 def test_we_may_not_be_left_out(untimed, monkeypatch):
-    monkeypatch.setattr(suite, "find_peers", list)
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
     monkeypatch.setattr(suite, "ours", lambda recipe: peer("glulam", WRONG["weights left out"]))
     with pytest.raises(RuntimeError, match="glulam: error"):
         suite.run_serving(suite.Options(1.0))

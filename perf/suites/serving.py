@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,23 +59,36 @@ def _leave_out(peer: Contestant, what: str, error: Exception) -> None:
     warnings.warn(f"{peer.name} is left out of {what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
-def _checked(model: Model, competing: Competing, b: Batch, label: str) -> dict[str, tuple[float, Callable[[], None]]]:
+def _captured(
+    contestant: Contestant, call: Call, b: Batch, reference: Tensor, pool: Any
+) -> tuple[float, Callable[[], object]]:
+    """Return the error of a replay and the replay. Raises RuntimeError if a call or a replay is wrong."""
+    check(contestant, call, b, reference)
+    results: list[Tensor] = []
+    graph = capture(lambda: results.append(call(b)), pool)
+
+    def replayed(_: Batch) -> Tensor:
+        graph.replay()
+        return results[-1]
+
+    return check(contestant, replayed, b, reference), graph.replay
+
+
+def _checked(model: Model, competing: Competing, b: Batch, label: str) -> dict[str, tuple[float, Callable[[], object]]]:
     """By name, the error of each contestant and its replay."""
     references: dict[str, Tensor] = {}
     found = {}
     pool = torch.cuda.graph_pool_handle()
     for contestant, call in competing:
-        if contestant.weights not in references:
-            references[contestant.weights] = expected(b, *model.weights(contestant.weights)[0])
+        weights = contestant.weights
+        if weights not in references:
+            references[weights] = expected(b, *model.weights(weights)[0])
         try:
-            error = check(contestant, call, b, references[contestant.weights])
-            graph = capture(partial(call, b), pool)
-        except Exception as failure:
+            found[contestant.name] = _captured(contestant, call, b, references[weights], pool)
+        except Exception as error:
             if contestant is competing[0][0]:
                 raise
-            _leave_out(contestant, label, failure)
-            continue
-        found[contestant.name] = (error, graph.replay)
+            _leave_out(contestant, label, error)
     return found
 
 
@@ -98,14 +110,14 @@ def _record(model: Model, case: ServingCase, recipe: str, competing: Competing, 
 def run_serving(options: Options) -> list[dict[str, Any]]:
     """One record a case and recipe."""
     cases, recipes = select(CASES, options.case), select_ops(RECIPES, options.ops)
-    peers = find_peers()
     budget_s = options.budget_s / len(cases) / len(recipes)
     by_model: dict[str, list[ServingCase]] = {}
     for case in cases:
         by_model.setdefault(case.name, []).append(case)
     records: list[dict[str, Any]] = []
     with Progress() as progress:
-        bar = progress.add_task("serving", total=len(cases) * len(recipes))
+        bar = progress.add_task("compiling peers' kernels", total=len(cases) * len(recipes))
+        peers = find_peers([of_model[0] for of_model in by_model.values()], recipes)
         for name, of_model in by_model.items():
             model = Model(of_model[0])
             for recipe in recipes:
@@ -114,6 +126,7 @@ def run_serving(options: Options) -> list[dict[str, Any]]:
                 for case in of_model:
                     records.append(_record(model, case, recipe, competing, budget_s))
                     progress.advance(bar)
+                progress.console.print(f"measured {name}, {recipe}")  # where no bar shows
                 del competing
             del model
     return records

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,11 @@ ROWS = 4  # of a tile
 class CheckpointSchema:
     """Of MXFP8."""
 
-    group, scale = 32, "weight_scale"
-
     def __init__(self, weight_block_size=None):
         self.of_blocks = weight_block_size
+
+    def shape(self, weight):
+        return weight.shape
 
     def values(self, tensors):
         data, scale = tensors["weight"].float(), scales_of(tensors["weight_scale"])
@@ -31,7 +33,8 @@ class CheckpointSchema:
 
     def convert_humming(self, *, tensors, shape_n_stacks, shape_k_stacks, param_dtype, num_experts):
         assert tensors["weight"].shape[:2] == (num_experts, sum(shape_n_stacks)) and param_dtype == torch.bfloat16
-        return self, {"weight": self.values(tensors), "weight_scale": torch.ones(1)}
+        values = torch.empty(self.shape(tensors["weight"]), device="meta")
+        return self, {"weight": values if tensors["weight"].is_meta else self.values(tensors), "weight_scale": None}
 
 
 class BlockSchema(CheckpointSchema):
@@ -42,6 +45,9 @@ class BlockSchema(CheckpointSchema):
 
 
 class Fp4Schema(CheckpointSchema):
+    def shape(self, weight):
+        return (*weight.shape[:-1], 2 * weight.shape[-1])
+
     def values(self, tensors):
         codes = torch.stack((tensors["weight"] & 15, tensors["weight"] >> 4), dim=-1).flatten(-2).long()
         numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -49,10 +55,25 @@ class Fp4Schema(CheckpointSchema):
         return numbers * scales_of(tensors["weight_scale"]).repeat_interleave(32, -1)
 
 
-def prepare(*, tensors, shape_n, shape_k, weight_schema, input_schema, num_experts, torch_dtype, device, **padding):
-    assert tensors["weight"].shape == (num_experts, shape_n, shape_k)
-    assert padding == {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}
-    return input_schema, tensors
+class Config:
+    """Of a layer."""
+
+    def __init__(self, *, tensors, shape_n, shape_k, weight_schema, input_schema, num_experts, torch_dtype, **padding):
+        assert tensors["weight"].shape == (num_experts, shape_n, shape_k) and torch_dtype == torch.bfloat16
+        assert padding == {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}
+
+    def to_str(self):
+        return "layer"
+
+
+class Kernel:
+    """What was compiled."""
+
+    compiled: ClassVar[list] = []
+
+    @classmethod
+    def prepare_kernels(cls, layer_config, compute_config, tuning_config, device):
+        cls.compiled.append((layer_config, json.loads(compute_config)["gemm_type"], json.loads(tuning_config)))
 
 
 def process(config, *, inputs, outputs=None, layout="normal", scatter_idx=None, num_valid_tokens=None, **activation):
@@ -94,11 +115,20 @@ def forward(
 
 def install(monkeypatch):
     """Make the modules importable."""
-    tiles = [[0, 1 << 30, {"block_shape": [ROWS, 64, 64]}]]
+    tile = {"block_shape": [ROWS, 64, 64]}
+    tiles = [[0, 1 << 20, tile], [1 << 20, 1 << 30, tile]]
+    monkeypatch.setattr(Kernel, "compiled", [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     modules = {
         "humming": {},
         "humming.forward": {"may_process_input": process, "humming_forward": forward},
-        "humming.transform": {"prepare_and_transform_humming_tensors": prepare},
+        "humming.transform": {
+            "prepare_layer_config": Config,
+            "check_and_pad_tensors": lambda config, tensors: tensors,
+            "transform_humming_tensors": lambda config, tensors: tensors,
+        },
+        "humming.kernel": {},
+        "humming.kernel.humming": {"HummingKernel": Kernel},
         "humming.tune": {"get_heuristics_config": lambda *, layer_config, gemm_type: tiles},
         "humming.schema": {
             "HummingInputSchema": lambda **given: types.SimpleNamespace(**given),
