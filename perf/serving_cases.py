@@ -1,4 +1,4 @@
-"""What the serving suite measures: whole experts, called with a router's choices, from one token to a prefill."""
+"""Cases of the serving suite: whole experts, called with a router's choices, from one token to a prefill."""
 
 from __future__ import annotations
 

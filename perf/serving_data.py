@@ -112,7 +112,7 @@ def make_batch(case: ServingCase, device: str = "cuda") -> Batch:
 
 
 def compared(tokens: int) -> list[int]:
-    """The tokens whose results are compared."""
+    """Return the tokens whose results are compared."""
     count = min(tokens, COMPARED)
     return [token * (tokens - 1) // max(count - 1, 1) for token in range(count)]
 
@@ -134,9 +134,10 @@ def _matrix(w: Any, expert: int) -> Tensor:
 
 
 def check(contestant: Contestant, call: Call, b: Batch, reference: Tensor) -> float:
-    """Return the error of the worst compared token, of the longest token's length. Raises RuntimeError above the bound.
+    """Return the largest norm of a compared token's error over the largest norm of a token.
 
-    The buffer holds NaN before the call, so that results that nobody writes are errors.
+    The buffer holds NaN before the call, so that results that nobody writes are errors. Raises RuntimeError above the
+    contestant's bound.
     """
     b.out.fill_(float("nan"))
     got = call(b)[compared(len(b.x))].float()

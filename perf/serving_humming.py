@@ -88,7 +88,7 @@ def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Te
 
 
 class Plan(NamedTuple):
-    """A layer but for its weights: configuration, tiles by numbers of rows, and both as the GEMM takes them."""
+    """A layer without its weights: configuration, tiles by numbers of rows, and both as the GEMM takes them."""
 
     config: Any
     tiles: list[Any]
@@ -123,7 +123,7 @@ def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
 
 
 def _compile(scheme: Scheme, case: ServingCase) -> None:
-    """Compile both layers' GEMMs, as their first calls would. What fails here fails again when weights are prepared."""
+    """Compile both layers' GEMMs, as their first calls would; they fail again, with the reason, if one fails here."""
     kernel: Any = importlib.import_module("humming.kernel.humming").HummingKernel
     with contextlib.suppress(Exception):
         for is_gate in (True, False):

@@ -31,7 +31,7 @@ def ours(recipe: str) -> Contestant:
 
 
 def find_peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
-    """Those that can be imported; a warning says which package is absent, or why one cannot be imported."""
+    """Return the peers of packages that can be imported. Warn of each package that is absent or cannot be."""
     found: list[Contestant] = []
     for package, module in PACKAGES.items():
         if importlib.util.find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""What Humming leaves to engines, in Triton: blocks of rows of one expert, and weighted sums of a token's rows.
+"""Steps that Humming leaves to engines, in Triton: blocks of rows of one expert, weighted sums of a token's rows.
 
 Each is one kernel, on a routing by `glulam.Routing.from_topk`: not more launches than vLLM has for the same.
 """

@@ -251,6 +251,20 @@ def test_we_may_not_be_left_out(untimed, monkeypatch):
         suite.run_serving(suite.Options(1.0))
 
 
+def test_a_wrong_replay_is_left_out(untimed, monkeypatch):
+    """As of a graph that reads memory which is gone: calls are right, replays are not."""
+
+    def capture(run, pool):
+        run()
+        return types.SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(suite, "capture", capture)
+    b, mine = make_batch(SMALL, "cpu"), serving_peers.ours("bf16")
+    weights = make_weights(SMALL, "cpu")
+    with pytest.raises(RuntimeError, match="glulam: error nan"):
+        suite._captured(mine, mine.make(SMALL, *weights), b, expected(b, *weights), None)
+
+
 def test_l2_is_read_over_before_each_sample(monkeypatch):
     events = []
 

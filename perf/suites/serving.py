@@ -75,7 +75,7 @@ def _captured(
 
 
 def _checked(model: Model, competing: Competing, b: Batch, label: str) -> dict[str, tuple[float, Callable[[], object]]]:
-    """By name, the error of each contestant and its replay."""
+    """Return each contestant's error and replay by its name, without those that are left out."""
     references: dict[str, Tensor] = {}
     found = {}
     pool = torch.cuda.graph_pool_handle()

@@ -19,7 +19,7 @@ ROWS = 4  # of a tile
 
 
 class CheckpointSchema:
-    """Of MXFP8."""
+    """A checkpoint in MXFP8."""
 
     def __init__(self, weight_block_size=None):
         self.of_blocks = weight_block_size
@@ -56,7 +56,7 @@ class Fp4Schema(CheckpointSchema):
 
 
 class Config:
-    """Of a layer."""
+    """A layer's configuration."""
 
     def __init__(self, *, tensors, shape_n, shape_k, weight_schema, input_schema, num_experts, torch_dtype, **padding):
         assert tensors["weight"].shape == (num_experts, shape_n, shape_k) and torch_dtype == torch.bfloat16
@@ -67,7 +67,7 @@ class Config:
 
 
 class Kernel:
-    """What was compiled."""
+    """Notes the kernels that were compiled."""
 
     compiled: ClassVar[list] = []
 
