@@ -35,6 +35,7 @@ SUITE_HELP = {
     "fp8": "the MLP in MXFP8, by every recipe",
     "frozen": "gradients of rows through frozen quantised weights",
     "lora": "adapters of frozen experts, forward and backward: time, memory",
+    "serving": "whole experts as serving engines call them, cold, in CUDA graphs, beside engines' own",
     "portable": "the MLP on kernels without wgmma and TMA, beside Hopper's own, in CUDA graphs",
     "mhc": "the hyper-connections' operators",
     "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
@@ -43,7 +44,7 @@ SUITE_HELP = {
     "graph": "CUDA graphs",
 }
 SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", "layer", COMPARE, TILES)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", "serving", "layer", COMPARE, TILES)
 WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "power", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 

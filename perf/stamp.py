@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 def _layers() -> dict[str, str]:
     """Of other packages' layers what is installed."""
     found = {}
-    for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core"):
+    for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

@@ -29,6 +29,7 @@ from .mhc_tables import mhc_tables
 from .portable_tables import portable_parts
 from .power_tables import power_parts
 from .results import Result
+from .serving_tables import serving_tables
 from .targets import copy_target, target
 
 OP_TITLES = {
@@ -291,6 +292,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "frozen": lambda result: [Table(*frozen_part(result["records"]))],
+    "serving": serving_tables,
     "lora": lambda result: [Table(*lora_part(result["records"]))],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
     "portable": lambda result: [

@@ -21,6 +21,7 @@ __all__ = [
     "Summary",
     "device_sampler",
     "device_us",
+    "flushed_sampler",
     "host_sampler",
     "interleave",
     "measure_device",
@@ -34,6 +35,8 @@ SAMPLE_US = 1000.0  # one device sample lasts about this long
 MAX_CALLS_PER_SAMPLE = 50
 ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest contestant
 WARM_UP_CALLS = 3
+REPLAY_US = 200.0  # more than the host needs to enqueue a graph's replay
+FLUSHED_L2 = 4  # sizes of L2 that are read to evict all of it
 MIN_ROUNDS = 5
 HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
 
@@ -47,6 +50,23 @@ def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
         call(number)
     calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
     return lambda: device_us(call, calls, enqueue_us)
+
+
+def flushed_sampler(replay: Callable[[], object], enqueue_us: float = REPLAY_US) -> Sampler:
+    """Samples of the device time of one call from a cold L2.
+
+    Before each call a tensor several times the size of L2 is read, not written: the call would pay for writing it back.
+    """
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    evicting = torch.zeros(FLUSHED_L2 * l2_bytes // 4, device="cuda")
+
+    def sample() -> float:
+        evicting.sum()
+        return device_us(lambda number: replay(), 1, enqueue_us)
+
+    for _ in range(WARM_UP_CALLS):
+        sample()
+    return sample
 
 
 def measure_device(

@@ -705,6 +705,27 @@ def test_the_fp8_table_shows_both_ratios_and_what_is_missed():
     ]
 
 
+def serving_result():
+    case = {"name": "m", "tokens": 16, "hidden": 128, "intermediate": 64, "experts": 8, "top_k": 2, "world_experts": 64}
+    record = {"case": case, "op": "bf16", "flop": 10**6, "bytes": 10**8, "errors": {}}
+    first = {**record, "times": times(glulam=100.0, first=125.0, second=90.0)}
+    large = {**record, "case": {**case, "tokens": 64}, "times": times(glulam=200.0, first=150.0)}
+    other = {**record, "op": "mxfp8", "times": times(glulam=50.0, third=100.0)}
+    return results.make_result("serving", STAMP, LIMITS, [first, large, other])
+
+
+def test_the_serving_tables_show_each_peer_and_its_least_ratio():
+    bf16, mxfp8, summary, _ = tables.tables_of(serving_result())
+    assert bf16.rows[0][0] == "m (N 16, H 128, I 64, E 8 of 64, K 2)" and "TB/s" in bf16.rows[0][2]
+    assert bf16.rows[0][3:] == ("125 (1.25x)", "90.0 (0.90x)") and bf16.rows[1][3:] == ("150 (0.75x)", "-")
+    assert len(mxfp8.rows) == 1 and mxfp8.rows[0][3:] == ("100 (2.00x)",)
+    assert summary.rows == [
+        ("bf16", "first", "0.75", "1.00", "1 of 2"),
+        ("bf16", "second", "0.90", "0.90", "0 of 1"),
+        ("mxfp8", "third", "2.00", "2.00", "1 of 1"),
+    ]
+
+
 def portable_result():
     medians = {"portable": 4000.0, "native": 3000.0, "torch": 5000.0, "mma.sync alone": 1000.0}
     prefill = forward_record(MIXTRAL, "mlp", **medians)
@@ -801,6 +822,7 @@ ALL_RESULTS = {
     "fp8": fp8_result,
     "frozen": frozen_result,
     "lora": lora_result,
+    "serving": serving_result,
     "portable": portable_result,
     "mhc": mhc_result,
     "transformers": transformers_result,

@@ -20,6 +20,7 @@ from .mhc import run_mhc
 from .portable import run_portable
 from .power import run_power
 from .quantize import run_quantize
+from .serving import run_serving
 from .tiles import run_tiles
 from .train import run_train
 from .transformers import run_transformers
@@ -39,6 +40,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "fp8": run_fp8,
     "frozen": run_frozen,
     "lora": run_lora,
+    "serving": run_serving,
     "portable": run_portable,
     "mhc": run_mhc,
     "transformers": run_transformers,

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import glulam
 from glulam import recipes
-from glulam.formats.prepared import PREPARED, prepare
-from glulam.formats.scaled import Parts
+from glulam.formats.prepared import PREPARED
 from glulam.ops.quantized_weights import FORMS
 
 from ..cases import Case, fp8_cases
 from ..options import Options
 from ..problem import Buffers, make_problem
+from ..quantised import quantised
 from ..targets import BF16
 from ..timing import measure_device
 
@@ -33,14 +33,6 @@ MAX_RELATIVE_ERROR = 0.01
 """Bound of a gradient's distance from the dequantised weight's, in Frobenius norms; rounding alone is 0.002."""
 
 Call = Callable[[], Tensor]
-
-
-def quantised(name: str, w: Tensor) -> tuple[Any, Any]:
-    """A weight as kernels read it, and as its format's `dequantize` does."""
-    form = FORMS[name]
-    made = form.quantized_tensor(w)
-    parts = Parts(*made.parts)
-    return form.tensor_of(parts if form.is_ready(parts) else prepare(form, parts, report=True)), made
 
 
 def dequantising(w: Any) -> Callable[[], Tensor]:

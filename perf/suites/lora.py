@@ -22,9 +22,10 @@ from ..cases import OTHER_MODELS, QWEN3, select
 from ..layer_cases import LayerCase, layer_of
 from ..memory import peak_bytes
 from ..options import Options
+from ..quantised import quantised
 from ..targets import BF16
 from ..timing import measure_device
-from .frozen import DEQUANTISED, check_gradient, dequantising, quantised
+from .frozen import DEQUANTISED, check_gradient, dequantising
 
 RANK, SCALE, TOKENS = 16, 2.0, 4096
 ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches

@@ -1,0 +1,222 @@
+"""Humming's experts as vLLM calls them: names and arguments of humming-kernels 0.1.19 and vLLM 0.33.0.
+
+Humming has grouped GEMMs, and kernels that activate, quantise and scatter rows. vLLM calls the indexed GEMM where all
+experts are here, and the contiguous one where tokens choose among experts of several GPUs. Alignment of rows to blocks
+and sums of rows are vLLM's own; here a routing of ours and `serving_rows` stand for them. NVRTC compiles the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import glulam
+from glulam.ops.quantized_weights import FORMS
+
+from .serving_cases import TOKENS, ServingCase
+from .serving_data import ROWS_16_BITS, ROWS_FP8, Batch, Call, Contestant
+
+SWIGLU = {"activation_type": "binary_split", "activation_impl": "a / (1.f + expf(-a)) * b"}
+ROW_BLOCK = 128  # elements of a row that share a scale
+INDEXED, CONTIGUOUS = "indexed", "grouped_contiguous"
+PADDING = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}
+LOCKS_PER_SM = 8
+COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compilers as there are cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A pair of formats. weights: the recipe whose checkpoint format it reads."""
+
+    name: str
+    recipes: tuple[str, ...]
+    weights: str
+    has_fp8_rows: bool
+
+
+SCHEMES = (
+    Scheme("Humming W8A8", ("mxfp8", "fp8_block"), "fp8_block", True),
+    Scheme("Humming W8A16", ("mxfp8_weight_only",), "mxfp8_weight_only", False),
+    Scheme("Humming W4A16", ("mxfp4_weight_only",), "mxfp4_weight_only", False),
+    Scheme("Humming W4A8", ("mxfp4_weight_only",), "mxfp4_weight_only", True),
+)
+
+
+def _loaded(weights: str, w: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Humming's schema of a checkpoint, and the tensors that it has. Copies, since Humming changes some in place."""
+    schema: Any = importlib.import_module("humming.schema")
+    if weights == "fp8_block":
+        tensors = {"weight": w.data.clone(), "weight_scale_inv": w.scale.clone()}
+        return schema.Fp8WeightSchema(weight_block_size=(ROW_BLOCK, ROW_BLOCK)), tensors
+    tensors = {"weight": w.data.clone(), "weight_scale": w.scale.view(torch.uint8).clone()}
+    if weights == "mxfp8_weight_only":
+        return importlib.import_module("humming.schema.modelopt").ModeloptMxfp8WeightSchema(), tensors
+    return schema.Mxfp4WeightSchema(), tensors
+
+
+def _input_schema(has_fp8_rows: bool) -> Any:
+    schema: Any = importlib.import_module("humming.schema")
+    if not has_fp8_rows:
+        return schema.HummingInputSchema(input_quant_mode="none")
+    return schema.HummingInputSchema(
+        a_dtype="float8e4m3", input_scale_group_size=ROW_BLOCK, input_scale_dtype="float32",
+        input_quant_mode="dynamic_group",
+    )  # fmt: skip
+
+
+def _converted(scheme: Scheme, w: Any, is_gate: bool) -> tuple[Any, dict[str, Tensor]]:
+    """Return Humming's schema of its own, and tensors before they are put into kernels' order."""
+    schema, loaded = _loaded(scheme.weights, w)
+    experts, n, k = w.shape
+    stacks = [n // 2] * 2 if is_gate else [n]
+    found: tuple[Any, dict[str, Tensor]] = schema.convert_humming(
+        tensors=loaded, shape_n_stacks=stacks, shape_k_stacks=[k], param_dtype=torch.bfloat16, num_experts=experts
+    )
+    return found
+
+
+class Plan(NamedTuple):
+    """A layer without its weights: configuration, tiles by numbers of rows, and both as the GEMM takes them."""
+
+    config: Any
+    tiles: list[Any]
+    options: dict[str, str]
+
+
+@functools.cache
+def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
+    """Return the plan of FC1 (is_gate) or FC2.
+
+    Humming has 30 to 100 tiles a layer and compiles all at the first call. Only those that the suite's numbers of
+    tokens ask for stay, so that seconds suffice.
+    """
+    transform: Any = importlib.import_module("humming.transform")
+    tune: Any = importlib.import_module("humming.tune")
+    n, k = (2 * case.intermediate, case.hidden) if is_gate else (case.hidden, case.intermediate)
+    form = FORMS[scheme.weights]
+    form = form.of_gate(n) if is_gate else form
+    w = form.quantized_tensor(torch.empty(case.experts, n, k, dtype=torch.bfloat16, device="meta"))
+    schema, loaded = _converted(scheme, w, is_gate)
+    config = transform.prepare_layer_config(
+        shape_n=n, shape_k=k, weight_schema=schema, input_schema=_input_schema(scheme.has_fp8_rows),
+        num_experts=case.experts, torch_dtype=torch.bfloat16, tensors=loaded, **PADDING,
+    )  # fmt: skip
+    transform.check_and_pad_tensors(config, loaded)
+    gemm = CONTIGUOUS if case.is_part else INDEXED
+    rows = [case.expected_rows(tokens) for tokens in (*TOKENS, case.tokens)]
+    every = tune.get_heuristics_config(layer_config=config, gemm_type=gemm)
+    tiles = [tile for tile in every if any(tile[0] < count <= tile[1] for count in rows)]
+    numbers = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm}
+    return Plan(config, tiles, {"compute_config": json.dumps(numbers), "tuning_config": json.dumps(tiles)})
+
+
+def _compile(scheme: Scheme, case: ServingCase) -> None:
+    """Compile both layers' GEMMs, as their first calls would; they fail again, with the reason, if one fails here."""
+    kernel: Any = importlib.import_module("humming.kernel.humming").HummingKernel
+    with contextlib.suppress(Exception):
+        for is_gate in (True, False):
+            config, _, options = plan(scheme, case, is_gate)
+            kernel.prepare_kernels(config.to_str(), **options, device=torch.cuda.current_device())
+
+
+class Linear:
+    """One of the two layers: its plan, and tensors as kernels read them."""
+
+    def __init__(self, scheme: Scheme, case: ServingCase, w: Any, is_gate: bool) -> None:
+        self.forward: Any = importlib.import_module("humming.forward")
+        transform: Any = importlib.import_module("humming.transform")
+        self.config, self.tiles, self.options = plan(scheme, case, is_gate)
+        self.tensors = transform.transform_humming_tensors(self.config, _converted(scheme, w, is_gate)[1])
+
+    def block(self, rows: int) -> int:
+        """Rows of a tile."""
+        return next(tile["block_shape"][0] for low, high, tile in self.tiles if low < rows <= high)
+
+    def rows(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Rows as the GEMM reads them, and their scales; x itself if nothing is to be done."""
+        rows, scales, _ = self.forward.may_process_input(self.config, inputs=x, **options)
+        return rows, scales
+
+    def __call__(self, rows: tuple[Tensor, Tensor | None], locks: Tensor, **options: Any) -> Tensor:
+        x, scales = rows
+        y: Tensor = self.forward.humming_forward(
+            self.config, inputs=x, input_scale=scales, locks=locks, **self.tensors, **self.options, **options
+        )
+        return y
+
+
+class Experts:
+    """Both layers of one model."""
+
+    def __init__(self, scheme: Scheme, case: ServingCase, w1: Any, w2: Any) -> None:
+        self.case = case
+        self.around: Any = importlib.import_module(f"{__package__}.serving_rows")
+        self.fc1, self.fc2 = Linear(scheme, case, w1, is_gate=True), Linear(scheme, case, w2, is_gate=False)
+        count = LOCKS_PER_SM * torch.cuda.get_device_properties(w1.device).multi_processor_count
+        self.locks = torch.zeros(count, dtype=torch.int32, device=w1.device)
+        self.rows_dtype = torch.float8_e4m3fn if scheme.has_fp8_rows else torch.bfloat16
+
+    def __call__(self, b: Batch) -> Tensor:
+        case = self.case
+        routing = glulam.Routing.from_topk(b.ids, b.weights, case.experts, world_experts=case.world)
+        call = self._contiguous if case.is_part else self._indexed
+        return call(b, routing, case.expected_rows(len(b.x)))
+
+    def _indexed(self, b: Batch, routing: glulam.Routing, rows: int) -> Tensor:
+        """Rows stay in the order of choices, and GEMMs find them by index."""
+        blocks = self.fc1.block(rows), self.fc2.block(rows)
+        aligned = {block: self.around.align(routing, block) for block in dict.fromkeys(blocks)}
+        names = "sorted_ids", "expert_ids", "num_tokens_padded"
+        of1, of2 = (dict(zip(names, aligned[block], strict=True)) for block in blocks)
+        h = self.fc1(self.fc1.rows(b.x), self.locks, top_k=self.case.top_k, valid_shape_m=rows, **of1)
+        y = self.fc2(self.fc2.rows(h, **SWIGLU), self.locks, top_k=1, valid_shape_m=rows, **of2)
+        return self._sums(y, b, b.ids, by_choice=True)
+
+    def _contiguous(self, b: Batch, routing: glulam.Routing, rows: int) -> Tensor:
+        """Rows of an expert lie together; rows of experts elsewhere are left out."""
+        layout = F.pad(routing.offs, (1, 0))
+        count = layout[-1:]
+        options = {"expert_layout": layout, "valid_shape_m": rows}
+        x = b.x.new_empty((b.ids.numel(), b.x.shape[1]), dtype=self.rows_dtype)
+        scattered = self.fc1.rows(b.x, outputs=x, layout="scatter", scatter_idx=routing.row_of, num_valid_tokens=count)
+        h = self.fc1(scattered, self.locks, **options)
+        y = self.fc2(self.fc2.rows(h, num_valid_tokens=count, **SWIGLU), self.locks, **options)
+        return self._sums(y, b, routing.row_of, by_choice=False)
+
+    def _sums(self, y: Tensor, b: Batch, places: Tensor, *, by_choice: bool) -> Tensor:
+        sums: Tensor = self.around.weighted_sums(y, places, b.weights, b.out, by_choice=by_choice)
+        return sums
+
+
+def _make(scheme: Scheme, case: ServingCase, w1: Any, w2: Any) -> Call:
+    return Experts(scheme, case, w1, w2)
+
+
+def contestants(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
+    """Return Humming's experts by every scheme, with GEMMs compiled for these models where a recipe asks for them.
+
+    Raises ImportError if the package cannot be imported.
+    """
+    importlib.import_module("humming.forward")
+    wanted = [scheme for scheme in SCHEMES if set(scheme.recipes) & set(recipes)]
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        list(pool.map(lambda pair: _compile(*pair), itertools.product(wanted, models)))
+    return [
+        Contestant(
+            scheme.name, scheme.recipes, scheme.weights, partial(_make, scheme),
+            ROWS_FP8 if scheme.has_fp8_rows else ROWS_16_BITS,
+        )
+        for scheme in wanted
+    ]  # fmt: skip

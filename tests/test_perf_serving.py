@@ -1,0 +1,294 @@
+"""`python -m perf serving`: its cases, data, contestants and checks, on the CPU; what GPUs run is faked."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from support import fake_humming
+
+import glulam
+from perf import serving_data, serving_humming, serving_peers, timing
+from perf.serving_cases import CASES, MODELS, RECIPES, ServingCase
+from perf.serving_data import Contestant, check, expected, in_format, make_batch, make_weights
+from perf.suites import serving as suite
+from perf.timing import Summary
+
+SMALL = ServingCase("small", 9, 128, 256, 4, 2)
+PART = ServingCase("part", 21, 128, 128, 4, 3, world_experts=16)  # tokens without an expert here, and empty experts
+ODD = ServingCase("odd", 5, 160, 96, 3, 2)  # widths that blocks of 128 do not divide
+
+
+def _loaded(package):
+    """Modules of a package, less its library, which a process can load once."""
+    names = [name for name in sys.modules if name.partition(".")[0] == package and "._C" not in name]
+    return {name: sys.modules[name] for name in names}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """perf.serving_rows in Triton's interpreter, of which Triton's own functions have to know when they are loaded."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    compiled = _loaded("triton")
+    for name in [*compiled, "perf.serving_rows"]:
+        sys.modules.pop(name, None)
+    yield importlib.import_module("perf.serving_rows")
+    for name in [*_loaded("triton"), "perf.serving_rows"]:
+        sys.modules.pop(name, None)
+    sys.modules.update(compiled)
+
+
+def results(contestant, case):
+    """A contestant's call, a batch and what is expected of it."""
+    formats = {recipe: in_format(recipe, *make_weights(case, "cpu")) for recipe in {contestant.weights}}
+    given, ready = formats[contestant.weights]
+    call = contestant.make(case, *(ready if contestant.name == "glulam" else given))
+    b = make_batch(case, "cpu")
+    return call, b, expected(b, *given)
+
+
+# Cases and data
+
+
+def test_cases_are_four_models_from_a_token_to_a_prefill():
+    assert len(CASES) == len(set(CASES)) == 4 * 6
+    deepseek = next(model for model in MODELS if model.is_part)
+    assert (deepseek.experts, deepseek.world, deepseek.top_k) == (32, 256, 8) and "E 32 of 256" in deepseek.label
+    assert [model.top_k for model in MODELS if not model.is_part] == [8, 4, 2]
+
+
+def test_work_counts_the_rows_that_have_an_expert_here():
+    work = PART.work("mxfp4_weight_only", rows=10, active_experts=2)
+    assert work["flop"] == 6 * 10 * 128 * 128
+    assert work["bytes"] == 2 * (2 * 10 * 128 + 2 * 10 * 128) + 3 * 2 * 128 * 128 * 4.25 / 8
+
+
+def test_a_batch_has_choices_of_experts_here_and_elsewhere():
+    b = make_batch(PART, "cpu")
+    assert b.ids.dtype == b.world_ids.dtype == torch.int32 and b.weights.dtype == torch.float32
+    assert torch.equal(b.ids, torch.where(b.world_ids < 4, b.world_ids, -1)) and (b.ids < 0).all(1).any()
+    assert torch.equal(b.expert_map[b.world_ids.long()], b.ids)
+    torch.testing.assert_close(b.weights.sum(1), torch.ones(PART.tokens))
+    assert make_batch(SMALL, "cpu").expert_map is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_single_token_has_an_expert_here(seed):
+    b = make_batch(dataclasses.replace(PART, tokens=1, seed=seed), "cpu")
+    assert len(b.here) >= 1 and len(set(b.world_ids[0].tolist())) == PART.top_k
+
+
+def test_compared_tokens_include_the_first_and_the_last():
+    assert serving_data.compared(3) == [0, 1, 2] and serving_data.compared(1) == [0]
+    many = serving_data.compared(8192)
+    assert len(set(many)) == 64 and (many[0], many[-1]) == (0, 8191)
+
+
+def test_the_reference_is_a_plain_loop():
+    w1, w2 = make_weights(PART, "cpu")
+    b = make_batch(PART, "cpu")
+    y = torch.zeros(PART.tokens, PART.hidden, dtype=torch.float64)
+    for token, choice in (b.ids >= 0).nonzero().tolist():
+        expert = b.ids[token, choice]
+        gate, up = (w1[expert].double() @ b.x[token].double()).chunk(2)
+        act = gate * torch.sigmoid(gate) * up
+        y[token] += b.weights[token, choice].double() * (w2[expert].double() @ act)
+    assert y.abs().max() > 0.5
+    torch.testing.assert_close(expected(b, w1, w2).double(), y, atol=1e-4, rtol=0)
+
+
+# Contestants
+
+
+@pytest.mark.parametrize("case", [SMALL, PART, ODD], ids=lambda case: case.name)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_our_recipes_pass_the_check_that_precedes_timing(recipe, case):
+    contestant = serving_peers.ours(recipe)
+    call, b, reference = results(contestant, case)
+    assert 0 < check(contestant, call, b, reference) <= contestant.bound
+    assert torch.equal(call(b), b.out)
+
+
+WRONG = {
+    "other experts": lambda call: lambda b: call(dataclasses.replace(b, ids=torch.where(b.ids >= 0, 3 - b.ids, -1))),
+    "weights left out": lambda call: lambda b: call(dataclasses.replace(b, weights=torch.ones_like(b.weights))),
+    "nothing written": lambda call: lambda b: b.out,
+    "the last token left out": lambda call: lambda b: call(b).index_fill_(0, torch.tensor([len(b.x) - 1]), 0.0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_result_is_not_timed(wrong):
+    contestant = serving_peers.ours("mxfp8")  # of the wider bound
+    call, b, reference = results(contestant, SMALL)
+    with pytest.raises(RuntimeError, match="glulam: error .* against float32"):
+        check(contestant, WRONG[wrong](call), b, reference)
+
+
+def test_a_package_that_is_absent_or_broken_is_left_out(monkeypatch):
+    monkeypatch.setattr(serving_peers, "PACKAGES", {"no_such_package": "", "torch": "no_such_module"})
+    with pytest.warns() as seen:
+        assert serving_peers.find_peers([], RECIPES) == []
+    absent, broken = (str(warning.message) for warning in seen)
+    assert absent == "no_such_package is left out: it is not installed" and broken.startswith("torch is left out: Mod")
+
+
+# Humming: what stands around its GEMMs, and the calls
+
+
+@pytest.mark.parametrize("block", [4, 12, 16])
+def test_blocks_have_the_rows_of_one_expert(rows, block):
+    b = make_batch(dataclasses.replace(PART, tokens=70, seed=3), "cpu")
+    routing = glulam.Routing.from_topk(b.ids, b.weights, PART.experts, world_experts=PART.world)
+    sorted_ids, expert_ids, total = rows.align(routing, block)
+    counts = [(b.ids == expert).sum().item() for expert in range(PART.experts)]
+    assert total.item() == sum(-(-count // block) for count in counts) * block
+    assert max(counts) > block  # an expert with several blocks
+    seen = []
+    for number in range(total.item() // block):
+        choices = sorted_ids[number * block : (number + 1) * block]
+        there = choices[choices < b.ids.numel()]
+        assert len(there) and (choices[len(there) :] == b.ids.numel()).all()
+        assert (b.ids.flatten()[there.long()] == expert_ids[number]).all()
+        seen += there.tolist()
+    assert sorted(seen) == (b.ids.flatten() >= 0).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("by_choice", [True, False])
+def test_weighted_sums_skip_choices_without_a_row(rows, by_choice):
+    b = make_batch(PART, "cpu")
+    y = torch.randn(b.ids.numel(), 1100).bfloat16()  # two programs a token
+    places = b.ids if by_choice else torch.where(b.ids >= 0, torch.randperm(b.ids.numel()).view_as(b.ids), -1).int()
+    read = torch.arange(b.ids.numel()).view_as(b.ids) if by_choice else places.long()
+    y[sorted(set(range(len(y))) - set(read[places >= 0].tolist()))] = float("nan")
+    terms = y.double()[read] * b.weights.double()[..., None]
+    wanted = terms.masked_fill((places < 0)[..., None], 0).sum(1)
+    out = torch.full((PART.tokens, 1100), float("nan")).bfloat16()
+    got = rows.weighted_sums(y, places, b.weights, out, by_choice=by_choice)
+    torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=2**-7)  # the interpreter rounds towards 0
+
+
+@pytest.mark.parametrize("case", [SMALL, PART], ids=lambda case: case.name)
+@pytest.mark.parametrize("scheme", serving_humming.SCHEMES, ids=lambda scheme: scheme.name)
+def test_humming_is_called_as_its_gemms_read_it(rows, scheme, case, monkeypatch):
+    fake_humming.install(monkeypatch)
+    properties = types.SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    serving_humming.plan.cache_clear()
+    (contestant,) = (one for one in serving_humming.contestants([case], scheme.recipes) if one.name == scheme.name)
+    gemm = "grouped_contiguous" if case.is_part else "indexed"
+    assert {(name, len(tiles)) for _, name, tiles in fake_humming.Kernel.compiled} == {(gemm, 1)}  # not the larger tile
+    call, b, reference = results(contestant, case)
+    assert 0 < check(contestant, call, b, reference) < serving_data.ROWS_16_BITS  # the fake does not round rows
+
+
+# The suite
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """The suite on the CPU: a graph is its call, and contestants take 100 us, 110 us, ..."""
+
+    def interleave(samplers, budget_s):
+        for sample in samplers.values():
+            sample()
+        return {name: Summary(100.0 + 10 * i, 99.0, 130.0, 3) for i, name in enumerate(samplers)}
+
+    monkeypatch.setattr(suite, "interleave", interleave)
+    monkeypatch.setattr(suite, "capture", lambda run, pool: types.SimpleNamespace(replay=run))
+    monkeypatch.setattr(suite, "flushed_sampler", lambda replay: replay)
+    monkeypatch.setattr(suite, "make_weights", lambda case: make_weights(case, "cpu"))
+    monkeypatch.setattr(suite, "make_batch", lambda case: make_batch(case, "cpu"))
+    monkeypatch.setattr(suite, "CASES", [SMALL, dataclasses.replace(SMALL, tokens=1), PART])
+    for name in ("empty_cache", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+def peer(name, wrap=lambda call: call, **changes):
+    """Our 16-bit experts under another name."""
+    mine = serving_peers.ours("bf16")
+    return dataclasses.replace(mine, name=name, make=lambda *given: wrap(mine.make(*given)), **changes)
+
+
+def test_the_suite_has_a_record_a_case_and_recipe(untimed, monkeypatch):
+    def fail(call):
+        raise ValueError("no kernel")
+
+    peers = [peer("good"), peer("wrong", WRONG["other experts"]), peer("fails", fail)]
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [*peers, peer("elsewhere", recipes=("fp8_block",))])
+    with pytest.warns(UserWarning) as seen:
+        records = suite.run_serving(suite.Options(1.0))
+    assert [(r["case"]["name"], r["op"], r["case"]["tokens"]) for r in records] == [
+        *(("small", recipe, tokens) for recipe in RECIPES for tokens in (9, 1)),
+        *(("part", recipe, 21) for recipe in RECIPES),
+    ]
+    names = {"bf16": ["glulam", "good"], "fp8_block": ["glulam", "elsewhere"]}
+    for record in records:
+        assert list(record["times"]) == list(record["errors"]) == names.get(record["op"], ["glulam"])
+        assert record["flop"] > 0 and record["bytes"] > 0
+    left_out = [str(warning.message) for warning in seen]
+    assert sum(text.startswith("fails is left out of") and text.endswith("no kernel") for text in left_out) == 2
+    assert sum(text.startswith("wrong is left out of") for text in left_out) == 3
+
+
+def test_a_part_is_measured_alone(untimed, monkeypatch):
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
+    records = suite.run_serving(suite.Options(1.0, case="part", ops=("mxfp8", "bf16")))
+    assert [record["op"] for record in records] == ["bf16", "mxfp8"]
+    with pytest.raises(ValueError, match="--op 'int4' is not known here"):
+        suite.run_serving(suite.Options(1.0, ops=("int4",)))
+
+
+def test_we_may_not_be_left_out(untimed, monkeypatch):
+    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
+    monkeypatch.setattr(suite, "ours", lambda recipe: peer("glulam", WRONG["weights left out"]))
+    with pytest.raises(RuntimeError, match="glulam: error"):
+        suite.run_serving(suite.Options(1.0))
+
+
+def test_a_wrong_replay_is_left_out(untimed, monkeypatch):
+    """As of a graph that reads memory which is gone: calls are right, replays are not."""
+
+    def capture(run, pool):
+        run()
+        return types.SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(suite, "capture", capture)
+    b, mine = make_batch(SMALL, "cpu"), serving_peers.ours("bf16")
+    weights = make_weights(SMALL, "cpu")
+    with pytest.raises(RuntimeError, match="glulam: error nan"):
+        suite._captured(mine, mine.make(SMALL, *weights), b, expected(b, *weights), None)
+
+
+def test_l2_is_read_over_before_each_sample(monkeypatch):
+    events = []
+
+    class Evicting:
+        def sum(self):
+            events.append("read")
+
+    def device_us(call, calls, enqueue_us):
+        events.append(calls)
+        call(0)
+        return 5.0
+
+    sizes = []
+    properties = types.SimpleNamespace(L2_cache_size=1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: sizes.append(4 * size) or Evicting())
+    monkeypatch.setattr(timing, "device_us", device_us)
+    sample = timing.flushed_sampler(lambda: events.append("replay"))
+    events.clear()
+    assert sample() == 5.0 and events == ["read", 1, "replay"] and sizes == [4 * 1000]
+
+
+def test_a_contestant_reads_one_format():
+    assert {scheme.weights for scheme in serving_humming.SCHEMES} <= set(RECIPES)
+    assert all(set(scheme.recipes) <= set(RECIPES) for scheme in serving_humming.SCHEMES)
+    assert isinstance(serving_peers.ours("bf16"), Contestant)
