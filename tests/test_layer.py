@@ -634,7 +634,7 @@ class TestMoe:
     def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """How a forward and backward read tokens."""
         if request.param == "copied":
-            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
+            monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
         forget_plans()
 
     def layer(self, dtype: torch.dtype, experts: int = 6, hidden: int = 64, inter: int = 32) -> tuple[Tensor, ...]:
@@ -702,8 +702,8 @@ class TestMoe:
         self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Copies of 20 tokens are small enough here, those of 40 are not; and padded tokens are never copied."""
-        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
-        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", 20 * 3 * 64 * 2)
+        monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
+        monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_BYTES", 20 * 3 * 64 * 2)
         x, w1, w2, _ = self.layer(BF16)
 
         def step(tokens: int, padding: int = 0) -> list[str]:

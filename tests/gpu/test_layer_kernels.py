@@ -294,7 +294,7 @@ class TestMoe:
     def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """How a forward and backward read tokens."""
         if request.param == "copied":
-            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
+            monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
         forget_plans()
 
     def layer(self, tokens: int, dtype: torch.dtype = BF16) -> list[Tensor]:

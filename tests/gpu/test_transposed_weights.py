@@ -374,7 +374,7 @@ class TestGradients:
     @pytest.mark.parametrize("width", [2**30, 0], ids=["rows by index", "rows copied"])
     def test_moe(self, width: int, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Against the layer of weights that lie otherwise, whose own tests compare it with float64."""
-        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", width)
+        monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", width)
         c, tokens = case([1] * EXPERTS), 700
         x, dy = (torch.randn(tokens, HIDDEN, device="cuda").to(BF16) for _ in range(2))
         logits = torch.randn(tokens, EXPERTS, device="cuda")
