@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 import glulam
 from glulam.integrations import peft as integration
-from glulam.layer import adapted
 
 transformers = pytest.importorskip("transformers")
 register = importlib.import_module("glulam.integrations.transformers").register
@@ -27,8 +27,9 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The adapters that calls of moe had."""
     register()
     found: list[Any] = []
-    inner = adapted.rows_with_lora
-    monkeypatch.setattr(adapted, "rows_with_lora", lambda *given: (found.append(given[1]), inner(*given))[1])
+    layers = sys.modules["glulam.layer.moe"]
+    inner = layers.lora_arguments  # type: ignore[attr-defined]
+    monkeypatch.setattr(layers, "lora_arguments", lambda *given: (found.append(given[0]), inner(*given))[1])
     return found
 
 

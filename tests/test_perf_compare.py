@@ -116,7 +116,7 @@ def test_names_and_patterns_choose_functions():
     spec = GroupedMmSpec(tile=SMALL)
     (exact,) = found(spec.name)
     assert (exact.name, exact.spec) == (SMALL.name, spec)
-    assert len(found("grouped_mm_bf16_nt_*", "grouped_mm_bf16_n?_t*")) == 4
+    assert len(found("grouped_mm_bf16_nt_*", "grouped_mm_bf16_n?_t*")) == 6
     with pytest.raises(ValueError, match="--specs 'grouped_conv' adds no function"):
         found("grouped_conv")
 

@@ -99,7 +99,7 @@ def values(device: str) -> Arguments:
         "ids": _ids(device),
         "weights": _id_weights(device),
         "num_experts": EXPERTS,
-        "expert_map": torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=device),
+        "expert_map": torch.tensor([2, 1, 0, 3, -1], dtype=torch.int32, device=device),
         "logits": _numbers(device, 13, TOKENS, EXPERTS, dtype=F32),
         "num_tokens": torch.tensor([TOKENS - 3], dtype=torch.int32, device=device),
         "k": CHOICES,
