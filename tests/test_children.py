@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.checkpoint import checkpoint
 
-import glulam
 from glulam.nn import GroupedMLP, MoE
 
 F64 = torch.float64
@@ -350,17 +348,3 @@ def test_accelerate_offloads_every_part(options: dict[str, Any]) -> None:
     error = 0.02 if options.get("recipe") else 1e-10  # quantised layers one by one round between
     torch.testing.assert_close(made, wanted, rtol=error, atol=error * float(wanted.abs().max()))
     assert wanted.any()
-
-
-def test_one_graph_of_a_checkpointed_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's leave for the side effect of keeping the routing, once."""
-    torch.compiler.reset()
-    monkeypatch.setattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    module = layer()
-    wanted = step(module, tokens())
-    compiled = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
-    x = tokens().requires_grad_()
-    y = compiled(x)
-    y.backward(torch.linspace(-1, 1, y.numel(), dtype=F64).view(y.shape))
-    torch.testing.assert_close(x.grad, wanted["x"])
-    assert isinstance(module.routing, glulam.Routing)
