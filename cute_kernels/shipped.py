@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
+from .architectures import ARCHS
 from .formats import DECODED, OPERANDS, next_operands
 from .layer import kernels as layer
 from .mhc import kernels as mhc
@@ -36,8 +37,12 @@ PROFILES = ("demo", "bf16", "full")
 """What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
 
 
-ADAPTED = ("bfloat16",)
-"""Dtypes whose GEMMs ship with adapters, too. Others add the adapters' products by GEMMs of their own."""
+def ships_adapted(dtype: str, arch: str) -> bool:
+    """Whether GEMMs of a dtype ship with adapters, too; else the adapters' products are GEMMs of their own.
+
+    Not on portable kernels: two mainloops in a row spill up to 440 bytes on sm_100 and sm_120.
+    """
+    return dtype == "bfloat16" and ARCHS[arch].folder == "sm90"
 
 
 def activation_forms() -> list[tuple[str, str]]:
@@ -64,7 +69,7 @@ def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, s
 
 def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec]:
     """The same GEMM with adapters, where it ships."""
-    return [replace(spec, adapted=True)] if spec.dtype in ADAPTED else []
+    return [replace(spec, adapted=True)] if ships_adapted(spec.dtype, spec.arch) else []
 
 
 def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:

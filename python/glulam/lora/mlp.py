@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import assume_constant_result, is_dynamo_compiling
 
-from cute_kernels.shipped import ADAPTED
+from cute_kernels.shipped import ships_adapted
 from cute_kernels.specs import is_gated
 
 from .. import recipes
@@ -28,6 +28,7 @@ from ..calls.sharding import refuse_dtensors
 from ..choose.problem import dtype_name
 from ..expert_lora import NAME, ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
+from ..host import device as gpus
 from ..host.experts import GateUp
 from ..host.groups import part_of
 from ..ops.gate import gate_rows, without_tail
@@ -65,7 +66,14 @@ def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
     """Whether GEMMs of such weights ship with adapters. The CPU's reference serves every dtype."""
     if recipe is not BF16 or isinstance(w1, GateUp):
         return False
-    return not (isinstance(x, Tensor) and runs_kernels(x)) or dtype_name(x.dtype) in ADAPTED
+    if not (isinstance(x, Tensor) and runs_kernels(x)):
+        return True
+    return _ships_adapted(dtype_name(x.dtype), x.get_device())
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]  # traces do not look into it
+def _ships_adapted(dtype: str, index: int) -> bool:
+    return ships_adapted(dtype, gpus.gpu(index).arch)
 
 
 def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
