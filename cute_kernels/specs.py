@@ -103,6 +103,12 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
         raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
 
 
+def _check_adapted(spec: Any) -> None:
+    """Refuse adapters where no kernel has them."""
+    if spec.adapted and (OPERANDS[spec.operands].w.bits != 16 or spec.tile.by_warps):
+        raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
+
+
 def is_gated(activation: str) -> bool:
     """Of an activation, or of a form of several."""
     return ACTIVATION_FORMS[activation][0] in GATED
@@ -151,8 +157,9 @@ class GroupedMmSpec:
             raise SpecError(f"in_halves is of weights of 16 bits, and operands={self.operands!r}; leave it out")
         if self.in_halves and not self.transpose_w:
             raise SpecError("in_halves is of a contraction over weights' rows; choose transpose_w=True")
-        if self.adapted and (self.in_halves or OPERANDS[self.operands].w.bits != 16):
-            raise SpecError("adapted is of one weight of 16 bits; leave out in_halves, or choose operands='16bit'")
+        if self.adapted and self.in_halves:
+            raise SpecError("adapted is of one weight; leave out in_halves")
+        _check_adapted(self)
 
     @property
     def stem(self) -> str:
@@ -197,8 +204,9 @@ class GroupedGluSpec:
         if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         _check_transposed(self.transpose_w, self.operands)
-        if self.adapted and not (self.save_preact and formats.w.bits == 16):
-            raise SpecError("adapted is of weights of 16 bits, and stores the preactivation; choose save_preact=True")
+        if self.adapted and not self.save_preact:
+            raise SpecError("an adapted grouped_glu stores the preactivation; choose save_preact=True")
+        _check_adapted(self)
         if self.transpose_w and self.gated:
             require("glu_layout of transposed weights", self.glu_layout, GLU_LAYOUTS)
             if self.glu_layout == "concat" and self.tile.n % (2 * SWIZZLED):
@@ -257,8 +265,9 @@ class GroupedDgluSpec:
         _check_transposed(self.transpose_w, self.operands)
         if self.transpose_w and self.dgrad:
             raise SpecError("dgrad reads w1 [E,2I or I,H]; with transpose_w leave it out and call grouped_mm")
-        if self.adapted and (self.dgrad or OPERANDS[self.operands].w.bits != 16):
-            raise SpecError("adapted is of weights of 16 bits, and no dgrad follows; leave dgrad out")
+        if self.adapted and self.dgrad:
+            raise SpecError("no dgrad follows an adapted grouped_dglu; leave dgrad out")
+        _check_adapted(self)
 
     @property
     def gated(self) -> bool:
@@ -541,7 +550,9 @@ Spec = (
     | MhcSpec
     | LayerSpec
 )
-GemmSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec | GroupedWgradSpec
+RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
+"""Those of one GEMM whose rows are ragged."""
+GemmSpec = RaggedSpec | GroupedWgradSpec
 """Those of one GEMM each."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}

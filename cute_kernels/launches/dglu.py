@@ -21,7 +21,7 @@ class Dglu:
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), not spec.transpose_w, adapted=spec.adapted)
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), not spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -31,12 +31,16 @@ class Dglu:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
-            optional = OptionalInputs(Int64(0), Int64(0), scale)
-            params = ActivationParams(Int32(0), (limit, alpha, offset))
-            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
+            inputs = self._inputs(act, preact, scale, partials, (limit, alpha, offset))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
+
+    def _inputs(
+        self, act: cute.Tensor, preact: cute.Tensor, scale: Int64, partials: Int64, numbers: tuple[Float32, ...]
+    ) -> DgluInputs:
+        sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
+        optional = OptionalInputs(Int64(0), Int64(0), scale)
+        return DgluInputs(optional, ActivationParams(Int32(0), numbers), act.shape[1], preact, sums)
 
 
 class DgluAdapted(Dglu):
@@ -48,10 +52,7 @@ class DgluAdapted(Dglu):
         num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
-            optional = OptionalInputs(Int64(0), Int64(0), scale)
-            params = ActivationParams(Int32(0), (limit, alpha, offset))
-            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
+            inputs = self._inputs(act, preact, scale, partials, (limit, alpha, offset))
             sizes = (groups, group_form, num_groups, tickets)
             pair = low, low_weights(low, low_w, act.shape[1], self.gemm.transposed)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream, low=pair)

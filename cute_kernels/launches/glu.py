@@ -22,7 +22,7 @@ class Glu:
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
-        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, adapted=spec.adapted)
+        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -32,13 +32,19 @@ class Glu:
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
-            n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            optional, params = OptionalInputs(bias, bias_table, scale), ActivationParams(kind, (limit, alpha, offset))
+            up = w_up if const_expr(self.may_part) else None
+            inputs = self._inputs(w, up, optional, params, glu_layout)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act,), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up
             )  # fmt: skip
+
+    def _inputs(
+        self, w: cute.Tensor, up: Int64 | None, optional: OptionalInputs, params: ActivationParams, glu_layout: Int32
+    ) -> Inputs:
+        n = w.shape[2] if self.transposed else weight_rows(w, up)
+        return Inputs(optional, params, n, gate=gate_rows(glu_layout, n))
 
 
 class GluPreact(Glu):
@@ -50,9 +56,9 @@ class GluPreact(Glu):
         offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
-            n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            optional, params = OptionalInputs(bias, bias_table, scale), ActivationParams(kind, (limit, alpha, offset))
+            up = w_up if const_expr(self.may_part) else None
+            inputs = self._inputs(w, up, optional, params, glu_layout)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up
@@ -68,10 +74,13 @@ class GluPreactAdapted(Glu):
         offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, up = ActivationParams(kind, (limit, alpha, offset)), w_up if const_expr(self.may_part) else None
-            n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
-            sizes, pair = (groups, group_form, num_groups, tickets), (low, low_weights(low, low_w, n, self.transposed))
+            optional, params = OptionalInputs(bias, bias_table, scale), ActivationParams(kind, (limit, alpha, offset))
+            up = w_up if const_expr(self.may_part) else None
+            inputs = self._inputs(w, up, optional, params, glu_layout)
+            sizes, pair = (
+                (groups, group_form, num_groups, tickets),
+                (low, low_weights(low, low_w, inputs.bias_size, self.transposed)),
+            )
             self.gemm.launch(
                 x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up, low=pair
             )  # fmt: skip

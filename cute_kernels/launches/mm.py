@@ -18,7 +18,7 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves, spec.adapted)
+        self.gemm = gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
 
     @cute.jit
     def __call__(

@@ -22,29 +22,26 @@ from .store import make_store
 
 class Operands(NamedTuple):
     """Rows of x, experts' weights, and how many elements are contracted, of each half. w_scale: the address of scale
-    bytes [E, rows, depth / 32] of weights to be decoded. low: operands that are contracted after these, or ()."""
+    bytes [E, rows, depth / 32] of weights to be decoded."""
 
     rows: Rows
     weights: Weights
     depth: Int32
     w_scale: Int64
-    low: tuple = ()
 
 
 class GroupedGemm(TileKernel):
     """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
 
     `in_halves`: two such w, one for either half of x's columns, contracted one behind the other.
-
-    `adapted`: also low[row] @ b[e]^T, or @ b[e], in the same accumulators; b lies as w.
     """
 
     def __init__(
         self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
-        in_halves: bool = False, adapted: bool = False,
+        in_halves: bool = False,
     ):  # fmt: skip
         super().__init__(spec.name, dtype, spec.tile, epilogue)
-        self.transposed, self.in_halves, self.adapted = transposed, in_halves, adapted
+        self.transposed, self.in_halves = transposed, in_halves
         self.parts, self.layout = epilogue.shape.parts, epilogue.shape.layout
 
     def make_operands(self) -> tuple[Along, Any]:
@@ -54,53 +51,36 @@ class GroupedGemm(TileKernel):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, w_up: Int64 | None = None,
-        low: Any = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `w_up`: of the weights' second half, as of `weight_view`; `low`: the tensors low and b of an adapted GEMM; None:
-        it is none.
+        `w_up`: of the weights' second half, as of `weight_view`.
 
         Tiles are dealt, not drawn, and no launch is early, whatever the `position`.
         """
-        n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)
-        operands = self._operands(x, w, w_table, rows, inputs, n, w_up)
-        if const_expr(low is not None):
-            second = self._operands(low[0], low[1], Int64(0), Int64(0), inputs, n, None)
-            operands = operands._replace(low=(second,))
-        stores = tuple(make_store(view) for view in self.epilogue.store_views(outputs, inputs))
-        grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n))
-        sizes = Groups(*groups, outputs[0].shape[0])
-        inputs = self.epilogue.kernel_inputs(inputs)
-        self.start(operands, stores, inputs, sizes, grid, num_sms, stream)
-
-    def _operands(
-        self, x: cute.Tensor, w: cute.Tensor, w_table: Int64, rows: Int64, inputs: Inputs, n: Int32, w_up: Int64 | None
-    ) -> Operands:
-        """Host side. n: weight rows, of all parts."""
         view, expert = weight_view(w, w_table, self.parts, self.layout, self.transposed, inputs.gate, w_up)
+        n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)
         pitch = Int32(w.shape[2]) // (CHUNK_BYTES * 8 // w.element_type.width)
         weights = Weights(view.iterator.toint(), expert, pitch, n // self.parts, inputs.gate)
         depth = Int32(x.shape[1]) // (2 if self.in_halves else 1)
-        return Operands(rows_of(x, rows), weights, depth, Int64(inputs.w_scale))
+        stores = tuple(make_store(view) for view in self.epilogue.store_views(outputs, inputs))
+        grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n))
+        sizes = Groups(*groups, outputs[0].shape[0])
+        operands = Operands(rows_of(x, rows), weights, depth, Int64(inputs.w_scale))
+        inputs = self.epilogue.kernel_inputs(inputs)
+        self.start(operands, stores, inputs, sizes, grid, num_sms, stream)
 
     @cute.jit
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
+        a = row_sources(operands.rows, work, mainloop.a)
         if const_expr(self.in_halves):
-            a = row_sources(operands.rows, work, mainloop.a)
             # One mainloop in a loop over both halves: with two in a row, ptxas spills up to 40 bytes of accumulators.
             for half in cutlass.range(2, unroll=1):
                 b = transposed_sources(operands.weights, work, mainloop.b, self.parts, half)
                 first = a.parts[0] + half * operands.depth * (self.dtype.width // 8)
                 mainloop.run(acc, Lines((first,), a.distances), b, operands.depth)
-        else:
-            self._contract(mainloop, acc, operands, work)
-            if const_expr(self.adapted):
-                self._contract(mainloop, acc, operands.low[0], work)
-
-    def _contract(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile) -> None:
-        a = row_sources(operands.rows, work, mainloop.a)
-        if self.transposed:
+        elif const_expr(self.transposed):
             b = transposed_sources(operands.weights, work, mainloop.b, self.parts)
+            mainloop.run(acc, a, b, operands.depth)
         else:
             b = weight_sources(operands.weights, work, mainloop.b, self.tile.n // self.parts, self.layout)
-        mainloop.run(acc, a, b, operands.depth)
+            mainloop.run(acc, a, b, operands.depth)

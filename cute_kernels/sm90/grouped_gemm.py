@@ -15,7 +15,7 @@ from ..schedule.ticket_scheduler import TicketScheduler
 from ..schedule.tickets import Tickets, counter
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
-from ..specs import GemmSpec
+from ..specs import RaggedSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .epilogue.store import RaggedStore, make_store
 from .gemm_policy import MIN_TICKET_DEPTH
@@ -38,12 +38,12 @@ class GroupedGemm(PersistentGemm):
     load_registers = ALONG_REGISTERS
 
     def __init__(
-        self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
-        in_halves: bool = False, adapted: bool = False,
+        self, spec: RaggedSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
+        in_halves: bool = False,
     ):  # fmt: skip
         super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
-        self.mainloop = HalvesMainloop if in_halves else AdaptedMainloop if adapted else GemmMainloop
+        self.mainloop = HalvesMainloop if in_halves else AdaptedMainloop if spec.adapted else GemmMainloop
         if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 
