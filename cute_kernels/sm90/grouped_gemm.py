@@ -96,7 +96,7 @@ class GroupedGemm(PersistentGemm):
 class GroupedFp8Gemm(GroupedGemm):
     """Of rows in MXFP8 and folded weights, on a cooperative tile."""
 
-    def __init__(self, spec: GemmSpec, epilogue: Epilogue):
+    def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)
 
     def make_mainloop(self) -> Fp8Mainloop:
