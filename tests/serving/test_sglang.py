@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_plugin import check_entry_point, check_needs_engine
 from support.serving import BF16
-from support.sglang_plugin import PLUGIN
 from support.torchvision_ops import TORCHVISION_OPS
 
 from glulam.integrations.serving import NotServed
 
-tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
+pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
 
 pytest_plugins = ["support.sglang_plugin"]
 
@@ -36,16 +36,11 @@ METHODS = {"bf16": "UnquantizedFusedMoEMethod", "fp8_block": "Fp8MoEMethod"}
 
 
 def test_without_sglang_the_package_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    spec = importlib.util.spec_from_file_location("alone", PLUGIN / "glulam_sglang/__init__.py")
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(ImportError, match="a plugin of SGLang, which is not installed; install sglang"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    check_needs_engine("sglang", monkeypatch)
 
 
 def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
-    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"] == {"sglang.srt.plugins": {"glulam": "glulam_sglang:register"}}
+    check_entry_point("sglang", "sglang.srt.plugins")
 
 
 LOADED = """

@@ -10,19 +10,18 @@ import dataclasses
 import importlib
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.engine_plugin import check_entry_point, check_needs_engine
 from support.serving import Held
 
-tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
+pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
 
 pytest_plugins = ["support.vllm_plugin"]
 
-PLUGIN = Path(__file__).parents[2] / "plugins/glulam-vllm"
 METHODS = {
     "bf16": "GlulamUnquantizedMoEMethod", "fp8": "GlulamFp8MoEMethod", "mxfp8": "GlulamModelOptMxFp8FusedMoE",
     "modelopt_fp4": "GlulamModelOptNvFp4FusedMoE", "modelopt_mixed": "GlulamModelOptNvFp4FusedMoE",
@@ -39,16 +38,11 @@ METHODS = {
 
 
 def test_without_vllm_the_package_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    spec = importlib.util.spec_from_file_location("alone", PLUGIN / "glulam_vllm/__init__.py")
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(ImportError, match="a plugin of vLLM, which is not installed; install vllm"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    check_needs_engine("vllm", monkeypatch)
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
-    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"] == {"vllm.general_plugins": {"glulam": "glulam_vllm:register"}}
+    check_entry_point("vllm", "vllm.general_plugins")
 
 
 @pytest.mark.parametrize(

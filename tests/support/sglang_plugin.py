@@ -6,26 +6,18 @@ Tests that ask for one are skipped where SGLang is not installed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from . import torchvision_ops
-
-PLUGIN = Path(__file__).parents[2] / "plugins/glulam-sglang"
+from .engine_plugin import installed
 
 
 @pytest.fixture(scope="session")
 def sglang() -> Iterator[ModuleType]:
     """`sglang_layers`, with the plugin registered as SGLang does it."""
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed; `make test-serving` installs it")
-    torchvision_ops.define()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PLUGIN))
+    with installed("sglang"):
         importlib.import_module("glulam_sglang").register()
         importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
         layers = importlib.import_module("support.sglang_layers")

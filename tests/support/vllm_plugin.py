@@ -6,28 +6,20 @@ Tests that ask for one are skipped where vLLM is not installed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from . import torchvision_ops
-
-PLUGIN = Path(__file__).parents[2] / "plugins/glulam-vllm"
+from .engine_plugin import installed
 
 
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[ModuleType]:
     """`vllm_layers`, with the plugin registered; the environment stays as it was."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed; `make test-serving` installs it")
-    torchvision_ops.define()
-    with pytest.MonkeyPatch.context() as patch:
+    with installed("vllm") as patch:
         patch.setenv("VLLM_TARGET_DEVICE", "cpu")  # else vLLM knows no platform
         patch.setenv("GLULAM_VLLM", "1")
-        patch.syspath_prepend(str(PLUGIN))
         importlib.import_module("glulam_vllm").register()
         layers = importlib.import_module("support.vllm_layers")
         with layers.engine():
