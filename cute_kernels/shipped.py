@@ -38,7 +38,7 @@ PROFILES = ("demo", "bf16", "full")
 
 
 def ships_adapted(dtype: str, arch: str) -> bool:
-    """Whether GEMMs of a dtype ship with adapters, too; else the adapters' products are GEMMs of their own.
+    """Return True if GEMMs of a dtype also ship with adapters; else the adapters' products are GEMMs of their own.
 
     There are no portable ones: a second mainloop behind the first spilled up to 440 bytes on sm_100 and sm_120.
     """
@@ -68,7 +68,7 @@ def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, s
 
 
 def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec]:
-    """The same GEMM with adapters, where it ships."""
+    """Return the spec of a GEMM with adapters; empty if it does not ship."""
     return [replace(spec, adapted=True)] if ships_adapted(spec.dtype, spec.arch) else []
 
 

@@ -551,7 +551,7 @@ Spec = (
     | LayerSpec
 )
 RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
-"""Those of one GEMM whose rows are ragged."""
+"""Specs of one GEMM whose rows are ragged."""
 GemmSpec = RaggedSpec | GroupedWgradSpec
 """Those of one GEMM each."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}

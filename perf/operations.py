@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 def _is(kind: Any, **fields: Any) -> Callable[[Any], bool]:
-    """Whether a spec is of a kind, with these fields and without adapters."""
+    """Return a test of specs: this kind, these fields, no adapters."""
     return lambda spec: type(spec) is kind and not spec.adapted and all(
         getattr(spec, name) == value for name, value in fields.items()
     )  # fmt: skip

@@ -15,15 +15,17 @@ from .gemm import GemmMainloop
 
 
 class AdaptedMainloop(GemmMainloop):
-    """Contracts x with w and then low with b into the same accumulators.
+    """Contracts x with w, then low [T, r] with b, into the same accumulators.
 
-    low [T, r] and b are a second pair of operands with descriptors of their own; b lies as w does. r is less than a
-    k-tile in practice: it costs one of them, whose rest is zeros.
+    low and b are a second pair of operands with TMA descriptors of their own; b lies as w does. With r at most 64 the
+    second product takes one k-tile, whose columns past r are zeros.
 
-    who              of a k-tile of low
-    TMA warp         loads low and b, without multicast or a policy of L2: CTAs of a cluster share nothing of it
-    warps that       arrive where they bring rows of x, since a stage's barrier counts them in each k-tile of a launch:
-    gather           one loop for all ways of the first product, and no second gather, which spilled 476 bytes
+    warp               in each k-tile of the second product
+    TMA warp           loads low and b, without multicast and without a policy of L2
+    gathering warps    if x's rows come by index: arrive at once, without a copy
+
+    The gathering warps arrive because a stage's barrier counts them in every k-tile of a launch. They copy nothing
+    because a second gather spilled 476 bytes.
     """
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
@@ -33,7 +35,7 @@ class AdaptedMainloop(GemmMainloop):
         return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Those of the first product."""
+        """Count the stages of the first product: its weights alone are loaded ahead."""
         return super().num_k_tiles(operands, work)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

@@ -20,7 +20,7 @@ from .runner import GlulamQuantInfo, is_chosen, running_as
 
 Hook = Callable[..., Any]
 MIN_CAPABILITY = 80
-"""Of GPUs that Glulam has kernels for, and SGLang for FP8."""
+"""The lowest compute capability, times ten, with kernels of Glulam, and of SGLang for FP8."""
 HAS_MXFP8_LINEAR = 100
 """The compute capability from which SGLang has kernels for linear layers in MXFP8; on others it converts them."""
 

@@ -24,7 +24,7 @@ FIELDS = (
     "gemm1_clamp_limit", "hidden_size", "is_gated", "layer", "no_combine", "params_dtype", "routed_scaling_factor",
     "silu_mul_keep_fp32", "swiglu_limit", "top_k",
 )  # fmt: skip
-"""Of MoeRunnerConfig, that are read."""
+"""Fields of MoeRunnerConfig that are read."""
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"
 _log = logging.getLogger(__name__)
 _registered = False
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def missing_of(hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[str]:
-    """What hooks and the runner rely on and SGLang does not have, in words."""
+    """Name in words what hooks and the runner rely on and SGLang lacks."""
     for path, (_, names) in hooks.items():
         try:
             found = inspect.signature(pkgutil.resolve_name(path)).parameters

@@ -22,7 +22,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed")
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of a layer's experts, on all ranks."""
+"""Names that configurations have for the number of a layer's experts, on all ranks."""
 
 
 def world_of(experts: Any) -> int | None:

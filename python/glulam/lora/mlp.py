@@ -63,7 +63,7 @@ def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
 
 
 def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
-    """Whether GEMMs of such weights ship with adapters. The CPU's reference serves every dtype."""
+    """Return True if GEMMs of such weights ship with adapters. The CPU's reference serves every dtype."""
     if recipe is not BF16 or isinstance(w1, GateUp):
         return False
     if not (isinstance(x, Tensor) and runs_kernels(x)):

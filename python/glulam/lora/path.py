@@ -1,4 +1,4 @@
-"""The steps of adapted_mlp, and of moe with adapters.
+"""Steps of adapted_mlp, and of moe with adapters.
 
     low1 = s x a1_e^T                       dlow2 = s dy b2_e
     h = x w1_e^T + low1 b1_e^T + bias       dm = dy w2_e + dlow2 a2_e, in one kernel with the gradient of the activation

@@ -41,7 +41,7 @@ class Adapted(Call):
 
     @property
     def contracts_rows(self) -> bool:
-        """Whether the weight's rows are contracted, and low_w's."""
+        """Return True if the kernel contracts over rows of the weight, and so over rows of low_w."""
         return bool(self.transpose_w)
 
     def check(self) -> Problem:
@@ -67,7 +67,7 @@ class Adapted(Call):
         raise NotImplementedError
 
     def reference(self, problem: Problem) -> Any:
-        """As one GEMM of operands that lie side by side."""
+        """Compute one GEMM of operands that lie side by side, so that the sum is rounded once, as by kernels."""
         lead = self.lead if self.rows is None else take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1
         if isinstance(w, Tensor):

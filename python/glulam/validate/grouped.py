@@ -44,7 +44,7 @@ ROUNDED_TWICE = 3e-2
 """Tolerance of what rounds its activation to FP8: a value that lies on the edge of two numbers may become either."""
 
 RANK = 24
-"""Of adapters."""
+"""Rank of adapters in trials."""
 
 Sized = tuple[Routing, int, int]
 """Groups, H and I."""
@@ -104,7 +104,7 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """The second pair of operands of an adapted GEMM. contracts_rows: whether it contracts over weights' rows."""
+    """Return low and low_w of an adapted GEMM; `contracts_rows`: True if it contracts over rows of the weights."""
     if not spec.adapted:
         return {}
     dtype, experts = _dtype(spec), len(routing.sizes)
