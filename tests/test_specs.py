@@ -252,6 +252,13 @@ def test_a_name_tells_every_field_apart() -> None:
             "tile n=192: either half.*choose tile n=128 or 256",
         ),
         (lambda: GroupedMmSpec(in_halves=True), "in_halves is of a contraction.*choose transpose_w=True"),
+        (lambda: GroupedMmSpec(transpose_w=True, in_halves=True, adapted=True), "adapted is of one weight"),
+        (
+            lambda: GroupedMmSpec(tile=TileConfig(n=128, schedule="warps"), arch="sm_90", adapted=True),
+            "adapted is of weights of 16 bits on Hopper's own kernels",
+        ),
+        (lambda: GroupedGluSpec(adapted=True), "stores the preactivation; choose save_preact=True"),
+        (lambda: GroupedDgluSpec(dgrad=TileConfig(), adapted=True), "no dgrad follows an adapted grouped_dglu"),
         (lambda: GroupedMlpSpec(quantized=True), "operands='mxfp8'"),
         (lambda: DgluSpec(dgrad=TileConfig()), "without dgrad"),
         (lambda: GroupedDgluSpec(dgrad=TileConfig(), transpose_w=True), "with transpose_w leave it out"),
