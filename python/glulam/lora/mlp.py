@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.shipped import ships_adapted
 from cute_kernels.specs import is_gated
@@ -71,9 +71,12 @@ def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
     return _ships_adapted(dtype_name(x.dtype), x.get_device())
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]  # traces do not look into it
 def _ships_adapted(dtype: str, index: int) -> bool:
     return ships_adapted(dtype, gpus.gpu(index).arch)
+
+
+# torch.compiler.assume_constant_result, but for importing the compiler: traces do not look into the function.
+_ships_adapted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
