@@ -29,6 +29,8 @@ class Architecture(NamedTuple):
 
 ARCHS: dict[str, Architecture] = {
     "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB),
+    "sm_100a": Architecture("sm100", "B200", smem_bytes=227 * KIB),
+    "sm_103a": Architecture("sm100", "B300", smem_bytes=227 * KIB),
     "sm_80": Architecture("portable", "A100, A30"),
     "sm_86": Architecture("portable", "A10, A40, RTX 30"),
     "sm_89": Architecture("portable", "L4, L40S, RTX 40"),

@@ -58,7 +58,8 @@ def _module(spec: Spec) -> str:
         mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""
         if formats.decodes and isinstance(spec, GroupedMmSpec) and spec.transpose_w:
             mainloop += "_nn"
-        return f"{ARCHS[spec.arch].folder}.stages.{_GEMMS[type(spec)]}{mainloop}"
+        folder = "portable" if spec.tile.by_warps else ARCHS[spec.arch].folder
+        return f"{folder}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")
     return _MODULES[type(spec)]

@@ -8,6 +8,7 @@ from typing import Any
 
 SCHEDULES = {
     "cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1", "warps": "warps",
+    "tensor_memory": "tm",
 }  # fmt: skip
 # Float32 accumulators a thread can hold beside an epilogue, and in turns, where a forward's takes them chunk by chunk.
 MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
@@ -18,12 +19,16 @@ TILE_N = (64, 128, 192, 256)
 SWAPPED_TILE_M = (16, 32, 64, 128, 256)
 SWAPPED_TILE_N = (128, 256)
 SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
+# Of an accumulator in tensor memory: 128 lanes, and columns of which two accumulators have a power of two.
+TENSOR_MEMORY_TILE_M, TENSOR_MEMORY_TILE_N = (128,), (128, 256)
 # Of warps that share a tile: one slab of 64 rows, of which the first 16 are some, or two.
 WARPS_TILE_M, WARPS_TILE_N = (16, 128), (128,)
 # One 128-byte row of an operand's shared memory, by the width of an element.
 TILE_K = {16: 64, 8: 128}
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
-TILES = dict.fromkeys(SWAPPED_SLABS, (SWAPPED_TILE_M, SWAPPED_TILE_N)) | {"warps": (WARPS_TILE_M, WARPS_TILE_N)}
+TILES = dict.fromkeys(SWAPPED_SLABS, (SWAPPED_TILE_M, SWAPPED_TILE_N)) | {
+    "warps": (WARPS_TILE_M, WARPS_TILE_N), "tensor_memory": (TENSOR_MEMORY_TILE_M, TENSOR_MEMORY_TILE_N),
+}  # fmt: skip
 """Rows and weight rows of a tile, by schedules that have their own; these have no clusters."""
 
 
@@ -48,6 +53,8 @@ class TileConfig:
     its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
     warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp; of a tile of 16 rows each
     multiplies a quarter of the depth.
+    tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's tcgen05).
+    Two warpgroups have an accumulator each, and finish every other tile while the next one is multiplied.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -74,11 +81,17 @@ class TileConfig:
 
     @property
     def takes_turns(self) -> bool:
-        return self.schedule == "pingpong"
+        """Whether either of two warpgroups has every other tile alone."""
+        return self.schedule in ("pingpong", "tensor_memory")
 
     @property
     def by_warps(self) -> bool:
         return self.schedule == "warps"
+
+    @property
+    def in_tensor_memory(self) -> bool:
+        """Whether accumulators are in tensor memory."""
+        return self.schedule == "tensor_memory"
 
     @property
     def swapped(self) -> bool:
@@ -117,9 +130,16 @@ class TileConfig:
         return math.ceil(self.mma_rows / 64) // self.warpgroups_per_tile
 
     @property
+    def slab_step(self) -> int:
+        """Rows from a slab's first to the next slab's. Row r of a tile is in lane r of tensor memory, a warp has 32
+        lanes, and slab s the lanes 16 s to 16 s + 15 of each warp's.
+        """
+        return 16 if self.in_tensor_memory else 64
+
+    @property
     def accumulators(self) -> int:
-        """Of a thread."""
-        return self.slabs * self.mma_n // 2
+        """That a thread holds at once: of its slabs, or of the one that it has read from tensor memory."""
+        return (1 if self.in_tensor_memory else self.slabs) * self.mma_n // 2
 
     @property
     def max_accumulators(self) -> int:

@@ -17,9 +17,9 @@ from ..quantize.scales import power_of_two
 from ..schedule.groups import Groups
 from ..schedule.work import WorkTile
 from ..tiles import TileConfig
-from .fragments import TileShare, registers
+from .fragments import TileShare, registers, slab_of
 from .shape import EpilogueShape, KernelEpilogue, SlotShape, Smem, SmemField
-from .sizes import ROWS, SLOTS, THREADS
+from .sizes import SLOTS, THREADS
 from .slots import Slots
 
 UPPER_HALF = -(1 << 16)
@@ -90,7 +90,7 @@ class WarpgroupState(Invariant):
         self.slots = slots
         self.smem = smem
         self.lane = slots.thread % 32
-        self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
+        self.row_in_slab = slots.thread // 32 * slots.warp_step + self.lane // 4
 
     def has_bias(self) -> cutlass.Boolean:
         return (self.optional.bias | self.optional.bias_table) != 0
@@ -166,10 +166,9 @@ class Epilogue(KernelEpilogue):
         if const_expr(self.has_global_scales):
             self._scale_parts(state, acc, work)
         for slab in cutlass.range_constexpr(self.slabs):
-            row = work.row + (share.first_slab + slab) * ROWS
+            row = work.row + (share.first_slab + slab) * self.tile.slab_step
             first_slot = slab * self.chunks_per_slab % SLOTS
-            count = cute.size(acc) // self.slabs
-            values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
+            values, two_scales = slab_of(acc, slab, self.slabs), registers(scales, 2 * slab, 2)
             # Of a tile that warpgroups share, one may have no rows, and it holds back nobody by going on.
             if const_expr(self.tile.takes_turns):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
@@ -184,7 +183,8 @@ class Epilogue(KernelEpilogue):
         if state.optional.scale != 0:
             scale = vector_at(Float32, state.optional.scale)
             for i in cutlass.range_constexpr(2 * self.slabs):
-                row = work.row + (share.first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
+                slab = share.first_slab + i // 2
+                row = work.row + slab * self.tile.slab_step + state.row_in_slab + i % 2 * 8
                 if row < work.group_end:
                     scales[i] = scale[row]
         if state.has_bias():

@@ -24,7 +24,7 @@ from ..schedule.groups import Groups
 from ..schedule.work import WorkTile
 from ..specs import GroupedDgluSpec
 from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, WarpgroupState
-from .fragments import TileShare, chunk_of, registers
+from .fragments import TileShare, chunk_of, registers, slab_of
 from .preact import PIECE, PIECE_REGS, PreactLayout, PreactPair
 from .sizes import COLS, ROWS
 
@@ -86,7 +86,7 @@ class DgluEpilogue(Epilogue):
         """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
-        row = work.row + (first_slab + chunk // self.chunks_per_slab) * ROWS
+        row = work.row + (first_slab + chunk // self.chunks_per_slab) * self.tile.slab_step
         return number, row, work.n_tile * self.tile_n + chunk % self.chunks_per_slab * COLS
 
     @cute.jit
@@ -101,28 +101,37 @@ class DgluEpilogue(Epilogue):
             for slab in cutlass.range_constexpr(self.slabs):
                 self._scale_columns(state, registers(acc, slab * count, count))
         sums = cute.make_rmem_tensor(2, Float32)
-        for chunk in cutlass.range_constexpr(self.chunks_per_share):
-            slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab
-            if const_expr(chunk_in_slab == 0):
-                sums.fill(0.0)
-            number, row, column = self._chunk_at(work, share.turn, share.first_slab, chunk)
-            act_slot = state.ring.act_slot(number)
-            state.ring.wait(number)
-            for piece in cutlass.range_constexpr(COLS // PIECE):
-                dm = registers(chunk_of(acc, chunk, COLS), piece * PIECE_REGS, PIECE_REGS)
-                parts = state.preact.read(number, piece)
-                outputs, gradients = self._backward(state, dm, parts, registers(scales, 2 * slab, 2), sums)
-                state.preact.write(number, piece, gradients)
-                state.slots.fill_piece(outputs, act_slot, piece)
-            state.slots.publish()
-            if state.slots.is_storing_warp:
-                state.preact.store(stores[0], work, number, row, column)
-                state.slots.start(stores[1].atom, stores[1].tile(work, row, column), act_slot)
-                state.slots.drain()
-                state.ring.release(number)
-            if const_expr(chunk_in_slab == self.chunks_per_slab - 1):
-                if state.sums.parts != 0:
-                    self._leave_sums(state, sums, work, row)
+        for slab in cutlass.range_constexpr(self.slabs):
+            values = slab_of(acc, slab, self.slabs)
+            sums.fill(0.0)
+            for chunk in cutlass.range_constexpr(self.chunks_per_slab):
+                place = self._chunk_at(work, share.turn, share.first_slab, slab * self.chunks_per_slab + chunk)
+                two_scales = registers(scales, 2 * slab, 2)
+                self._finish_chunk(state, chunk_of(values, chunk, COLS), two_scales, sums, stores, work, place)
+            if state.sums.parts != 0:
+                self._leave_sums(state, sums, work, place[1])
+
+    @cute.jit
+    def _finish_chunk(
+        self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
+        place: tuple,
+    ):  # fmt: skip
+        """Store a chunk's results; adds to the row sums. `place`: of `_chunk_at`."""
+        number, row, column = place
+        act_slot = state.ring.act_slot(number)
+        state.ring.wait(number)
+        for piece in cutlass.range_constexpr(COLS // PIECE):
+            dm = registers(acc, piece * PIECE_REGS, PIECE_REGS)
+            parts = state.preact.read(number, piece)
+            outputs, gradients = self._backward(state, dm, parts, scales, sums)
+            state.preact.write(number, piece, gradients)
+            state.slots.fill_piece(outputs, act_slot, piece)
+        state.slots.publish()
+        if state.slots.is_storing_warp:
+            state.preact.store(stores[0], work, number, row, column)
+            state.slots.start(stores[1].atom, stores[1].tile(work, row, column), act_slot)
+            state.slots.drain()
+            state.ring.release(number)
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):

@@ -43,8 +43,10 @@ class Slots(Invariant):
     """A warpgroup's. Registers are in the order of accumulators (fragments.py).
 
     smem: (row, column, slot), `cols` columns of `dtype`. thread: of the warpgroup. is_storing_warp: whether this warp
-    calls `start` and `drain`.
+    calls `start` and `drain`. warp_step: rows of a tile from a warp's 16 of a slab to the next warp's.
     """
+
+    warp_step = 16
 
     dtype: type[cutlass.Numeric]
     smem: cute.Tensor

@@ -36,6 +36,9 @@ class GroupedGemm(PersistentGemm):
 
     epilogue: Epilogue
     load_registers = ALONG_REGISTERS
+    mainloops: dict[str, type[GemmMainloop]] = {
+        "rows": GemmMainloop, "halves": HalvesMainloop, "adapted": AdaptedMainloop,
+    }  # fmt: skip
 
     def __init__(
         self, spec: RaggedSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
@@ -43,12 +46,12 @@ class GroupedGemm(PersistentGemm):
     ):  # fmt: skip
         super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
-        self.mainloop = HalvesMainloop if in_halves else AdaptedMainloop if spec.adapted else GemmMainloop
+        self.mainloop_type = self.mainloops["halves" if in_halves else "adapted" if spec.adapted else "rows"]
         if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 
     def make_mainloop(self) -> GemmMainloop:
-        return self.mainloop(
+        return self.mainloop_type(
             self.dtype, self.tile, self.shape.parts, self.transposed, self.stages, self.policy,
             self.shape.has_load_warp,
         )  # fmt: skip

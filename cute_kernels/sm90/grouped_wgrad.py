@@ -40,13 +40,17 @@ class GroupedWgrad(PersistentGemm):
 
     epilogue: WgradEpilogue
     load_registers = ACROSS_REGISTERS
+    epilogue_type: type[WgradEpilogue] = WgradEpilogue
+    mainloop_type: type[WgradMainloop] = WgradMainloop
+    # Rows of one store into dw.
+    store_rows = ROWS
 
     def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
-        super().__init__(spec, dtype, WgradEpilogue(out_dtype, spec.tile))
+        super().__init__(spec, dtype, self.epilogue_type(out_dtype, spec.tile))
 
     def make_mainloop(self) -> WgradMainloop:
         keeps_operands = self.epilogue.dtype.width == 32
-        return WgradMainloop(self.dtype, self.tile, self.stages, keeps_operands)
+        return self.mainloop_type(self.dtype, self.tile, self.stages, keeps_operands)
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         return WgradTileScheduler(self.tile, groups, grid, self.policy.light_rows)
@@ -61,8 +65,8 @@ class GroupedWgrad(PersistentGemm):
         operands = self.make_mainloop().operands(dy, x, *rows)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         view, address = weight_view(dw, dw_table, 1, "concat", False)
-        tile = (ROWS, self.epilogue.cols)
-        layout = smem_layout(dw.element_type)
+        tile = (self.store_rows, self.epilogue.cols)
+        layout = smem_layout(dw.element_type, rows=self.store_rows)
         overwrite, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), view, layout, tile)
         add, _ = cpasync.make_tiled_tma_atom(cpasync.CopyReduceBulkTensorTileS2GOp(), view, layout, tile)
         loads = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, tile)

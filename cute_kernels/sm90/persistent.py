@@ -144,10 +144,13 @@ class PersistentGemm(Invariant):
         return smem_layout(slots.dtype, slots.count, self._slot_owners, rows=slots.rows, cols=slots.columns())
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
+        return cute.struct(type("Storage", (), {"__annotations__": self._smem_fields(mainloop)}))
+
+    def _smem_fields(self, mainloop: Mainloop) -> dict[str, Any]:
         """Barriers, then what is small, then operands and slots."""
         array, aligned, tickets = cute.struct.MemRange, cute.struct.Align, self.policy.tickets
         slots = cute.cosize(self._staging_layout())
-        fields = {
+        fields: dict[str, Any] = {
             "stage_barriers": array[Int64, 2 * self.stages],
             "ring_barriers": array[Int64, 2 * STAGES],
             "ticket_barriers": array[Int64, NUM_BARRIERS * tickets],
@@ -162,7 +165,7 @@ class PersistentGemm(Invariant):
         if self.decoding_warpgroups:
             fields["narrow"] = aligned[array[Uint8, mainloop.slots_bytes * self.decoding_warpgroups], 1024]
         fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
-        return cute.struct(type("Storage", (), {"__annotations__": fields}))
+        return fields
 
     @cute.kernel
     def kernel(

@@ -22,6 +22,8 @@ from .preact import MatrixPair, PreactRing, make_loads
 class DgluEpilogue(dglu.DgluEpilogue):
     """Slots are of the CTA: a chunk's number says which are its (preact.py)."""
 
+    ring_type: type[PreactRing] = PreactRing
+
     @property
     def shape(self) -> EpilogueShape:
         slots = SlotShape(self.dtype, self.chunks_per_share, dglu_slots(self.spec.gated), shared=True)
@@ -31,7 +33,7 @@ class DgluEpilogue(dglu.DgluEpilogue):
         return inputs._replace(preact=make_loads(inputs.preact, self.preact_layout))
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> PreactRing:
-        return PreactRing(barriers, staging, self.preact_layout)
+        return self.ring_type(barriers, staging, self.preact_layout)
 
     def make_state(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: Smem, ring: Any) -> DgluState:
         return DgluState(inputs, groups, slots, ColumnSmem(**smem), ring, MatrixPair)

@@ -15,7 +15,7 @@ from ...epilogue.preact import PreactLayout, PreactPair
 from ...epilogue.sizes import COLS, ROWS, SLOT_BYTES
 from ...epilogue.slots import smem_layout
 from ..budget import PAIRS
-from .store import Slots, matrix_copy
+from .store import Slots
 
 
 class PreactLoads(NamedTuple):
@@ -70,13 +70,21 @@ class PreactRing(Invariant):
         state = self._state(number, True)
         self.pipeline.producer_acquire(state)
         barrier = self.pipeline.producer_get_barrier(state)
-        smem = cute.group_modes(self.smem, 0, 2)
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
-            view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
-            tile = cute.local_tile(cute.domain_offset((row, at), view), (ROWS, COLS), (0, 0))
-            to, source = cpasync.tma_partition(loads.atom, 0, cute.make_layout(1), smem, cute.group_modes(tile, 0, 2))
-            cute.copy(loads.atom, source, to[None, self.slot(number, slot)], tma_bar_ptr=barrier)
+            self.bring(loads, row, at, half, self.slot(number, slot), barrier)
+
+    @cute.jit
+    def bring(
+        self, loads: PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
+        barrier: cute.Pointer,
+    ):  # fmt: skip
+        """Load a slot from a row and a column on."""
+        smem = cute.group_modes(self.smem, 0, 2)
+        view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
+        tile = cute.local_tile(cute.domain_offset((row, at), view), (ROWS, COLS), (0, 0))
+        to, source = cpasync.tma_partition(loads.atom, 0, cute.make_layout(1), smem, cute.group_modes(tile, 0, 2))
+        cute.copy(loads.atom, source, to[None, slot], tma_bar_ptr=barrier)
 
     def wait(self, number: Int32) -> None:
         self.pipeline.consumer_wait(self._state(number, False))
@@ -91,7 +99,7 @@ class MatrixPair(PreactPair):
 
     def __init__(self, ring: PreactRing, slots: Slots):
         super().__init__(ring, slots)
-        self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), self.dtype, COLS)
+        self.tiled_copy = slots.matrix_copy(warp.LdMatrix8x8x16bOp(False, 4))
         self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from ...device.invariant import Invariant
 from ...device.select import select
 from ...epilogue.sizes import SLOT_BYTES, SLOTS
-from .store import Slots, matrix_copy
+from .store import Slots
 
 
 class TileLoads(NamedTuple):
@@ -48,7 +48,7 @@ class SlotLoads(Invariant):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
         self.slots = slots
         if slots.dtype.width == 16:
-            self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), slots.dtype, slots.cols)
+            self.tiled_copy = slots.matrix_copy(warp.LdMatrix8x8x16bOp(False, 4))
             self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
 
     @cute.jit

@@ -6,7 +6,7 @@ one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle), and o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,14 +51,6 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
     return RaggedStore(atom, view)
 
 
-def matrix_copy(op, dtype: type[cutlass.Numeric], cols: int) -> cute.TiledCopy:
-    """How ldmatrix or stmatrix moves 64 rows of 16-bit elements between a slot and registers in accumulators' order."""
-    mma = sm90_utils.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, cols)
-    )
-    return cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma)
-
-
 class Slots(slots.Slots):
     """Of TMA stores: fill one from registers, store it, reuse it when its store has read it."""
 
@@ -81,8 +73,15 @@ class Slots(slots.Slots):
     def _partition(self) -> None:
         """How stmatrix gets the accumulators of 64 rows into a slot."""
         if self.dtype.width == 16:
-            self.tiled_copy = matrix_copy(warp.StMatrix8x8x16bOp(False, 4), self.dtype, self.cols)
+            self.tiled_copy = self.matrix_copy(warp.StMatrix8x8x16bOp(False, 4))
             self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
+
+    def matrix_copy(self, op: Any) -> cute.TiledCopy:
+        """How ldmatrix or stmatrix moves a slot's 16-bit elements from or to registers in accumulators' order."""
+        k_major = OperandMajorMode.K
+        shape = (ROWS, self.cols)
+        mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
+        return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
         """The same slots for elements of another width."""

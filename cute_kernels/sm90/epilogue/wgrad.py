@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64, Uint8, const_expr
 
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
-from ...epilogue.fragments import TileShare, chunk_of
+from ...epilogue.fragments import TileShare, chunk_of, slab_of
 from ...epilogue.shape import EpilogueShape, KernelEpilogue, SlotShape, Smem
 from ...epilogue.sizes import ROWS, SLOTS
 from ...epilogue.slots import columns, narrowed
@@ -44,17 +44,23 @@ class WgradStores(NamedTuple):
 
 
 class WgradState(Invariant):
-    def __init__(self, inputs: WgradInputs, slots: Slots, barriers: SlotBarriers):
+    def __init__(
+        self, inputs: WgradInputs, slots: Slots, barriers: SlotBarriers, loads_type: type[SlotLoads]
+    ):  # fmt: skip
         self.inputs = inputs
         self.slots = slots
-        self.loads = SlotLoads(barriers, slots)
+        self.loads = loads_type(barriers, slots)
 
 
 class WgradEpilogue(KernelEpilogue):
     """Store accumulators as dw's type, overwriting or adding.
 
     Nobody here reads dw again, so it is the first to leave L2 (up to 9 % of gpt-oss-120b's time under skew).
+
+    loads_type: what brings what dw holds.
     """
+
+    loads_type: type[SlotLoads] = SlotLoads
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig):
         self.dtype = dtype
@@ -75,16 +81,24 @@ class WgradEpilogue(KernelEpilogue):
     def make_state(
         self, inputs: WgradInputs, groups: Groups, slots: Slots, smem: Smem, barriers: SlotBarriers
     ) -> WgradState:
-        return WgradState(inputs, slots, barriers)
+        return WgradState(inputs, slots, barriers, self.loads_type)
 
-    def _chunks(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
+    def _tiles(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
         """Where in dw the chunks of a warpgroup's share go."""
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
-        first_m = work.m_tile * (self.tile.m // ROWS) + share.first_slab
+        first_row = self._first_row(work, share)
         first_n = work.n_tile * self.chunks_per_slab
         across = self.chunks_per_slab
-        tiles = [(first_m + chunk // across, first_n + chunk % across) for chunk in range(self.num_chunks)]
-        return [cute.local_tile(tensor[None, None, lo, hi], (ROWS, self.cols), tile) for tile in tiles]
+        places = [(first_row, chunk // across, first_n + chunk % across) for chunk in range(self.num_chunks)]
+        return [self._tile(tensor[None, None, lo, hi], *place) for place in places]
+
+    def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
+        """Of a warpgroup's share, counted as `_tile` wants it."""
+        return work.m_tile * (self.tile.m // ROWS) + share.first_slab
+
+    def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
+        """A chunk of an expert's dw, `column` counted in chunks."""
+        return cute.local_tile(dw, (ROWS, self.cols), (first_row + slab, column))
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
@@ -94,7 +108,7 @@ class WgradEpilogue(KernelEpilogue):
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
         if state.inputs.loads_dw & state.slots.is_storing_warp:
             state.slots.wait_all()
-            sources = self._chunks(state.inputs.loads.tensor, state, work, share)
+            sources = self._tiles(state.inputs.loads.tensor, state, work, share)
             for chunk in cutlass.range_constexpr(min(SLOTS, self.num_chunks)):
                 state.loads.start(state.inputs.loads.atom, sources[chunk], chunk)
         return adds
@@ -107,16 +121,19 @@ class WgradEpilogue(KernelEpilogue):
         if state.inputs.loads_dw:
             self._load_and_store(state, acc, adds, stores, work, share)
         else:
-            targets = self._chunks(stores.tensor, state, work, share)
-            for chunk in cutlass.range_constexpr(self.num_chunks):
-                slot = chunk % SLOTS
-                state.slots.fill(chunk_of(acc, chunk, self.cols), slot)
-                state.slots.publish()
-                if state.slots.is_storing_warp:
-                    if adds:
-                        state.slots.start(stores.add, targets[chunk], slot, Int64(EVICT_FIRST))
-                    else:
-                        state.slots.start(stores.overwrite, targets[chunk], slot, Int64(EVICT_FIRST))
+            targets = self._tiles(stores.tensor, state, work, share)
+            for slab in cutlass.range_constexpr(self.tile.slabs):
+                values = slab_of(acc, slab, self.tile.slabs)
+                for column in cutlass.range_constexpr(self.chunks_per_slab):
+                    chunk = slab * self.chunks_per_slab + column
+                    slot = chunk % SLOTS
+                    state.slots.fill(chunk_of(values, column, self.cols), slot)
+                    state.slots.publish()
+                    if state.slots.is_storing_warp:
+                        if adds:
+                            state.slots.start(stores.add, targets[chunk], slot, Int64(EVICT_FIRST))
+                        else:
+                            state.slots.start(stores.overwrite, targets[chunk], slot, Int64(EVICT_FIRST))
 
     @cute.jit
     def _load_and_store(
@@ -125,17 +142,20 @@ class WgradEpilogue(KernelEpilogue):
     ):  # fmt: skip
         """Store sums with what was loaded, or without it, each chunk from the slot that had it."""
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
-        targets = self._chunks(stores.tensor, state, work, share)
-        sources = self._chunks(state.inputs.loads.tensor, state, work, share)
-        for chunk in cutlass.range_constexpr(self.num_chunks):
-            slot, values = chunk % SLOTS, chunk_of(acc, chunk, self.cols)
-            loads_a_tile = len(range(slot, self.num_chunks, SLOTS))
-            state.loads.wait(slot, tiles_before * loads_a_tile + chunk // SLOTS)
-            state.loads.add(values, slot, adds)
-            state.slots.write(narrowed(values, self.dtype), slot)
-            state.slots.publish()
-            if state.slots.is_storing_warp:
-                state.slots.start(stores.overwrite, targets[chunk], slot, Int64(EVICT_FIRST))
-                if const_expr(chunk + SLOTS < self.num_chunks):
-                    state.slots.wait_all()
-                    state.loads.start(state.inputs.loads.atom, sources[chunk + SLOTS], slot)
+        targets = self._tiles(stores.tensor, state, work, share)
+        sources = self._tiles(state.inputs.loads.tensor, state, work, share)
+        for slab in cutlass.range_constexpr(self.tile.slabs):
+            values = slab_of(acc, slab, self.tile.slabs)
+            for column in cutlass.range_constexpr(self.chunks_per_slab):
+                chunk = slab * self.chunks_per_slab + column
+                slot, sums = chunk % SLOTS, chunk_of(values, column, self.cols)
+                loads_a_tile = len(range(slot, self.num_chunks, SLOTS))
+                state.loads.wait(slot, tiles_before * loads_a_tile + chunk // SLOTS)
+                state.loads.add(sums, slot, adds)
+                state.slots.write(narrowed(sums, self.dtype), slot)
+                state.slots.publish()
+                if state.slots.is_storing_warp:
+                    state.slots.start(stores.overwrite, targets[chunk], slot, Int64(EVICT_FIRST))
+                    if const_expr(chunk + SLOTS < self.num_chunks):
+                        state.slots.wait_all()
+                        state.loads.start(state.inputs.loads.atom, sources[chunk + SLOTS], slot)

@@ -1,0 +1,1 @@
+"""Blackwell's own GEMMs, of 16-bit operands: loads, schedules and epilogues are Hopper's, and tcgen05 multiplies."""

@@ -1,0 +1,1 @@
+"""How results leave tensor memory's rows, and what epilogues read from such places."""

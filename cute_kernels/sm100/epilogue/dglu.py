@@ -1,0 +1,41 @@
+"""The epilogue of grouped_dglu: preactivations come in boxes, as results leave."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from ...epilogue.dglu import DgluInputs
+from ...epilogue.preact import PreactLayout
+from ...epilogue.sizes import COLS
+from ...epilogue.slots import smem_layout
+from ...sm90.epilogue import dglu, preact
+from ..tensor_memory import SLAB_LANES
+from .store import box_copies, boxes_at
+
+
+def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
+    """Host side: the descriptor for loading a slot's boxes."""
+    smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return preact.PreactLoads(*cpasync.make_tiled_tma_atom(op, layout.view(tensor), smem, (SLAB_LANES, COLS)))
+
+
+class PreactRing(preact.PreactRing):
+    @cute.jit
+    def bring(
+        self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
+        barrier: cute.Pointer,
+    ):  # fmt: skip
+        view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
+        for target, source in box_copies(loads.atom, self.smem, boxes_at(view, row, at, COLS), slot):
+            cute.copy(loads.atom, source, target, tma_bar_ptr=barrier)
+
+
+class DgluEpilogue(dglu.DgluEpilogue):
+    ring_type = PreactRing
+
+    def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:
+        return inputs._replace(preact=make_loads(inputs.preact, self.preact_layout))

@@ -1,0 +1,78 @@
+"""Storing tiles: a slot has the 16 rows of a slab that each of four warps reads, so its rows are in four places.
+
+Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w's. Slab s so has four boxes of 16 rows, 32 rows apart, and a
+slot is stored, or loaded, by a TMA copy for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp
+
+from ...epilogue.sizes import COLS, ROWS
+from ...memory.ragged import clipped
+from ...schedule.work import WorkTile
+from ...sm90.epilogue import store
+from ..tensor_memory import SLAB_LANES, WARP_LANES
+
+BOXES = ROWS // SLAB_LANES
+# Between a slot's boxes in memory, counted in boxes.
+BOX_STEP = WARP_LANES // SLAB_LANES
+
+
+def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cute.Tensor:
+    """(16 rows, columns, box): boxes of `cols` columns from a row and a column on."""
+    return cute.local_tile(cute.domain_offset((row, col), tensor), (SLAB_LANES, cols), (None, 0))
+
+
+def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
+    """For each box of a slot: shared and global memory as TMA takes them."""
+    copies = []
+    for box in range(BOXES):
+        smem = cute.local_tile(slots[None, None, slot], (SLAB_LANES, cute.size(slots, mode=[1])), (box, 0))
+        gmem = boxes[None, None, BOX_STEP * box]
+        pair = cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        copies.append(cpasync.tma_partition(atom, 0, cute.make_layout(1), *pair))
+    return copies
+
+
+class BoxStore(store.RaggedStore):
+    """A TMA store of boxes into (T, columns[, half]) whose rows end where a group ends."""
+
+    def tile(
+        self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
+        rows: int = ROWS,
+    ) -> cute.Tensor:  # fmt: skip
+        """The boxes of a slab whose first row is `row`."""
+        group = clipped(self.tensor, row, work.group_end)
+        if half is not None:
+            group = group[None, None, half]
+        return boxes_at(group, Int32(0), col, cols)
+
+
+def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
+    """Host side: the descriptor for storing a slot's boxes into tensor (T, columns[, half])."""
+    return BoxStore(*store.make_store(tensor, SLAB_LANES, cols))
+
+
+class Slots(store.Slots):
+    """Slots of a slab."""
+
+    warp_step = WARP_LANES
+
+    def matrix_copy(self, op: Any) -> cute.TiledCopy:
+        """Four warps' MMAs of 16 rows each describe the order of accumulators."""
+        mma_op, warps = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), cute.make_layout((4, 1, 1))
+        mma = cute.make_tiled_mma(mma_op, warps, permutation_mnk=(ROWS, self.cols, 16))
+        return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
+
+    @cute.jit
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
+        """Start storing a published slot's boxes, with a policy for L2; called by the storing warp alone."""
+        for source, target in box_copies(atom, self.smem, tile, slot):
+            cute.copy(atom, source, target, cache_policy=policy)
+        cute.arch.cp_async_bulk_commit_group()

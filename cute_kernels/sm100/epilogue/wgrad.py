@@ -1,0 +1,35 @@
+"""Epilogue of a weight gradient: its chunks go to boxes of dw's rows, and come from there."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...epilogue.fragments import TileShare
+from ...epilogue.sizes import SLOT_BYTES
+from ...schedule.work import WorkTile
+from ...sm90.epilogue import slot_loads, wgrad
+from ..tensor_memory import SLAB_LANES
+from .store import box_copies, boxes_at
+
+
+class SlotLoads(slot_loads.SlotLoads):
+    @cute.jit
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Start loading boxes into a slot that is free; called by the storing warp."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
+        for target, source in box_copies(atom, self.slots.smem, tile, slot):
+            cute.copy(atom, source, target, tma_bar_ptr=self.full + slot)
+
+
+class WgradEpilogue(wgrad.WgradEpilogue):
+    loads_type = SlotLoads
+
+    def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
+        return work.m_tile * self.tile.m
+
+    def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
+        return boxes_at(dw, first_row + slab * SLAB_LANES, column * self.cols, self.cols)

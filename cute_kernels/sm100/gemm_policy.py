@@ -1,0 +1,15 @@
+"""How Blackwell's GEMMs go through their tiles: each CTA's in a fixed order. Plain Python: the host asks, too."""
+
+from __future__ import annotations
+
+from ..gemms import GemmPolicy
+from ..sm90.gemm_policy import WGRAD_LIGHT_ROWS
+from ..specs import DgluSpec, GemmSpec, GroupedWgradSpec
+
+
+def gemm_policy(spec: GemmSpec) -> GemmPolicy:
+    if spec.tile.by_warps:
+        return GemmPolicy()
+    if isinstance(spec, GroupedWgradSpec):
+        return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
+    return GemmPolicy(evicts_weights=not isinstance(spec, DgluSpec))

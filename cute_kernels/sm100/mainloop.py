@@ -1,0 +1,114 @@
+"""Mainloops: Hopper's loads fill the ring of stages, and one thread's tcgen05 MMAs empty it into tensor memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as sm100_utils
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import tcgen05
+
+from ..device.select import select
+from ..device.warps import WARP
+from ..schedule.work import WorkTile
+from ..sm90.mainloop import gemm, halves, wgrad
+from ..sm90.mainloop.base import MMA_K, Mainloop
+from ..sm90.mainloop.gathered_rows import WARPS
+
+
+class TensorCoreMainloop(Mainloop):
+    """The half that multiplies, of a mainloop whose other half is Hopper's.
+
+    Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
+    """
+
+    def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaUmma:
+        producers = select(gathers, Int32(1 + WARP * WARPS), Int32(1))
+        return pipeline.PipelineTmaUmma.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """128 x tile.n MMAs of one CTA."""
+        return sm100_utils.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            self.a_major,
+            self.b_major,
+            Float32,
+            tcgen05.CtaGroup.ONE,
+            (self.tile.m, self.tile.n),
+        )
+
+    def operand_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """The stages' bytes as MMAs see them."""
+        shape, mma = (self.tile.m, self.tile.n, self.tile.k), self.tiled_mma()
+        return (
+            sm100_utils.make_smem_layout_a(mma, shape, self.dtype, self.stages),
+            sm100_utils.make_smem_layout_b(mma, shape, self.dtype, self.stages),
+        )
+
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: int = 0) -> tuple[cute.Tensor, cute.Tensor]:
+        mma = self.tiled_mma()
+        return mma.make_fragment_A(sA), mma.make_fragment_B(sB)
+
+    def accumulator_layout(self) -> cute.Layout:
+        mma = self.tiled_mma()
+        return mma.make_fragment_C(mma.partition_shape_C((self.tile.m, self.tile.n))).layout
+
+    def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32 | int:
+        """How deep a k-tile is multiplied, at least."""
+        return self.tile.k
+
+    @cute.jit
+    def multiply(
+        self, acc: cute.Tensor, fragments: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
+        state: pipeline.PipelineState,
+    ):  # fmt: skip
+        """acc = A B^T over all of K; called by the MMA warp. Returns the advanced state."""
+        a, b = fragments
+        tiled_mma = self.tiled_mma()
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            self.after_wait()
+            depth = self.depth_of(work, k_tile)
+            for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
+                tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(k_tile > 0) if k_block == 0 else True)
+                at = (None, None, k_block, state.index)
+                self._step(tiled_mma, acc, a[at], b[at], k_block * MMA_K, depth)
+            stages.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _step(
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor,
+        first: cutlass.Constexpr[int], depth: Int32 | cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """A k-tile's MMA from column `first` on, if the k-tile is so deep."""
+        if first < depth:
+            cute.gemm(tiled_mma, acc, a, b, acc)
+
+
+class GemmMainloop(TensorCoreMainloop, gemm.GemmMainloop):
+    """Rows times experts' weights."""
+
+
+class HalvesMainloop(TensorCoreMainloop, halves.HalvesMainloop):
+    """Rows in two halves, each times weights of its own."""
+
+
+class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
+    """Columns of dy times columns of x. A group's last k-tile is multiplied as deep as it has rows."""
+
+    def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
+        return work.group_end - work.row - k_tile * self.tile.k

@@ -1,0 +1,187 @@
+"""The kernel that every GEMM of this folder is: Hopper's, but for who multiplies and where accumulators are.
+
+Persistent and warp-specialised, one CTA on each SM:
+
+    warp(s)     role             waits for                              signals
+    0           TMA loads        ring (tile), stages (empty)            stages (full, by transaction bytes)
+    1           scheduler        ring (empty)                           ring (full)
+    2           epilogue loads   ring (tile), loads (empty)             loads (full, by transaction bytes)
+    3           MMA              ring (tile), stages (full),            stages (empty, by commit),
+                                 accumulators (empty)                   accumulators (full, by commit)
+    4 .. 11     epilogue, two warpgroups, every other tile each
+                                 ring (tile), accumulators (full),      accumulators (empty), ring (empty), turns,
+                                 turns, loads (full)                    loads (empty)
+    12, 13      gather rows, where they come by index
+                                 ring (tile), stages (empty)            stages (full, 1 a thread)
+
+    accumulators   two in tensor memory, of tile number t that of t % 2 (tensor_memory.py).
+    ring, stages, loads, turns, slots   as on Hopper (sm90/persistent.py).
+
+The MMA warp multiplies tile t + 1 while a warpgroup finishes tile t. A warpgroup reads its accumulator slab by slab, and
+frees it with the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+
+from ..device.select import select
+from ..epilogue.sizes import THREADS
+from ..schedule.groups import OFFS_OF_CALL, Groups
+from ..schedule.work import STAGES, TileGrid, WorkRing
+from ..sm90.mainloop.base import WARPS_PER_GROUP, Operands
+from ..sm90.mainloop.gathered_rows import WARPS
+from ..sm90.persistent import EPILOGUE_LOAD_WARP, LOAD_WARP, SCHEDULER_WARP, PersistentGemm
+from ..sm90.turns import EPILOGUE_BARRIER, Turns, share_of
+from . import budget
+from .epilogue.store import Slots
+from .gemm_policy import gemm_policy
+from .mainloop import TensorCoreMainloop
+from .tensor_memory import NUM_ACCUMULATORS, NUM_BARRIERS, TensorMemory, TileAccumulators
+
+MMA_WARP = 3
+GATHERING_WARPGROUP = 1 + NUM_ACCUMULATORS
+
+
+class TensorMemoryGemm(PersistentGemm):
+    """A GEMM of Hopper's with accumulators in tensor memory: to be a base before that GEMM's class."""
+
+    slots_type = Slots
+    mainloop_type: type[TensorCoreMainloop]
+
+    def __init__(self, spec: Any, *arguments: Any, **named: Any):
+        super().__init__(spec, *arguments, **named)
+        self.policy = gemm_policy(spec)
+        self.gathers = self.mainloop_type.gathers
+        self.threads = (1 + NUM_ACCUMULATORS + self.gathers) * THREADS
+
+    def _smem_fields(self, mainloop: Any) -> dict[str, Any]:
+        fields = {"accumulator_barriers": cute.struct.MemRange[Int64, NUM_BARRIERS], "tensor_memory": Int32}
+        return fields | super()._smem_fields(mainloop)
+
+    @cute.kernel
+    def kernel(
+        self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
+    ):  # fmt: skip
+        mainloop = self.make_mainloop()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(thread // THREADS)
+        if warp == LOAD_WARP:
+            cpasync.prefetch_descriptor(operands.atom_a)
+            cpasync.prefetch_descriptor(operands.atom_b)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
+        gathers = operands.rows.address != 0
+        stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
+        has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
+        consumer_warps = 2 + has_load_warp + WARPS_PER_GROUP * NUM_ACCUMULATORS  # those of loads and of MMAs, too
+        consumer_warps += select(gathers, Int32(WARPS), Int32(0))
+        ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, STAGES)
+        memory = TensorMemory(self.tile, storage.accumulator_barriers.data_ptr(), storage.tensor_memory.ptr)
+        if warp == MMA_WARP:
+            memory.make()
+        slots_layout = self._staging_layout()
+        staging = storage.staging.get_tensor(slots_layout.outer, swizzle=slots_layout.inner)
+        loads = self.epilogue.make_ring(storage.load_barriers.data_ptr(), staging) if const_expr(has_loads) else None
+        alone = cute.make_layout((1, 1))
+        pipeline_init_arrive(alone, is_relaxed=True)
+        sA = storage.a.get_tensor(mainloop.a_layout.outer, swizzle=mainloop.a_layout.inner)
+        sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
+        pipeline_init_wait(alone)
+        cute.arch.sync_threads()
+        memory.found()
+
+        # Waits and early launches as on Hopper.
+        if groups.encoding == OFFS_OF_CALL:
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        registers = budget.registers(self.gathers)
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(registers.roles)
+            if warp == LOAD_WARP:
+                self._load_role(mainloop, operands, sA, sB, stages, ring)
+            elif warp == SCHEDULER_WARP:
+                self.make_scheduler(groups, grid, None).run(ring)
+            elif warp == EPILOGUE_LOAD_WARP:
+                if const_expr(has_load_warp):
+                    self._epilogue_load_role(loads, inputs, ring)
+            else:
+                layout_a, layout_b = mainloop.operand_layouts()
+                views = (
+                    storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner),
+                    storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner),
+                )
+                self._multiply_role(mainloop, operands, *views, stages, ring, memory)
+        elif warpgroup <= NUM_ACCUMULATORS:
+            cute.arch.setmaxregister_increase(registers.epilogue)
+            index, shape = warpgroup - 1, self.shape.slots
+            own = staging[None, None, None, 0 if shape.shared else index]
+            slots = self.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
+            state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
+            self._finish_role(mainloop, operands, state, stores, ring, memory, index)
+        elif const_expr(self.gathers):
+            cute.arch.setmaxregister_decrease(registers.gathering)
+            rank = warp - GATHERING_WARPGROUP * WARPS_PER_GROUP
+            if gathers & (rank < WARPS):
+                self._gather_role(mainloop, operands, sA, sB, stages, ring, rank)
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            memory.free()
+
+    @cute.jit
+    def _multiply_role(
+        self, mainloop: TensorCoreMainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: Any,
+        ring: WorkRing, memory: TensorMemory,
+    ):  # fmt: skip
+        """Tile by tile, each into the accumulator that is free."""
+        cute.arch.griddepcontrol_wait()
+        fragments = mainloop.fragments(sA, sB)
+        layout = mainloop.accumulator_layout()
+        ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            turn = ring_state.count
+            memory.wait_empty(turn)
+            acc = memory.accumulator(turn, layout)
+            num_k_tiles = mainloop.num_k_tiles(operands, work)
+            stage = mainloop.multiply(acc, fragments, work, num_k_tiles, stages, stage)
+            memory.commit(turn)
+            ring_state.advance()
+            work = ring.get(ring_state)
+
+    @cute.jit
+    def _finish_role(
+        self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
+        memory: TensorMemory, index: Int32,
+    ):  # fmt: skip
+        """Every other tile, from the accumulator with the warpgroup's index."""
+        cute.arch.griddepcontrol_wait()
+        turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)
+        ring_state = ring.consumer_state()
+        turns.open()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            turn = ring_state.count
+            if turn % NUM_ACCUMULATORS == index:
+                share = share_of(self.tile, turn, index)
+                has_sums = None
+                if const_expr(mainloop.may_be_empty):
+                    has_sums = Boolean(mainloop.num_k_tiles(operands, work) > 0)
+                prefetched = self.epilogue.begin(state, work, share)
+                memory.wait_full(turn)
+                turns.wait()
+                acc = TileAccumulators(memory, index, state.slots.thread, has_sums)
+                self.epilogue.finish(state, acc, prefetched, stores, work, share)
+                turns.pass_on()
+            ring_state.advance()
+            work = ring.get(ring_state)
+        state.slots.drain()

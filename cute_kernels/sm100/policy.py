@@ -1,0 +1,81 @@
+"""What Blackwell answers for itself (`arch.Room`): two tiles of 16-bit operands, by rules that no GPU has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..arch import Gemm, Problem, Reasons, rows_in_words
+from ..formats import OPERANDS
+from ..portable import policy as portable
+from ..tiles import SpecError, TileConfig
+from .budget import check as check
+from .configs import BACKWARD, LARGE, SMALL, TILES
+from .configs import glu_form as glu_form
+from .gemm_policy import gemm_policy as gemm_policy
+
+MEASURED = Path(__file__).with_name("measured.json")
+MOST_ROWS = 64
+"""An expert, on average, that SMALL is for: up to it a weight's bytes take longer than its MMAs. Not measured."""
+
+
+def _is_portable(problem: Problem) -> bool:
+    return OPERANDS[problem.operands].decodes
+
+
+def tiles(problem: Problem) -> tuple[TileConfig, ...]:
+    """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
+    if _is_portable(problem) or problem.op.startswith("quantize"):
+        return portable.tiles(problem)
+    if problem.op == "grouped_wgrad":
+        return (LARGE,)
+    return (BACKWARD,) if problem.op == "grouped_dglu" else TILES
+
+
+def rows_decide(problem: Problem) -> bool:
+    return len(tiles(problem)) > 1
+
+
+def ruled(problem: Problem) -> TileConfig:
+    if _is_portable(problem):
+        return portable.ruled(problem)
+    if not rows_decide(problem):
+        return tiles(problem)[0]
+    return SMALL if problem.rows <= MOST_ROWS * problem.experts else LARGE
+
+
+def reasons(problem: Problem, tile: TileConfig) -> Reasons:
+    if _is_portable(problem) or not rows_decide(problem):
+        return portable.reasons(problem, tile)
+    limits = {SMALL: f"at most {MOST_ROWS}", LARGE: f"more than {MOST_ROWS}"}
+    (other,) = (each for each in TILES if each is not tile)
+    why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"
+    return Reasons(why, (f"{other.name}: for {limits[other]} rows an expert",))
+
+
+def advice(problem: Problem) -> tuple[str, ...]:
+    return ()
+
+
+def second_tile(first: TileConfig) -> TileConfig:
+    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    return first
+
+
+def time_us(gemm: Gemm, tile: TileConfig) -> float:
+    """Elements of the tiles that cover a GEMM, as an order of tiles: no GPU has told a time."""
+    return portable.time_us(gemm, tile)
+
+
+even_us = time_us
+
+
+def all_tiles(bits: int) -> tuple[TileConfig, ...]:
+    return TILES if bits == 16 else ()
+
+
+def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
+    """Raises SpecError where it is none of TILES."""
+    known = {(tile.m, tile.n, tile.k): tile for tile in TILES}
+    if shape not in known or cluster != (1, 1):
+        raise SpecError(f"a tile of {shape} in a cluster of {cluster!r}: choose one of {sorted(known)}, cluster (1, 1)")
+    return known[shape]

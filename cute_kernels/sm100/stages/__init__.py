@@ -1,0 +1,1 @@
+"""Launches of Hopper's GEMMs."""

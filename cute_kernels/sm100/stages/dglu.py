@@ -1,0 +1,11 @@
+"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits."""
+
+from ...launches import dglu
+from ...specs import DgluSpec
+from ...tracing import Traced
+from ..epilogue.dglu import DgluEpilogue
+from ..grouped_gemm import GroupedGemm
+
+
+def trace(spec: DgluSpec) -> Traced:
+    return dglu.trace(spec, GroupedGemm, DgluEpilogue)

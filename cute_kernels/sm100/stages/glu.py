@@ -1,0 +1,10 @@
+"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+
+from ...launches import glu
+from ...specs import GroupedGluSpec
+from ...tracing import Traced
+from ..grouped_gemm import GroupedGemm
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return glu.trace(spec, GroupedGemm)

@@ -1,0 +1,10 @@
+"""y = grouped_mm(x, w) in 16 bits."""
+
+from ...launches import mm
+from ...specs import GroupedMmSpec
+from ...tracing import Traced
+from ..grouped_gemm import GroupedGemm
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return mm.trace(spec, GroupedGemm)

@@ -1,0 +1,127 @@
+"""Accumulators in tensor memory: who writes, reads and frees them.
+
+Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 x n takes n columns of all lanes, its row r
+lane r (PTX ISA, "Data path layout organization", M = 128). A warp reads the lanes from 32 (warp % 4) on.
+
+`tcgen05.ld.16x256b` gives a thread, of 16 lanes and 8 columns, what an MMA of 16 x 8 would leave in its registers. So
+16 lanes of each of a warpgroup's warps are a slab, and epilogues find accumulators where Hopper's wgmma leaves them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import tcgen05
+
+from ..device.invariant import Invariant
+from ..epilogue.fragments import Accumulators
+from ..epilogue.sizes import ROWS, THREADS
+from ..tiles import PINGPONG_WARPGROUPS, TileConfig
+
+# An address has its lane in the upper half.
+LANE = 1 << 16
+WARP_LANES, SLAB_LANES = 32, 16
+# Of one read: ptxas wants an instruction's registers, here 64, to fit those that a thread has at launch.
+READ_COLUMNS = 128
+NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
+NUM_BARRIERS = 2 * NUM_ACCUMULATORS
+
+
+class TensorMemory(Invariant):
+    """A CTA's two accumulators and their mbarriers.
+
+    full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each of a warpgroup's threads that read.
+    `place`: where in shared memory the allocation writes its address.
+    """
+
+    def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer):
+        self.tile = tile
+        self.full = barriers
+        self.empty = barriers + NUM_ACCUMULATORS
+        self.place = place
+        self.base: Any = None
+
+    @property
+    def columns(self) -> int:
+        return NUM_ACCUMULATORS * self.tile.n
+
+    @cute.jit
+    def make(self):
+        """Make barriers and allocate; called by the MMA warp, before the CTA's warps see them."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(NUM_ACCUMULATORS):
+                cute.arch.mbarrier_init(self.full + i, 1)
+                cute.arch.mbarrier_init(self.empty + i, THREADS)
+        cute.arch.alloc_tmem(self.columns, self.place)
+        cute.arch.relinquish_tmem_alloc_permit()
+
+    def found(self) -> None:
+        """Read the allocation's address; called by all threads, once it is visible."""
+        self.base = cute.arch.retrieve_tmem_ptr(Float32, 16, self.place)
+
+    def free(self) -> None:
+        """Called by the MMA warp when nobody reads any more."""
+        cute.arch.dealloc_tmem(self.base, self.columns)
+
+    def accumulator(self, turn: Int32, layout: cute.Layout) -> cute.Tensor:
+        """That of the CTA's tile number `turn`, as MMAs write it."""
+        return cute.make_tensor(self.base + turn % NUM_ACCUMULATORS * self.tile.n, layout)
+
+    def wait_empty(self, turn: Int32) -> None:
+        cute.arch.mbarrier_wait(self.empty + turn % NUM_ACCUMULATORS, turn // NUM_ACCUMULATORS % 2 ^ 1)
+
+    @cute.jit
+    def commit(self, turn: Int32):
+        """The tile's accumulator is full once all MMAs so far are done; called by the MMA warp."""
+        with cute.arch.elect_one():
+            tcgen05.commit(self.full + turn % NUM_ACCUMULATORS)
+
+    def wait_full(self, turn: Int32) -> None:
+        cute.arch.mbarrier_wait(self.full + turn % NUM_ACCUMULATORS, turn // NUM_ACCUMULATORS % 2)
+
+
+class TileAccumulators(Accumulators):
+    """A tile's, as its warpgroup reads them. With the last slab's read the accumulator is free.
+
+    has_sums: whether anything was multiplied; without that they are zeros. None: there always is.
+    """
+
+    def __init__(self, memory: TensorMemory, index: Int32, thread: Int32, has_sums: Boolean | None):
+        self.memory = memory
+        self.index = index
+        self.thread = thread
+        self.has_sums = has_sums
+
+    @cute.jit
+    def slab(self, slab: cutlass.Constexpr[int]):
+        memory, n = self.memory, self.memory.tile.n
+        acc = cute.make_rmem_tensor(ROWS * n // THREADS, Float32)
+        for part in cutlass.range_constexpr(n // READ_COLUMNS):
+            self._read(acc, slab, part)
+        cute.arch.fence_view_async_tmem_load()
+        if const_expr(slab == memory.tile.slabs - 1):
+            cute.arch.mbarrier_arrive(memory.empty + self.index)
+        if const_expr(self.has_sums is not None):
+            if not self.has_sums:
+                acc.fill(0.0)
+        return acc
+
+    @cute.jit
+    def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
+        """READ_COLUMNS of a slab."""
+        memory = self.memory
+        column = self.index * memory.tile.n + part * READ_COLUMNS
+        address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)
+        base = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
+        rows = (SLAB_LANES, ROWS // SLAB_LANES), (LANE, WARP_LANES * LANE)
+        layout = cute.make_layout((rows[0], READ_COLUMNS), stride=(rows[1], 1))
+        lanes = cute.make_tensor(base, layout)
+        atom = cute.make_copy_atom(tcgen05.Ld16x256bOp(tcgen05.Repetition(READ_COLUMNS // 8)), Float32)
+        copy = tcgen05.make_tmem_copy(atom, lanes).get_slice(self.thread)
+        places = copy.partition_D(cute.make_identity_tensor((ROWS, READ_COLUMNS)))
+        count = ROWS * READ_COLUMNS // THREADS
+        target = cute.make_tensor(acc.iterator + part * count, cute.make_layout(places.shape))
+        cute.copy(copy, copy.partition_S(lanes), target)
