@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from .arguments import ADDRESS, KINDS, NAMES_OF_PARAMS, TENSOR, Argument, Signature
-from .formats import FP8_ROWS, OPERANDS
+from .formats import FP8_ROWS, MXFP8_WIDE, OPERANDS
 from .signatures import stage_signature
 from .specs import (
     DgluSpec,
@@ -96,7 +96,6 @@ _GROUPS = "groups group_form num_groups tickets num_sms"
 SORTED_EXPERTS = 256
 """The most experts of a layer that sorts its choices itself. Its kernel of one CTA keeps a count of each expert for
 each of its warps: 32 KiB of shared memory."""
-_WIDE = 1  # MXFP8 rows have a scale for 128 elements, four equal bytes
 
 
 def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
@@ -105,7 +104,8 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
     if OPERANDS[operands].x == FP8_ROWS:
         return _step(QuantizeFp8BlockSpec(dtype, arch), "", x=x, data=Of(data, "address"), scale=scale)
     return _step(
-        QuantizeMxfp8Spec(dtype, "row", arch), "", x=x, row_data=Of(data, "address"), row_scale=scale, wide=_WIDE
+        QuantizeMxfp8Spec(dtype, "row", arch), "", x=x, row_data=Of(data, "address"), row_scale=scale,
+        wide=int(OPERANDS[operands].x == MXFP8_WIDE),
     )
 
 

@@ -70,7 +70,12 @@ def _check_operands(operands: str, tile: TileConfig, transpose_w: bool = False) 
     if tile.swapped != formats.decodes and not tile.by_warps:
         needs = "schedule='swapped'" if formats.decodes else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
-    if formats.has_scaled_rows and tile.takes_turns:
+    if formats.multiplies_blocks != tile.in_tensor_memory and formats.has_scaled_rows:
+        raise SpecError(
+            f"schedule={tile.schedule!r} does not fit operands={operands!r}: Blackwell's tensor cores multiply by the "
+            "scales of blocks, Hopper's by none; choose operands='mxfp8_blocks' with schedule='tensor_memory'"
+        )
+    if formats.has_scaled_rows and tile.takes_turns and not tile.in_tensor_memory:
         raise SpecError(
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
             "another warpgroup of the tile; choose schedule='cooperative'"

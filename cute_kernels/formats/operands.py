@@ -36,6 +36,11 @@ class Operands:
         return bool(self.x.scale)
 
     @property
+    def multiplies_blocks(self) -> bool:
+        """True if tensor cores multiply by the scales of both operands' blocks."""
+        return self.x == self.w == MXFP8
+
+    @property
     def trains(self) -> bool:
         """True if training kernels take them: 16-bit operands, and weights that are folded after each step."""
         return not self.decodes and self.w.rows == 1
@@ -54,6 +59,7 @@ def weight_only(weights: Format) -> Operands:
 OPERANDS = {
     "16bit": Operands(DENSE, DENSE, DENSE, ""),
     "mxfp8": Operands(MXFP8_WIDE, MXFP8_FOLDED, MXFP8_WIDE, "mxfp8_"),
+    "mxfp8_blocks": Operands(MXFP8, MXFP8, MXFP8, "mxfp8blocks_"),
     "mxfp8_weight_only": weight_only(MXFP8),
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
     "mxfp4_weight_only": weight_only(MXFP4),

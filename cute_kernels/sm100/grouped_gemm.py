@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Int32, Int64
 
-from ..epilogue.base import Epilogue
+from ..epilogue.base import Epilogue, Inputs
 from ..sm90 import grouped_gemm
 from ..specs import RaggedSpec
+from . import budget
+from .block_scaled import BlockScaledMainloop, Scales
 from .epilogue.store import BoxStore, make_store
 from .mainloop import GemmMainloop, HalvesMainloop
 from .persistent import TensorMemoryGemm
@@ -27,3 +29,29 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
 
     def _make_store(self, view: cute.Tensor) -> BoxStore:
         return make_store(view, self.shape.slots.columns(view.element_type))
+
+
+class GroupedMxfp8Gemm(GroupedGemm):
+    """Of rows and weights in MXFP8."""
+
+    mainloop_type = BlockScaledMainloop
+
+    def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
+        super().__init__(spec, Float8E4M3FN, epilogue)
+
+    @property
+    def mainloops(self) -> dict[str, Any]:
+        return {"rows": BlockScaledMainloop}
+
+    @property
+    def stages(self) -> int:
+        tile, staging = self.tile, self._slot_owners * self.shape.slots.num_bytes
+        return budget.block_scaled_stages(tile, staging)
+
+    def make_mainloop(self) -> BlockScaledMainloop:
+        return BlockScaledMainloop(
+            self.tile, self.shape.parts, False, self.stages, self.policy, False, layout=self.shape.layout
+        )  # fmt: skip
+
+    def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Scales:
+        return Scales(x_scale, inputs.w_scale, Int32(w.shape[1]), inputs.gate)

@@ -15,8 +15,11 @@ from ..device.select import select
 from ..device.warps import WARP
 from ..schedule.work import WorkTile
 from ..sm90.mainloop import gemm, halves, wgrad
-from ..sm90.mainloop.base import MMA_K, Mainloop
+from ..sm90.mainloop.base import Mainloop
 from ..sm90.mainloop.gathered_rows import WARPS
+from .tensor_memory import TensorMemory
+
+STEP_BITS = 256
 
 
 class TensorCoreMainloop(Mainloop):
@@ -25,12 +28,23 @@ class TensorCoreMainloop(Mainloop):
     Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
     """
 
+    # Warps that bring scales, and columns of tensor memory that these take.
+    scale_warps = 0
+    scale_columns = 0
+
+    def num_producers(self, gathers: Boolean) -> Int32:
+        """Threads that arrive at a full stage: TMA's, those of warps that gather rows, those of warps that bring scales."""
+        return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + WARP * self.scale_warps)
+
+    def smem_fields(self) -> dict[str, Any]:
+        """Shared memory beside the stages of A and B, by name."""
+        return {}
+
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaUmma:
-        producers = select(gathers, Int32(1 + WARP * WARPS), Int32(1))
         return pipeline.PipelineTmaUmma.create(
             barrier_storage=barriers,
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.num_producers(gathers)),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             tx_count=self.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
@@ -57,9 +71,13 @@ class TensorCoreMainloop(Mainloop):
             sm100_utils.make_smem_layout_b(mma, shape, self.dtype, self.stages),
         )
 
-    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: int = 0) -> tuple[cute.Tensor, cute.Tensor]:
-        mma = self.tiled_mma()
-        return mma.make_fragment_A(sA), mma.make_fragment_B(sB)
+    def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
+        """What MMAs read, by descriptors: of A and of B, (MMA, 1, step, stage)."""
+        mma, (a, b) = self.tiled_mma(), self.operand_layouts()
+        return (
+            mma.make_fragment_A(storage.a.get_tensor(a.outer, swizzle=a.inner)),
+            mma.make_fragment_B(storage.b.get_tensor(b.outer, swizzle=b.inner)),
+        )
 
     def accumulator_layout(self) -> cute.Layout:
         mma = self.tiled_mma()
@@ -71,32 +89,45 @@ class TensorCoreMainloop(Mainloop):
 
     @cute.jit
     def multiply(
-        self, acc: cute.Tensor, fragments: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
+        self, acc: cute.Tensor, operands: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
         state: pipeline.PipelineState,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by the MMA warp. Returns the advanced state."""
-        a, b = fragments
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             self.after_wait()
+            self.before_steps(operands, state.index)
             depth = self.depth_of(work, k_tile)
-            for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
-                tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(k_tile > 0) if k_block == 0 else True)
-                at = (None, None, k_block, state.index)
-                self._step(tiled_mma, acc, a[at], b[at], k_block * MMA_K, depth)
+            for step in cutlass.range_constexpr(self.tile.k // self.step_k):
+                tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(k_tile > 0) if step == 0 else True)
+                self._step(tiled_mma, acc, self.step_of(operands, step, state.index), step * self.step_k, depth)
             stages.consumer_release(state)
             state.advance()
         return state
 
     @cute.jit
     def _step(
-        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor,
-        first: cutlass.Constexpr[int], depth: Int32 | cutlass.Constexpr[int],
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
+        depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
         """A k-tile's MMA from column `first` on, if the k-tile is so deep."""
         if first < depth:
-            cute.gemm(tiled_mma, acc, a, b, acc)
+            cute.gemm(tiled_mma, acc, *operands, acc)
+
+    @property
+    def step_k(self) -> int:
+        """How deep an MMA is: 32 bytes."""
+        return STEP_BITS // self.dtype.width
+
+    def before_steps(self, operands: tuple, stage: Int32) -> None:
+        """What a stage's MMAs need, beside A and B."""
+
+    def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
+        """A and B of an MMA."""
+        a, b = operands
+        at = (None, None, step, stage)
+        return a[at], b[at]
 
 
 class GemmMainloop(TensorCoreMainloop, gemm.GemmMainloop):

@@ -13,6 +13,8 @@ Persistent and warp-specialised, one CTA on each SM:
                                  turns, loads (full)                    loads (empty)
     12, 13      gather rows, where they come by index
                                  ring (tile), stages (empty)            stages (full, 1 a thread)
+    14, 15      bring scales, of MXFP8 operands (block_scaled.py)
+                                 ring (tile), stages (empty)            stages (full, 1 a thread)
 
     accumulators   two in tensor memory, of tile number t that of t % 2 (tensor_memory.py).
     ring, stages, loads, turns, slots   as on Hopper (sm90/persistent.py).
@@ -64,7 +66,7 @@ class TensorMemoryGemm(PersistentGemm):
 
     def _smem_fields(self, mainloop: Any) -> dict[str, Any]:
         fields = {"accumulator_barriers": cute.struct.MemRange[Int64, NUM_BARRIERS], "tensor_memory": Int32}
-        return fields | super()._smem_fields(mainloop)
+        return fields | mainloop.smem_fields() | super()._smem_fields(mainloop)
 
     @cute.kernel
     def kernel(
@@ -82,10 +84,12 @@ class TensorMemoryGemm(PersistentGemm):
         gathers = operands.rows.address != 0
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
         has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
-        consumer_warps = 2 + has_load_warp + WARPS_PER_GROUP * NUM_ACCUMULATORS  # those of loads and of MMAs, too
+        # Beside epilogues the warps of loads, of MMAs, and those that the shape, the mainloop and the call add.
+        consumer_warps = WARPS_PER_GROUP * NUM_ACCUMULATORS + 2 + has_load_warp + mainloop.scale_warps
         consumer_warps += select(gathers, Int32(WARPS), Int32(0))
         ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, STAGES)
-        memory = TensorMemory(self.tile, storage.accumulator_barriers.data_ptr(), storage.tensor_memory.ptr)
+        barriers, place = storage.accumulator_barriers.data_ptr(), storage.tensor_memory.ptr
+        memory = TensorMemory(self.tile, barriers, place, mainloop.scale_columns)
         if warp == MMA_WARP:
             memory.make()
         slots_layout = self._staging_layout()
@@ -104,7 +108,7 @@ class TensorMemoryGemm(PersistentGemm):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        registers = budget.registers(self.gathers)
+        registers = budget.registers(self.gathers, mainloop.scale_warps > 0)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(registers.roles)
             if warp == LOAD_WARP:
@@ -115,12 +119,7 @@ class TensorMemoryGemm(PersistentGemm):
                 if const_expr(has_load_warp):
                     self._epilogue_load_role(loads, inputs, ring)
             else:
-                layout_a, layout_b = mainloop.operand_layouts()
-                views = (
-                    storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner),
-                    storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner),
-                )
-                self._multiply_role(mainloop, operands, *views, stages, ring, memory)
+                self._multiply_role(mainloop, operands, mainloop.operands_of(storage, memory), stages, ring, memory)
         elif warpgroup <= NUM_ACCUMULATORS:
             cute.arch.setmaxregister_increase(registers.epilogue)
             index, shape = warpgroup - 1, self.shape.slots
@@ -133,18 +132,33 @@ class TensorMemoryGemm(PersistentGemm):
             rank = warp - GATHERING_WARPGROUP * WARPS_PER_GROUP
             if gathers & (rank < WARPS):
                 self._gather_role(mainloop, operands, sA, sB, stages, ring, rank)
+            if const_expr(mainloop.scale_warps > 0):
+                if rank >= WARPS:
+                    self._scale_role(mainloop, operands, storage, stages, ring, rank - WARPS)
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             memory.free()
 
     @cute.jit
-    def _multiply_role(
-        self, mainloop: TensorCoreMainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: Any,
-        ring: WorkRing, memory: TensorMemory,
+    def _scale_role(
+        self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Tile by tile, each into the accumulator that is free."""
+        """Scales of rows (rank 0), of weights (1)."""
         cute.arch.griddepcontrol_wait()
-        fragments = mainloop.fragments(sA, sB)
+        ring_state, state = ring.consumer_state(), mainloop.producer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            state = mainloop.bring_scales(operands, storage, stages, state, work, rank)
+            ring_state.advance()
+            work = ring.get(ring_state)
+
+    @cute.jit
+    def _multiply_role(
+        self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
+        memory: TensorMemory,
+    ):  # fmt: skip
+        """Tile by tile, each into the accumulator that is free. `read`: what MMAs read."""
+        cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
         ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
         work = ring.get(ring_state)
@@ -153,7 +167,7 @@ class TensorMemoryGemm(PersistentGemm):
             memory.wait_empty(turn)
             acc = memory.accumulator(turn, layout)
             num_k_tiles = mainloop.num_k_tiles(operands, work)
-            stage = mainloop.multiply(acc, fragments, work, num_k_tiles, stages, stage)
+            stage = mainloop.multiply(acc, read, work, num_k_tiles, stages, stage)
             memory.commit(turn)
             ring_state.advance()
             work = ring.get(ring_state)

@@ -31,22 +31,19 @@ NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 
 
 class TensorMemory(Invariant):
-    """A CTA's two accumulators and their mbarriers.
+    """A CTA's two accumulators and their mbarriers; behind them `more` columns.
 
     full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each of a warpgroup's threads that read.
     `place`: where in shared memory the allocation writes its address.
     """
 
-    def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer):
+    def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer, more: int = 0):
         self.tile = tile
+        self.columns = 1 << (NUM_ACCUMULATORS * tile.n + more - 1).bit_length()
         self.full = barriers
         self.empty = barriers + NUM_ACCUMULATORS
         self.place = place
         self.base: Any = None
-
-    @property
-    def columns(self) -> int:
-        return NUM_ACCUMULATORS * self.tile.n
 
     @cute.jit
     def make(self):
@@ -69,6 +66,10 @@ class TensorMemory(Invariant):
     def accumulator(self, turn: Int32, layout: cute.Layout) -> cute.Tensor:
         """That of the CTA's tile number `turn`, as MMAs write it."""
         return cute.make_tensor(self.base + turn % NUM_ACCUMULATORS * self.tile.n, layout)
+
+    def behind(self, column: int, dtype: type[cutlass.Numeric]) -> cute.Pointer:
+        """A column behind the accumulators."""
+        return cute.recast_ptr(self.base + NUM_ACCUMULATORS * self.tile.n + column, dtype=dtype)
 
     def wait_empty(self, turn: Int32) -> None:
         cute.arch.mbarrier_wait(self.empty + turn % NUM_ACCUMULATORS, turn // NUM_ACCUMULATORS % 2 ^ 1)

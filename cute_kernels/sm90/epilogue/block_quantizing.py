@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...device.gmem import vector_at
 from ...quantize.float_scales import inverse_of, scale_of
-from .quantizing import BLOCK_COLS, QuantizingEpilogue, QuantizingState
+from .quantizing import QuantizingEpilogue, QuantizingState
 
 
 class BlockQuantizingEpilogue(QuantizingEpilogue):
@@ -21,6 +21,6 @@ class BlockQuantizingEpilogue(QuantizingEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, scale: Float32, row: Int32, column: Int32):
-        block = column // BLOCK_COLS
+        block = column // self.block_cols
         if block < state.pitch:
             vector_at(Float32, state.inputs.out_scale)[Int64(row) * state.pitch + block] = scale

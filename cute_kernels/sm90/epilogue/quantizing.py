@@ -1,7 +1,7 @@
-"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each 128 of a row, for FC2 to read.
+"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each block of a row, for FC2 to read.
 
-It is quantised from float32, by the rules of docs/mxfp8.md. A tile has whole blocks: 128 columns of the activation lie
-in the registers of four lanes, 32 each, for each of their two rows.
+It is quantised from float32, by the rules of docs/mxfp8.md. A tile has whole blocks: their columns of the activation
+lie in the registers of four lanes, a quarter each, for each of their two rows.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from ...device.gmem import vector_at
 from ...epilogue.activation import ActivationEpilogue
 from ...epilogue.base import ColumnSmem, WarpgroupState
+from ...epilogue.fragments import chunk_of
 from ...epilogue.shape import EpilogueShape, Smem
-from ...epilogue.sizes import ROWS, SLOTS, THREADS
-from ...formats import MXFP8_WIDE, OPERANDS
+from ...epilogue.sizes import SLOTS
+from ...formats import OPERANDS
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
 from .store import Slots
 
-BLOCK_COLS = MXFP8_WIDE.block
-BLOCK_REGS = ROWS * BLOCK_COLS // THREADS
-SCALE_COLS = MXFP8_WIDE.scale_step
-SCALES = BLOCK_COLS // SCALE_COLS
-
 
 class QuantizingState(WarpgroupState):
-    """`act_slots`: the staging slots as 128 columns of E4M3. `pitch`: scales of a row."""
+    """`act_slots`: the staging slots as columns of E4M3. `pitch`: scales of a row."""
 
     def __init__(self, inputs, slots: Slots, smem: ColumnSmem, act_slots: Slots, pitch: Int32):
         super().__init__(inputs, slots, smem)
@@ -41,21 +37,29 @@ class QuantizingState(WarpgroupState):
 
 
 class QuantizingEpilogue(ActivationEpilogue):
-    """Stores: act (E4M3), and the preactivation (16-bit) where the spec saves it."""
+    """Stores: act (E4M3), and the preactivation (16-bit) where the spec saves it.
+
+    act_cols: columns of the activation that a slot holds. block_cols: columns that share a scale.
+    """
+
+    act_cols = 128
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec)
-        self.blocks = self.part_n // BLOCK_COLS
-        self.chunks_per_slab = self.preact_chunks + self.blocks
+        self.act = OPERANDS[spec.operands].act
+        self.block_cols = self.act.block
+        self.act_chunks = self.act_n // self.act_cols
+        self.chunks_per_slab = self.preact_chunks + self.act_chunks
 
     @property
     def shape(self) -> EpilogueShape:
         shape = super().shape
-        return shape if self.spec.save_preact else replace(shape, slots=replace(shape.slots, dtype=Float8E4M3FN))
+        in_e4m3 = replace(shape.slots, dtype=Float8E4M3FN, row_bytes=self.act_cols)
+        return shape if self.spec.save_preact else replace(shape, slots=in_e4m3)
 
     def make_state(self, inputs, groups: Groups, slots: Slots, smem: Smem, ring) -> QuantizingState:
         act_slots = slots.recast(Float8E4M3FN) if self.spec.save_preact else slots
-        pitch = OPERANDS[self.spec.operands].act.num_scales(inputs.bias_size // self.parts)
+        pitch = self.act.num_scales(inputs.bias_size // self.parts)
         return QuantizingState(inputs, slots, ColumnSmem(**smem), act_slots, pitch)
 
     @cute.jit
@@ -67,26 +71,29 @@ class QuantizingEpilogue(ActivationEpilogue):
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
-        for block in cutlass.range_constexpr(self.blocks):
-            values = self._activated(state, acc, block, BLOCK_COLS, scales)
-            column = work.n_tile * self.part_n + block * BLOCK_COLS
-            self._quantize(state, values, work, row, column)
-            tile = stores[0].tile(work, row, column, cols=BLOCK_COLS)
-            state.act_slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + block) % SLOTS)
+        for chunk in cutlass.range_constexpr(self.act_chunks):
+            values = self._activated(state, acc, chunk, self.act_cols, scales)
+            column = work.n_tile * self.act_n + chunk * self.act_cols
+            for block in cutlass.range_constexpr(self.act_cols // self.block_cols):
+                of_block = chunk_of(values, block, self.block_cols)
+                self._quantize(state, of_block, work, row, column + block * self.block_cols)
+            tile = stores[0].tile(work, row, column, cols=self.act_cols)
+            state.act_slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
     def _quantize(self, state: QuantizingState, values: cute.Tensor, work: WorkTile, row: Int32, column: Int32):
-        """Multiply a block of 128 columns by what makes E4M3 numbers of it, and store its scales."""
+        """Multiply a block of columns by what makes E4M3 numbers of it, and store its scales."""
+        count = cute.size(values)
         for half in cutlass.range_constexpr(2):
             amax = Int32(0)
-            for i in cutlass.range_constexpr(BLOCK_REGS):
+            for i in cutlass.range_constexpr(count):
                 if const_expr(i // 2 % 2 == half):
                     amax = cutlass.max(amax, magnitude_of(values[i]))
             for distance in cutlass.range_constexpr(1, 3):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
             scale = self._scale_of(amax.bitcast(Float32))
             multiplier = self._multiplier_of(scale)
-            for i in cutlass.range_constexpr(BLOCK_REGS):
+            for i in cutlass.range_constexpr(count):
                 if const_expr(i // 2 % 2 == half):
                     values[i] = values[i] * multiplier
             at = row + state.row_in_slab + half * 8
@@ -103,13 +110,17 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """A scale four times: at once where the width of the rows lets the four be aligned."""
-        block = column // SCALE_COLS
+        """As many equal scales as memory holds for a block: at once where the width of the rows lets them be aligned."""
+        copies = self.act.copies
+        block = column // self.act.scale_step
         address = state.inputs.out_scale + Int64(row) * state.pitch + block
-        if state.pitch % SCALES == 0:
+        if const_expr(copies == 1):
+            if block < state.pitch:
+                vector_at(cutlass.Uint8, address)[0] = exponent.to(cutlass.Uint8)
+        elif state.pitch % copies == 0:
             if block < state.pitch:
                 vector_at(Int32, address)[0] = exponent * 0x01010101
         else:
-            for i in cutlass.range_constexpr(SCALES):
+            for i in cutlass.range_constexpr(copies):
                 if block + i < state.pitch:
                     vector_at(cutlass.Uint8, address + i)[0] = exponent.to(cutlass.Uint8)

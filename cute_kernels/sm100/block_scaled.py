@@ -1,0 +1,250 @@
+"""The mainloop of rows and weights in MXFP8: tensor cores multiply by the scales of both, block by block.
+
+A k-tile is 128 deep, so a row has four scales of it: one word. Two warps bring them, one those of rows and one those of
+weights, from where the quantiser leaves them, [rows, K / 32], through registers into shared memory: tensor memory wants
+128 rows in an order of its own (PTX ISA, "Scale factor layout", one atom):
+
+    word of row i at byte 16 (i % 32) + 4 (i / 32)
+
+So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. Rows are found as their
+group says, or by index: no scales are padded or copied for a group. `tcgen05.cp` takes an atom from shared to tensor
+memory before the stage's MMAs; both are issued by one thread, and done in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as sm100_utils
+import cutlass.utils.blockscaled_layout as blockscaled
+from cutlass import Float8E4M3FN, Float8E8M0FNU, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import tcgen05
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import run_at
+from ..device.warps import WARP
+from ..formats import MXFP8
+from ..memory.weights import GateRows, row_of
+from ..schedule.work import WorkTile
+from ..sm90.mainloop import gemm
+from ..sm90.mainloop.base import Operands
+from .mainloop import TensorCoreMainloop
+from .tensor_memory import TensorMemory
+
+FIELDS = "x_scales", "w_scales"
+# Of an atom: rows, and bytes. A row's scales of a k-tile are a word.
+ATOM_ROWS, ATOM_BYTES = 128, 512
+LINES = ATOM_ROWS // WARP
+WORD_BYTES, VECTOR_BYTES = 4, 16
+# k-tiles whose scales are on their way together: a vector of each row.
+AT_ONCE = VECTOR_BYTES // WORD_BYTES
+
+
+class Scales(NamedTuple):
+    """Where scales are: of x [rows, K / 32], of w [E, N, K / 32]; and w's rows in the order that a gated tile has."""
+
+    x: Int64
+    w: Int64
+    weight_rows: Int32
+    gate: GateRows
+
+
+class ScaleLines(Invariant):
+    """A lane's rows of an atom, and their words of the next k-tiles, on their way. pitch: scales of a row."""
+
+    def __init__(self, pitch: Int32):
+        self.pitch = pitch
+        self.begins = cute.make_rmem_tensor(LINES, Int64)
+        self.words = cute.make_rmem_tensor(LINES * AT_ONCE, Int32)
+
+    @cute.jit
+    def fetch(self, k_tile: Int32, num_k_tiles: Int32):
+        """Ask for the words of AT_ONCE k-tiles: past the last one none, past the last block 0, as of 2^-127: NaN would
+        turn the zeros there into NaN.
+        """
+        alignment = Int32(self.begins[0]) | self.pitch
+        if alignment % VECTOR_BYTES == 0:
+            for line in cutlass.range_constexpr(LINES):
+                if k_tile < num_k_tiles:
+                    vector = run_at(Int32, self.begins[line], Int64(k_tile), AT_ONCE)
+                    self._words(line).store(vector.load())
+        else:
+            for i in cutlass.range_constexpr(AT_ONCE):
+                for line in cutlass.range_constexpr(LINES):
+                    self.words[line * AT_ONCE + i] = self._word(self.begins[line], (k_tile + i) * WORD_BYTES)
+
+    def _words(self, line: int) -> cute.Tensor:
+        return cute.make_tensor(self.words.iterator + line * AT_ONCE, cute.make_layout(AT_ONCE))
+
+    @cute.jit
+    def _word(self, begin: Int64, first: Int32) -> Int32:
+        """A row's four scales from the one numbered `first` on."""
+        word = Int32(0)
+        if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
+            if first < self.pitch:
+                word = vector_at(Int32, begin + first)[0]
+        else:
+            for i in cutlass.range_constexpr(WORD_BYTES):
+                if first + i < self.pitch:
+                    scale = Int32(vector_at(Uint8, begin + first + i)[0]) & 0xFF
+                    word = word | scale << 8 * i
+        return word
+
+    def take(self) -> cute.Tensor:
+        """The words that were fetched, which the next fetch leaves alone."""
+        taken = cute.make_rmem_tensor(LINES * AT_ONCE, Int32)
+        taken.store(self.words.load())
+        return taken
+
+
+def put(words: cute.Tensor, atom: Int32, i: int) -> None:
+    """Write the i-th k-tile's words to an atom in shared memory."""
+    pointer = cute.make_ptr(
+        Int32, atom + cute.arch.lane_idx() * VECTOR_BYTES, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
+    )  # fmt: skip
+    four = cute.make_rmem_tensor(LINES, Int32)
+    for line in range(LINES):
+        four[line] = words[line * AT_ONCE + i]
+    cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout(LINES)))
+
+
+class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
+    """x and w in MXFP8, each with a scale for 32 elements of the contraction. `layout`: of a gated w's rows."""
+
+    scale_warps = len(FIELDS)
+
+    def __init__(self, *arguments: Any, layout: str):
+        super().__init__(Float8E4M3FN, *arguments)
+        self.layout = layout
+
+    @property
+    def _atoms(self) -> tuple[int, int]:
+        """Of a stage, of x and of w."""
+        return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
+
+    @property
+    def scale_columns(self) -> int:
+        """An atom's 512 bytes are 32 lanes of 4 columns, and the same in each warp's lanes."""
+        return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
+
+    @property
+    def stage_bytes(self) -> int:
+        return super().stage_bytes + sum(self._atoms) * ATOM_BYTES
+
+    def smem_fields(self) -> dict[str, Any]:
+        array, aligned = cute.struct.MemRange, cute.struct.Align
+        counts = {name: atoms * ATOM_BYTES * self.stages for name, atoms in zip(FIELDS, self._atoms, strict=True)}
+        return {name: aligned[array[Uint8, count], ATOM_BYTES] for name, count in counts.items()}
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return sm100_utils.make_blockscaled_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            self.a_major,
+            self.b_major,
+            Float8E8M0FNU,
+            MXFP8.block,
+            tcgen05.CtaGroup.ONE,
+            (self.tile.m, self.tile.n),
+        )
+
+    def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
+        """A, B, and for the scales of each: the copy, its source, its target, and tensor memory as MMAs read it."""
+        mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
+        layouts = (
+            blockscaled.make_smem_layout_sfa(mma, shape, MXFP8.block, self.stages),
+            blockscaled.make_smem_layout_sfb(mma, shape, MXFP8.block, self.stages),
+        )
+        in_tensor_memory = blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb
+        copies, column = [], 0
+        for name, layout, make_layout, atoms in zip(FIELDS, layouts, in_tensor_memory, self._atoms, strict=True):
+            smem = cute.recast_ptr(getattr(storage, name).data_ptr(), dtype=Float8E8M0FNU)
+            of_stage = make_layout(mma, shape, MXFP8.block, cute.slice_(layout, (None, None, None, 0)))
+            scales = cute.make_tensor(memory.behind(column, Float8E8M0FNU), of_stage)
+            copies.append((*_copy_of(cute.make_tensor(smem, layout), scales), scales))
+            column += atoms * ATOM_BYTES // (WARP * WORD_BYTES)
+        return *super().operands_of(storage, memory), *copies
+
+    def before_steps(self, operands: tuple, stage: Int32) -> None:
+        for copy, source, target, _ in operands[2:]:
+            cute.copy(copy, source[None, None, None, None, stage], target)
+
+    def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
+        a, b, of_a, of_b = operands
+        at, scales_at = (None, None, step, stage), (None, None, step)
+        return [a[at], of_a[3][scales_at]], [b[at], of_b[3][scales_at]]
+
+    @cute.jit
+    def bring_scales(
+        self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
+    ):  # fmt: skip
+        """All scales of one output tile, those of x (rank 0) or of w (1). Returns the advanced state."""
+        if rank == 0:
+            lines = [self._row_lines(operands, work)]
+            state = self._bring(lines, storage.x_scales.data_ptr(), operands, stages, state, work)
+        else:
+            lines = [self._weight_lines(operands, work, atom) for atom in range(self._atoms[1])]
+            state = self._bring(lines, storage.w_scales.data_ptr(), operands, stages, state, work)
+        return state
+
+    def _pitch(self, operands: Operands) -> Int32:
+        return MXFP8.num_scales(cute.size(operands.a, mode=[1]))
+
+    @cute.jit
+    def _row_lines(self, operands: Operands, work: WorkTile):
+        """A lane's rows of x. Past the group's end they are never stored, and the last one's will do."""
+        lines = ScaleLines(self._pitch(operands))
+        for line in cutlass.range_constexpr(LINES):
+            row = cutlass.min(work.row + line * WARP + cute.arch.lane_idx(), work.group_end - 1)
+            if operands.rows.address != 0:
+                row = operands.rows.clamped(operands.rows.index_of(row))
+            lines.begins[line] = operands.scales.x + Int64(row) * lines.pitch
+        return lines
+
+    def _weight_lines(self, operands: Operands, work: WorkTile, atom: int) -> ScaleLines:
+        """A lane's rows of an expert's weights, as the tile has them. Past the last one that one's will do."""
+        lines, scales = ScaleLines(self._pitch(operands)), operands.scales
+        half = scales.weight_rows // self.parts
+        for line in range(LINES):
+            place = atom * ATOM_ROWS + line * WARP + cute.arch.lane_idx()
+            part, column = place // self.part_n, work.n_tile * self.part_n + place % self.part_n
+            row = column if self.parts == 1 else row_of(self.layout, scales.gate, column, part, half)
+            row = cutlass.min(row, scales.weight_rows - 1)
+            lines.begins[line] = scales.w + (Int64(work.expert) * scales.weight_rows + row) * lines.pitch
+        return lines
+
+    @cute.jit
+    def _bring(
+        self, lines: list[ScaleLines], to: cute.Pointer, operands: Operands, stages: Any,
+        state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        """The atoms of all k-tiles, while the next ones are on their way. Returns the advanced state."""
+        count, first = self.num_k_tiles(operands, work), Int32(to.toint())
+        for each in lines:
+            each.fetch(Int32(0), count)
+        for k_tile in cutlass.range(0, count, AT_ONCE, unroll=1):
+            taken = [each.take() for each in lines]
+            for each in lines:
+                each.fetch(k_tile + AT_ONCE, count)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                if k_tile + i < count:
+                    stages.sync_object_empty.wait(state.index, state.phase)
+                    for number, words in enumerate(taken):
+                        put(words, first + (state.index * len(taken) + number) * ATOM_BYTES, i)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
+                    state.advance()
+        return state
+
+
+def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
+    """How `tcgen05.cp` copies a stage's scales, each atom to the lanes of all four warps."""
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
+    source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)
+    copy = tcgen05.make_s2t_copy(atom, target)
+    part = copy.get_slice(0)
+    return copy, tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source)), part.partition_D(target)

@@ -1,0 +1,10 @@
+"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each 32 of a row."""
+
+from __future__ import annotations
+
+from ...sm90.epilogue import quantizing
+
+
+class QuantizingEpilogue(quantizing.QuantizingEpilogue):
+    # Of a gated tile of 128 weight rows: all there are.
+    act_cols = 64

@@ -1,0 +1,11 @@
+"""act = grouped_glu(x, w) of x and w in MXFP8: an activation in MXFP8."""
+
+from ...sm90.stages.glu_mxfp8 import Glu
+from ...specs import GroupedGluSpec
+from ...tracing import DTYPES, Traced, traced
+from ..epilogue.quantizing import QuantizingEpilogue
+from ..grouped_gemm import GroupedMxfp8Gemm
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return traced(spec, Glu(GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))))

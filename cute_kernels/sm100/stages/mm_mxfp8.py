@@ -1,0 +1,11 @@
+"""y = grouped_mm(x, w) of x and w in MXFP8, with plain scales, [T, K / 32] and [E, N, K / 32]."""
+
+from ...epilogue.activation import LinearEpilogue
+from ...sm90.stages.mm_mxfp8 import Mm
+from ...specs import GroupedMmSpec
+from ...tracing import DTYPES, Traced, traced
+from ..grouped_gemm import GroupedMxfp8Gemm
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return traced(spec, Mm(GroupedMxfp8Gemm(spec, LinearEpilogue(DTYPES[spec.dtype], spec.tile))))
