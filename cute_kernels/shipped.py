@@ -101,6 +101,35 @@ def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig
     return specs
 
 
+def fp8_specs(
+    arch: str, operands: str, tiles: Sequence[TileConfig], second_tile: Callable[[TileConfig], TileConfig],
+    glu_form: Callable[..., tuple[str, str]], quantized: Sequence[bool],
+) -> list[Spec]:  # fmt: skip
+    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit. quantized: whether x may come so."""
+    specs: list[Spec] = []
+    for tile, dtype in product(tiles, DTYPES):
+        fc2 = GroupedMmSpec(dtype, False, second_tile(tile), arch, operands)
+        specs.append(fc2)
+        for form in glu_forms(glu_form, operands, tile):
+            fc1 = GroupedGluSpec(dtype, *form, False, tile, arch, operands)
+            specs += [GroupedMlpSpec(fc1, fc2, one) for one in quantized]
+    return specs
+
+
+def fp8_training_specs(
+    arch: str, operands: str, tile: TileConfig, dglu: TileConfig, glu_form: Callable[..., tuple[str, str]]
+) -> list[Spec]:
+    """Every forward that saves its preactivation, and every data path of a backward, of FP8 rows and weights."""
+    specs: list[Spec] = []
+    for dtype, form in product(DTYPES, glu_forms(glu_form, operands, tile, save_preact=True)):
+        fc1 = GroupedGluSpec(dtype, *form, True, tile, arch, operands)
+        specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, tile, arch, operands)))
+    for dtype, (activation, layout) in product(DTYPES, activation_forms()):
+        for dgrad in (None, tile):
+            specs.append(GroupedDgluSpec(dtype, activation, layout, dglu, dgrad, arch, operands))
+    return specs
+
+
 def decoded_specs(
     arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
 ) -> list[Spec]:

@@ -132,6 +132,10 @@ class Epilogue(KernelEpilogue):
         )  # fmt: skip
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
+    def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
+        """Columns of an output of `dtype` that are stored at a time."""
+        return self.shape.slots.columns(dtype)
+
     def kernel_inputs(self, inputs: Any) -> Any:
         """Host side: the epilogue's inputs as the kernel takes them."""
         return inputs

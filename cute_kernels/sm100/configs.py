@@ -1,6 +1,6 @@
 """The specs that a bundle of Blackwell's own kernels ships. Plain Python, which imports no compiler.
 
-GEMMs of 16-bit operands are of this folder; those that decode weights are the portable ones, on their tiles.
+GEMMs of 16-bit operands and of MXFP8 are of this folder; those that decode weights are portable ones, on their tiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from ..shipped import (
     decoded_specs,
     demo_specs,
     forward_specs,
+    fp8_specs,
+    fp8_training_specs,
     layer_specs,
     mhc_specs,
     quantizing_specs,
@@ -26,8 +28,15 @@ SMALL = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
 TILES = (LARGE, SMALL)
 # Slots of preactivations and their gradients take the shared memory of a stage.
 BACKWARD = SMALL
+# Columns behind two accumulators of 256 there are none for scales.
+LARGE8 = TileConfig(m=128, n=128, k=128, schedule="tensor_memory")
 
 glu_form = portable.glu_form
+
+
+def second_tile(first: TileConfig) -> TileConfig:
+    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    return first
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
@@ -35,6 +44,8 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, BACKWARD, (LARGE,)) + quantizing_specs(arch)
+    specs += fp8_specs(arch, "mxfp8_blocks", (LARGE8,), second_tile, glu_form, (False, True))
+    specs += fp8_training_specs(arch, "mxfp8_blocks", LARGE8, LARGE8, glu_form)
     specs += decoded_specs(arch, portable.TILES, glu_form, portable.LARGE) + mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 

@@ -28,7 +28,7 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> BoxStore:
-        return make_store(view, self.shape.slots.columns(view.element_type))
+        return make_store(view, self.epilogue.store_columns(view.element_type))
 
 
 class GroupedMxfp8Gemm(GroupedGemm):

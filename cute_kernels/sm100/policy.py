@@ -1,4 +1,4 @@
-"""What Blackwell answers for itself (`arch.Room`): two tiles of 16-bit operands, by rules that no GPU has measured."""
+"""What Blackwell answers for itself (`arch.Room`): tiles by rules that no GPU has measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from ..formats import OPERANDS
 from ..portable import policy as portable
 from ..tiles import SpecError, TileConfig
 from .budget import check as check
-from .configs import BACKWARD, LARGE, SMALL, TILES
+from .configs import BACKWARD, LARGE, LARGE8, SMALL, TILES
 from .configs import glu_form as glu_form
+from .configs import second_tile as second_tile
 from .gemm_policy import gemm_policy as gemm_policy
 
 MEASURED = Path(__file__).with_name("measured.json")
@@ -26,6 +27,8 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
     if _is_portable(problem) or problem.op.startswith("quantize"):
         return portable.tiles(problem)
+    if OPERANDS[problem.operands].multiplies_blocks:
+        return (LARGE8,)
     if problem.op == "grouped_wgrad":
         return (LARGE,)
     return (BACKWARD,) if problem.op == "grouped_dglu" else TILES
@@ -56,11 +59,6 @@ def advice(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def second_tile(first: TileConfig) -> TileConfig:
-    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
-    return first
-
-
 def time_us(gemm: Gemm, tile: TileConfig) -> float:
     """Elements of the tiles that cover a GEMM, as an order of tiles: no GPU has told a time."""
     return portable.time_us(gemm, tile)
@@ -70,12 +68,12 @@ even_us = time_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
-    return TILES if bits == 16 else ()
+    return TILES if bits == 16 else (LARGE8,)
 
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
-    """Raises SpecError where it is none of TILES."""
-    known = {(tile.m, tile.n, tile.k): tile for tile in TILES}
+    """Raises SpecError where it is none of those that ship."""
+    known = {(tile.m, tile.n, tile.k): tile for tile in (*TILES, LARGE8)}
     if shape not in known or cluster != (1, 1):
         raise SpecError(f"a tile of {shape} in a cluster of {cluster!r}: choose one of {sorted(known)}, cluster (1, 1)")
     return known[shape]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
-    activation_forms,
     adapted,
     backward_specs,
     decoded_specs,
     demo_specs,
     folding_specs,
     forward_specs,
-    glu_forms,
+    fp8_specs,
+    fp8_training_specs,
     layer_specs,
     mhc_specs,
     quantizing_specs,
@@ -25,10 +24,7 @@ from ..specs import (
     GATED,
     GLU_LAYOUTS,
     DgluSpec,
-    GroupedDgluSpec,
     GroupedGluSpec,
-    GroupedMlpSpec,
-    GroupedMmSpec,
     Spec,
     form_of_several,
     is_gated,
@@ -160,30 +156,7 @@ def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
 def _all_specs() -> list[Spec]:
     specs = forward_specs(ARCH, TILES, glu_form) + backward_specs(ARCH, LARGE, WGRAD_TILES) + quantizing_specs(ARCH)
     specs += folding_specs(ARCH)
-    specs += [*fp8_specs("mxfp8", (False, True)), *mxfp8_training_specs(), *fp8_specs("fp8_block", (False,))]
+    specs += fp8_specs(ARCH, "mxfp8", TILES8, second_tile, glu_form, (False, True))
+    specs += fp8_training_specs(ARCH, "mxfp8", LARGE8, DGLU8, glu_form)
+    specs += fp8_specs(ARCH, "fp8_block", TILES8, second_tile, glu_form, (False,))
     return specs + decoded_specs(ARCH, TILES_W8, glu_form, DGRAD_W) + mhc_specs(ARCH) + layer_specs(ARCH)
-
-
-def fp8_specs(operands: str, quantized: Sequence[bool]) -> list[Spec]:
-    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit. quantized: whether x may come so."""
-    specs: list[Spec] = []
-    for tile, dtype in product(TILES8, DTYPES):
-        fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=operands)
-        specs.append(fc2)
-        for form in glu_forms(glu_form, operands, tile):
-            fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=operands)
-            specs += [GroupedMlpSpec(fc1, fc2, one) for one in quantized]
-    return specs
-
-
-def mxfp8_training_specs() -> list[Spec]:
-    """Every forward that saves its preactivation, and every data path of a backward."""
-    mxfp8 = "mxfp8"
-    specs: list[Spec] = []
-    for dtype, form in product(DTYPES, glu_forms(glu_form, mxfp8, LARGE8, save_preact=True)):
-        fc1 = GroupedGluSpec(dtype, *form, True, LARGE8, operands=mxfp8)
-        specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, LARGE8, operands=mxfp8)))
-    for dtype, (activation, layout) in product(DTYPES, activation_forms()):
-        for dgrad in (None, LARGE8):
-            specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, dgrad, operands=mxfp8))
-    return specs

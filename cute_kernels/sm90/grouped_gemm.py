@@ -57,7 +57,7 @@ class GroupedGemm(PersistentGemm):
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> RaggedStore:
-        return make_store(view, cols=self.shape.slots.columns(view.element_type))
+        return make_store(view, cols=self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Any:
         """Host side: where the mainloop finds the scales that it multiplies by."""

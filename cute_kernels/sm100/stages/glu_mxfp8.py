@@ -1,6 +1,6 @@
-"""act = grouped_glu(x, w) of x and w in MXFP8: an activation in MXFP8."""
+"""act = grouped_glu(x, w) of x and w in MXFP8: an activation in MXFP8, alone or with its preactivation."""
 
-from ...sm90.stages.glu_mxfp8 import Glu
+from ...sm90.stages.glu_mxfp8 import Glu, GluPreact
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.quantizing import QuantizingEpilogue
@@ -8,4 +8,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    return traced(spec, Glu(GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))))
+    gemm = GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+    return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

@@ -57,8 +57,11 @@ class QuantizingEpilogue(ActivationEpilogue):
         in_e4m3 = replace(shape.slots, dtype=Float8E4M3FN, row_bytes=self.act_cols)
         return shape if self.spec.save_preact else replace(shape, slots=in_e4m3)
 
+    def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
+        return self.act_cols if dtype is Float8E4M3FN else super().store_columns(dtype)
+
     def make_state(self, inputs, groups: Groups, slots: Slots, smem: Smem, ring) -> QuantizingState:
-        act_slots = slots.recast(Float8E4M3FN) if self.spec.save_preact else slots
+        act_slots = slots.recast(Float8E4M3FN, self.act_cols) if self.spec.save_preact else slots
         pitch = self.act.num_scales(inputs.bias_size // self.parts)
         return QuantizingState(inputs, slots, ColumnSmem(**smem), act_slots, pitch)
 

@@ -83,11 +83,14 @@ class Slots(slots.Slots):
         mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
-    def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
-        """The same slots for elements of another width."""
-        layout = smem_layout(dtype, cute.size(self.smem, mode=[2]))
+    def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
+        """The same slots for elements of another width, all that they hold or `cols` columns."""
+        count, most = cute.size(self.smem, mode=[2]), columns(dtype)
+        parts = () if cols in (None, most) else (most // cols,)
+        layout = smem_layout(dtype, *parts, count, cols=cols)
         smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
-        return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
+        slots = smem[None, None, 0, None] if parts else smem
+        return type(self)(slots, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
 
     def sync(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)

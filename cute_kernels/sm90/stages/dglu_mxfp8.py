@@ -14,9 +14,9 @@ from ..grouped_gemm import GroupedFp8Gemm
 
 
 class Dglu:
-    def __init__(self, spec: DgluSpec):
+    def __init__(self, spec: DgluSpec, gemm: GroupedFp8Gemm):
         self.tile = spec.tile
-        self.gemm = GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))
+        self.gemm = gemm
 
     @cute.jit
     def __call__(
@@ -35,4 +35,4 @@ class Dglu:
 
 
 def trace(spec: DgluSpec) -> Traced:
-    return traced(spec, Dglu(spec))
+    return traced(spec, Dglu(spec, GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))
