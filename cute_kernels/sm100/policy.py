@@ -47,8 +47,10 @@ def ruled(problem: Problem) -> TileConfig:
 
 
 def reasons(problem: Problem, tile: TileConfig) -> Reasons:
-    if _is_portable(problem) or not rows_decide(problem):
+    if _is_portable(problem):
         return portable.reasons(problem, tile)
+    if not rows_decide(problem):
+        return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
     limits = {SMALL: f"at most {MOST_ROWS}", LARGE: f"more than {MOST_ROWS}"}
     (other,) = (each for each in TILES if each is not tile)
     why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"

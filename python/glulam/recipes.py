@@ -8,14 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from cute_kernels.architectures import ARCHS
 from cute_kernels.formats import OPERANDS
 
-from .calls.checks import PLAIN_RECIPE
+from .calls.checks import PLAIN_RECIPE, runs_kernels
 from .formats.form import Form
 from .formats.fp8_block.form import FP8_BLOCK, FP8_BLOCK_IN_BF16, FP8_ROWS, Fp8Rows
 from .formats.mxfp4.form import MXFP4
-from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, FOLDED_ROWS, Rows
+from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, COLUMN_BLOCKS, FOLDED_COLUMNS, FOLDED_ROWS, Rows
 from .formats.nvfp4.form import NVFP4
+from .host import device as gpus
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Recipe:
         operands: what FC1 multiplies, as of `cute_kernels.specs.OPERANDS`; fc2_operands: FC2.
         x, activation, weights: what each is multiplied as; None: 16-bit, as it is. x is quantised at each call, unless
             it is given so, the activation by the kernel that makes it, from float32, and weights once for each version.
+        gradient_weights: what data gradients multiply weights as, where they are not what forward reads.
         dtypes: of x, biases and the result, on a GPU; the CPU reference takes float32 and float64 as well.
         trains: whether weights in 16 bits have gradients.
     """
@@ -37,6 +42,7 @@ class Recipe:
     x: Rows | Fp8Rows | None = None
     activation: Rows | Fp8Rows | None = None
     weights: Form | None = None
+    gradient_weights: Form | None = None
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     trains: bool = False
 
@@ -50,9 +56,13 @@ class Recipe:
 
 
 BF16 = Recipe(PLAIN_RECIPE, "16bit", "16bit", trains=True)
-MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, trains=True)
+MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, FOLDED_COLUMNS, trains=True)
+# What Blackwell's tensor cores multiply, by the scales of both operands.
+MXFP8_BLOCKS = Recipe("mxfp8_blocks", "mxfp8_blocks", "mxfp8_blocks", BY_32, BY_32, BLOCKS, COLUMN_BLOCKS, trains=True)
 # 2^e beyond float16's range would have to saturate, so that weights are decoded to bfloat16 alone.
-MXFP8_EXACT = Recipe("mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, ("bfloat16",))
+MXFP8_EXACT = Recipe(
+    "mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, dtypes=("bfloat16",)
+)  # fmt: skip
 FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, FP8_BLOCK)
 
 
@@ -71,6 +81,7 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         BF16,
         MXFP8,
+        MXFP8_BLOCKS,
         MXFP8_EXACT,
         MXFP8_WEIGHT_ONLY,
         MXFP4_WEIGHT_ONLY,
@@ -93,6 +104,15 @@ def find(op: str, recipe: Any) -> Recipe:
     if isinstance(recipe, Recipe) and recipe == RECIPES.get(recipe.name):
         return RECIPES[recipe.name]
     raise ValueError(f"{op}: recipe is {recipe!r}; choose one of {', '.join(RECIPES)}")
+
+
+def on_device(recipe: Recipe, x: Any) -> Recipe:
+    """The recipe by which the GPU of x multiplies what a recipe says: `Architecture.recipes`. Itself on the CPU."""
+    data = x if isinstance(x, Tensor) else getattr(x, "data", None)
+    if not isinstance(data, Tensor) or not runs_kernels(data):
+        return recipe
+    names = ARCHS[gpus.gpu(data.get_device()).arch].recipes
+    return RECIPES[names.get(recipe.name, recipe.name)]
 
 
 def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int) -> None:

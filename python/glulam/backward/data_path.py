@@ -26,7 +26,7 @@ from ..ops.grouped_wgrad import GroupedWgradCall
 from ..ops.mlp_training import (
     SMALL_BYTES,
     DataGradients,
-    FoldsColumns,
+    PreparesColumns,
     GradientsCall,
     Mxfp8ForwardCall,
     Mxfp8GradientsCall,
@@ -304,7 +304,7 @@ class QuantisedPath(DataPath):
 
     need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
     copies_forward = False
-    gradients_kind = FoldsColumns
+    gradients_kind = PreparesColumns
 
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None

@@ -130,7 +130,8 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
     lines = [f"if {when}:", f"    found = {found}"]
     if "recipe" not in parameters:
         return [*lines, *indented(leave)]
-    return [*lines, "    if found is not plain:", *indented(indented(leave)), "    recipe = plain.name"]
+    here = ["found = on_device(found, x)"]
+    return [*lines, "    if found is not plain:", *indented(indented([*here, *leave])), "    recipe = plain.name"]
 
 
 def _front(
@@ -188,7 +189,7 @@ def operator(
             quantized.operator, kind.quantized = staticmethod(inner), quantized
             lines = [*quantized_text_of(quantized, list(parameters), when, recipe), *lines]
             names.update(
-                quantized=inner, unwrap=quantized.unwrap, classes=quantized.classes,
+                quantized=inner, unwrap=quantized.unwrap, on_device=quantized.on_device, classes=quantized.classes,
                 known_recipes=quantized.recipes, recipe_of=functools.partial(quantized.recipe_of, kind.op),
                 plain=quantized.recipe_of(kind.op, PLAIN_RECIPE),
             )  # fmt: skip

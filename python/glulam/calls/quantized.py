@@ -49,6 +49,11 @@ class Quantized(Call):
         """The recipe that a name stands for. Raises ValueError."""
         raise NotImplementedError
 
+    @staticmethod
+    def on_device(recipe: Any, x: Any) -> Any:
+        """The recipe by which the device of x multiplies what a recipe says."""
+        return recipe
+
     @property
     def is_frozen(self) -> bool:
         """Whether arguments other than weights are trained through weights that never are."""
@@ -87,6 +92,7 @@ class Quantized(Call):
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, of the public ones by name; those that are not given are None."""
+        recipe = cls.on_device(recipe, public["x"])
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}
         return {name: known.get(name) for name in cls.names}

@@ -2,8 +2,8 @@
 
 In 16 bits they are launches of planned steps alone (`backward.data_path`), `step` their grouped_mlp's problem. Those in
 MXFP8 are operators as well, of torch's too, so that a trace sees each as one, but no part of the public interface: they
-take the weights that are trained, in 16 bits or float32, and prepare them themselves: forward folds rows, backward
-folds columns.
+take the weights that are trained, in 16 bits or float32, and prepare them themselves: forward along rows, backward
+along columns.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..calls.front import operator
 from ..calls.launch import BYTES, MATRIX, Line, Made
 from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
+from ..formats.form import Form
 from ..formats.mlp_reference import Weight
-from ..formats.mxfp8.forms import FOLDED_COLUMNS, FOLDED_ROWS
 from ..formats.scaled import Parts
 from ..host import workspace
 from ..recipes import Recipe
@@ -50,22 +50,26 @@ class DataGradients(NamedTuple):
     d_row_scale: Tensor | None = None
 
 
-def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
+def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
     """Weights as forward reads them. `trained`: whether one is; see `PreparedWeights.get`."""
-    get = prepared.PREPARED.get
-    return get(FOLDED_ROWS, Parts(w1), trained), get(FOLDED_ROWS, Parts(w2), trained)
+    form, get = _form(recipe, "weights"), prepared.PREPARED.get
+    return get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
 
-def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
+def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
     """Weights as data gradients read them; w1 is None where dx is not wanted."""
-    get = prepared.PREPARED.get
-    first = None if w1 is None else get(FOLDED_COLUMNS, Parts(w1), trained)
-    return first, get(FOLDED_COLUMNS, Parts(w2), trained)
+    form, get = _form(recipe, "gradient_weights"), prepared.PREPARED.get
+    return None if w1 is None else get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
 
-_FOLDED = {
-    "w1": "folded_w1.data", "w1_scale": "folded_w1.scale.data_ptr()",
-    "w2": "folded_w2.data", "w2_scale": "folded_w2.scale.data_ptr()",
+def _form(recipe: str, which: str) -> Form:
+    form: Form = getattr(recipes.RECIPES[recipe], which)
+    return form
+
+
+_READ = {
+    "w1": "read_w1.data", "w1_scale": "read_w1.scale.data_ptr()",
+    "w2": "read_w2.data", "w2_scale": "read_w2.scale.data_ptr()",
 }  # fmt: skip
 
 
@@ -92,7 +96,7 @@ class KeepsPreact(Call):
         return super().memory(problem) if self.is_small else []
 
 
-class FoldsRows(Call):
+class PreparesRows(Call):
     """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
     tabled = ()  # a launch looks prepared weights up
@@ -102,25 +106,26 @@ class FoldsRows(Call):
         return training_parts(self.step).forward
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
+        read = functools.partial(weights_forward, self.recipe)
+        return {**super().constants(problem), "trained": self.trained, "weights_forward": read}
 
     def before(self, problem: Problem) -> tuple[Line, ...]:
-        return (Line("folded_w1, folded_w2 = folded_rows(w1, w2, trained)"),)
+        return (Line("read_w1, read_w2 = weights_forward(w1, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
-        return _FOLDED
+        return _READ
 
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
     """The kind of calls that are like those of an MLP or a layer, and keep h."""
-    how = FoldsRows if issubclass(kind, QuantizedMlpCall) else KeepsPreact
+    how = PreparesRows if issubclass(kind, QuantizedMlpCall) else KeepsPreact
     made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
     made.declare(kind.names)
     return made
 
 
-class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
+class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
     """The result and h, a part of a step, which has no gradient of its own."""
 
     torch_op = "grouped_mlp_mxfp8_preact"
@@ -136,14 +141,15 @@ class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
         return returned if self.out is None else (self.out, returned)
 
     def check(self) -> Problem:
-        return changed(super(FoldsRows, self).check(), save_preact=True)
+        return changed(super(PreparesRows, self).check(), save_preact=True)
 
     def prepared(self) -> Any:
         return super(QuantizedMlpCall, self).prepared()
 
     def reference(self, problem: Problem) -> Any:
         out, preact = self.results(problem)
-        first, second = (Weight(FOLDED_ROWS, parts) for parts in folded_rows(self.w1, self.w2, self.trained))
+        read = weights_forward(self.recipe, self.w1, self.w2, self.trained)
+        first, second = (Weight(_form(self.recipe, "weights"), parts) for parts in read)
         mlp_reference.grouped_mlp(
             recipes.RECIPES[self.recipe], self.taken(), (first, second), self.host_ends(), (self.b1, self.b2),
             self.row_scale, self.function, out, preact,
@@ -220,7 +226,7 @@ def _gathered(*names: str) -> Any:
     return lambda *values: DataGradients(**dict(zip(fields, values, strict=True)))
 
 
-class FoldsColumns(GradientsCall):
+class PreparesColumns(GradientsCall):
     """The same in MXFP8. `trained`: whether a weight is."""
 
     tabled = ()
@@ -232,17 +238,18 @@ class FoldsColumns(GradientsCall):
         return {**quantised, **super().scratch_of(problem)}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "trained": self.trained, "folded_columns": folded_columns}
+        read = functools.partial(weights_backward, self.recipe)
+        return {**super().constants(problem), "trained": self.trained, "weights_backward": read}
 
     def before(self, problem: Problem) -> tuple[Line, ...]:
         w1 = "w1" if self.input_grad else "None"
-        return (Line(f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)"),)
+        return (Line(f"read_w1, read_w2 = weights_backward({w1}, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
-        return _FOLDED
+        return _READ
 
 
-class Mxfp8GradientsCall(FoldsColumns):
+class Mxfp8GradientsCall(PreparesColumns):
     """The same as an operator, of rows."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
@@ -284,8 +291,9 @@ class Mxfp8GradientsCall(FoldsColumns):
         results: DataGradients = self.results(problem)
         if self.out is not None:
             self.out.zero_()
-        folded = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
-        w1, w2 = folded[0] and Weight(FOLDED_COLUMNS, folded[0]), Weight(FOLDED_COLUMNS, folded[1])
+        form = _form(self.recipe, "gradient_weights")
+        first, second = weights_backward(self.recipe, self.w1 if self.input_grad else None, self.w2, self.trained)
+        w1, w2 = first and Weight(form, first), Weight(form, second)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         mlp_reference.data_gradients(
             recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale,
@@ -307,7 +315,7 @@ class WeightGradientCall(GroupedWgradCall):
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")
 _OPTIONS = ("activation", "glu_layout", "numbers", "row_scale_grad", "input_grad")
-for _kind in (GradientsCall, FoldsColumns):
+for _kind in (GradientsCall, PreparesColumns):
     _kind.declare((*_OF_ROWS, *_OPTIONS, "out"))
 WeightGradientCall.declare(GroupedWgradCall.names)
 

@@ -89,8 +89,11 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
         )
     if x.axis != "row":
         raise ValueError(f"{op}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
-    if recipe.x.block == "1x32":  # kernels read its values in 16 bits, which hold them exactly
+    if not OPERANDS[recipe.operands].has_scaled_rows:  # kernels read its values in 16 bits, which hold them exactly
         return x.dequantize(dtype), None, None
+    if recipe.x.block == "1x32":  # which a scale for 128 elements, four times, is as well
+        x = x.plain()
+        return x.data, x.scale, dtype
     if x.block == "1x128" and x.scale_layout == "plain":
         return x.data, x.scale, dtype
     wide = rebase_mxfp8(x.plain()) if x.shape[0] else x.plain()
@@ -116,6 +119,7 @@ class QuantizedMlpCall(Quantized):
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
     ready, ready_as = staticmethod(ready), READY_AS
+    on_device = staticmethod(recipes.on_device)
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     @property

@@ -85,7 +85,18 @@ class Folded(Blocks):
         return data.float() * scales_of(parts.scale[expert].view(torch.uint8))[:, None]
 
 
-BLOCKS = Blocks()
+@dataclasses.dataclass(frozen=True)
+class ColumnBlocks(Blocks):
+    """The same of a transposed weight, [E, K, N], whose scales run along N: what a data gradient contracts."""
+
+    name = "mxfp8-col"
+    classes = ()
+
+    def made(self, parts: Parts, report: bool) -> Parts:
+        return self.quantized([matrix.mT for matrix in parts.data])
+
+
+BLOCKS, COLUMN_BLOCKS = Blocks(), ColumnBlocks()
 FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
 
 
