@@ -24,7 +24,8 @@ from glulam.validate.grouped import UNREACHED
 from glulam.validate.inputs import Size, routings, rows_of, total_rows, weights_of
 from glulam.validate.trial import Given, Trial, gradients
 
-MXFP8 = "mxfp8"
+MXFP8, MXFP8_BLOCKS = "mxfp8", "mxfp8_blocks"
+"""Operands. A GPU that multiplies by scales takes the latter for recipe "mxfp8"."""
 TOLERANCE = 5e-2
 """Tolerance of results that were rounded to MXFP8 twice: a value between two numbers may become either."""
 
@@ -40,9 +41,9 @@ def all_trials_of(spec: Spec, size: Size) -> Iterator[Trial]:
 
 
 def _more(spec: Spec, size: Size) -> Iterator[Trial]:
-    if isinstance(spec, GroupedMlpSpec) and spec.fc1.operands == MXFP8:
+    if isinstance(spec, GroupedMlpSpec) and spec.fc1.operands in (MXFP8, MXFP8_BLOCKS):
         yield from _training(spec, size, (spec.fc1.activation, spec.fc1.glu_layout))
-    elif isinstance(spec, GroupedDgluSpec) and spec.operands == MXFP8:
+    elif isinstance(spec, GroupedDgluSpec) and spec.operands in (MXFP8, MXFP8_BLOCKS):
         yield from _training(spec, size, (spec.activation, spec.glu_layout))
     elif isinstance(spec, FoldMxfp8Spec):
         yield from _training(spec, size, ("swiglu", "concat"))
