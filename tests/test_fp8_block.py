@@ -19,7 +19,7 @@ from support.routing import catalogue
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam import FP8BlockTensor, MXFP8Tensor, mxfp8_of_square_blocks, quantize_fp8_block
 from glulam.formats.fp8_block.form import FP8_ROWS

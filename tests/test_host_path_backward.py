@@ -12,7 +12,8 @@ from support.fake_gpu import FakeGpu
 from support.inputs import Case, gradient, make_case, preactivation
 
 import glulam
-from cute_kernels.sm90.configs import LARGE, WGRAD, activation_forms
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import LARGE, WGRAD
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedWgradSpec
 from glulam.host import workspace
 

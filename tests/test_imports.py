@@ -79,7 +79,8 @@ def test_every_architecture_answers_for_itself(name: str) -> None:
         ((8, 6), ["sm_86", "sm_80"]),
         ((8, 9), ["sm_89", "sm_86", "sm_80"]),
         ((9, 0), ["sm_90a", "sm_90"]),
-        ((10, 3), ["sm_100"]),
+        ((10, 0), ["sm_100a", "sm_100"]),
+        ((10, 3), ["sm_103a", "sm_100"]),
         ((12, 1), ["sm_120"]),
         ((7, 5), []),
     ],
@@ -88,7 +89,12 @@ def test_a_gpu_is_served_by_the_best_architecture(device: tuple[int, int], best:
     assert list(serving(device)) == best
 
 
-def test_the_folder_of_an_architecture_is_imported_by_itself_alone() -> None:
+BUILDS_ON = {"cute_kernels.sm100": ("cute_kernels.sm90", "cute_kernels.portable")}
+"""Folders of architectures whose GEMMs are made of other folders' parts: Blackwell's load and store as Hopper's do, and
+those that decode weights are portable ones."""
+
+
+def test_the_folder_of_an_architecture_is_imported_by_itself_and_what_builds_on_it() -> None:
     """Who wants one asks by name, as `room` does."""
     known = modules("cute_kernels", Path(cute_kernels.__file__).parent)
     folders = {f"cute_kernels.{folder}" for folder in {one.folder for one in ARCHS.values()}}
@@ -96,7 +102,11 @@ def test_the_folder_of_an_architecture_is_imported_by_itself_alone() -> None:
     pairs = {(name, other) for name, file in known.items() for other in imported(name, file, known)}
     inside = {(name, other) for name, other in pairs if folder_of[other] in folders}
     assert folders <= set(folder_of.values()) and {folder_of[name] for name, _ in inside} >= folders
-    assert not [f"{name} imports {other}" for name, other in inside if folder_of[name] != folder_of[other]]
+    assert not [
+        f"{name} imports {other}"
+        for name, other in inside
+        if folder_of[other] not in (folder_of[name], *BUILDS_ON.get(folder_of[name], ()))
+    ]
 
 
 def test_no_kernel_is_made_of_a_policy() -> None:

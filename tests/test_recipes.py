@@ -26,16 +26,8 @@ from support.routing import catalogue
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import (
-    LARGE8,
-    LARGE_W8,
-    MEDIUM_W8,
-    SMALL8,
-    SMALL_W8,
-    TINY_W8,
-    activation_forms,
-    second_tile,
-)
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import LARGE8, LARGE_W8, MEDIUM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, recipes
 from glulam.formats import prepared as prepared_weights
@@ -363,7 +355,7 @@ class TestRecipes:
     @pytest.mark.parametrize("bad", ["fp8", None, 3, ["mxfp8"], "MXFP8"])
     def test_unknown(self, bad: Any) -> None:
         c = case()
-        with pytest.raises(ValueError, match=r"recipe is .*choose one of bf16, mxfp8, mxfp8_exact"):
+        with pytest.raises(ValueError, match=r"recipe is .*choose one of bf16, mxfp8, mxfp8_blocks, mxfp8_exact"):
             glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=bad)
         with pytest.raises(ValueError, match=r"GroupedMLP: recipe is"):
             glulam.nn.GroupedMLP(2, 64, 32, recipe=bad)

@@ -119,8 +119,12 @@ def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
         "nvfp4_weight_only",
         "fp8_block_weight_only",
     )
-    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8", "fp8_block"]
-    assert [name for name, operands in OPERANDS.items() if operands.trains] == ["16bit", "mxfp8"]
+    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == [
+        "mxfp8",
+        "mxfp8_blocks",
+        "fp8_block",
+    ]
+    assert [name for name, operands in OPERANDS.items() if operands.trains] == ["16bit", "mxfp8", "mxfp8_blocks"]
     follows = {name: next_operands(name) for name in OPERANDS}
     assert follows == {**{name: name for name in OPERANDS}, "mxfp8_exact": "mxfp8_weight_only"}, "16-bit rows"
     for name, operands in OPERANDS.items():

@@ -106,8 +106,13 @@ def find(op: str, recipe: Any) -> Recipe:
     raise ValueError(f"{op}: recipe is {recipe!r}; choose one of {', '.join(RECIPES)}")
 
 
+_VARYING = {name for arch in ARCHS.values() for name in arch.recipes}
+
+
 def on_device(recipe: Recipe, x: Any) -> Recipe:
     """The recipe by which the GPU of x multiplies what a recipe says: `Architecture.recipes`. Itself on the CPU."""
+    if recipe.name not in _VARYING:
+        return recipe
     data = x if isinstance(x, Tensor) else getattr(x, "data", None)
     if not isinstance(data, Tensor) or not runs_kernels(data):
         return recipe

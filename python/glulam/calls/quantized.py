@@ -92,7 +92,7 @@ class Quantized(Call):
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, of the public ones by name; those that are not given are None."""
-        recipe = cls.on_device(recipe, public["x"])
+        recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}
         return {name: known.get(name) for name in cls.names}
