@@ -21,10 +21,9 @@ class Registers(NamedTuple):
     gathering: int
 
 
-def registers(gathers: bool, brings_scales: bool) -> Registers:
+def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
     """Registers after redistribution. setmaxnreg hangs if their sum exceeds what the launch reserved."""
-    most = budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS
-    roles, gathering = budget.ACROSS_REGISTERS, most if gathers else 0
+    gathering = budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS if gathers else 0
     rest = LAUNCH_REGISTERS[gathers] * (3 + gathers) - roles - gathering
     return Registers(roles, rest // 2 // budget.REGISTERS_UNIT * budget.REGISTERS_UNIT, gathering)
 

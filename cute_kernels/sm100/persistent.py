@@ -38,6 +38,7 @@ from ..device.select import select
 from ..epilogue.sizes import THREADS
 from ..schedule.groups import OFFS_OF_CALL, Groups
 from ..schedule.work import STAGES, TileGrid, WorkRing
+from ..sm90.budget import LOAD_REGISTERS
 from ..sm90.mainloop.base import WARPS_PER_GROUP, Operands
 from ..sm90.mainloop.gathered_rows import WARPS
 from ..sm90.persistent import EPILOGUE_LOAD_WARP, LOAD_WARP, SCHEDULER_WARP, PersistentGemm
@@ -53,8 +54,12 @@ GATHERING_WARPGROUP = 1 + NUM_ACCUMULATORS
 
 
 class TensorMemoryGemm(PersistentGemm):
-    """A GEMM of Hopper's with accumulators in tensor memory: to be a base before that GEMM's class."""
+    """A GEMM of Hopper's with accumulators in tensor memory: to be a base before that GEMM's class.
 
+    role_registers: of a thread of the first warpgroup.
+    """
+
+    role_registers = LOAD_REGISTERS
     slots_type = Slots
     mainloop_type: type[TensorCoreMainloop]
 
@@ -108,7 +113,7 @@ class TensorMemoryGemm(PersistentGemm):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        registers = budget.registers(self.gathers, mainloop.scale_warps > 0)
+        registers = budget.registers(self.role_registers, self.gathers, mainloop.scale_warps > 0)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(registers.roles)
             if warp == LOAD_WARP:

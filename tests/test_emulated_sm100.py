@@ -1,0 +1,179 @@
+"""Blackwell's own kernels, which no GPU at hand can run: the device code of sm_100a, executed on the CPU.
+
+Sums of small integers and powers of two are exact in any order, so that results are compared bit by bit with float64
+that is rounded once. Functions of each family pass what `glulam validate` asks of them on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from emulator import validated
+from emulator.emulated_gpu import installed
+from emulator.launch import Emulator
+from support.routing import ends
+from torch import Tensor
+
+import glulam
+from cute_kernels.sm100.configs import LARGE8
+from cute_kernels.specs import GroupedMmSpec, Spec
+from ffi_bridge import profiles
+
+ARCH = "sm_100a"
+BF16 = torch.bfloat16
+TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"), inter=64, in_blocks=128)
+FEW = (
+    "grouped_mm_bf16_nn_halves_t128x128*", "grouped_glu_bf16_gated_strided_preact_t128x256*",
+    "grouped_dglu_bf16_clamped_swiglu_interleaved_nt_*", "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t*_sm_100a",
+)  # fmt: skip
+"""Families that `make test` runs."""
+FAMILIES = (
+    "grouped_mm_bf16_nt_t128x256*", "grouped_mm_bf16_nn_t128x256*", "grouped_mm_f16_nt_t128x128*",
+    "grouped_glu_bf16_gated_blocked_t128x256*", "grouped_glu_bf16_ungated_preact_t128x128*",
+    "grouped_glu_bf16_gated_concat_nn_t128x256*", "grouped_glu_bf16_gated_interleaved_preact_nn_t128x128*",
+    "grouped_glu_bf16_gated_interleaved32_nn_t128x128*", "grouped_mlp_bf16_ungated_t128x128*_sm_100a",
+    "grouped_mlp_bf16_situ_blocked_preact_t128x256*_sm_100a", "grouped_dglu_bf16_swiglu_concat_t128x128x64_c1x1_tm_sm*",
+    "grouped_dglu_bf16_geglu_interleaved32_t*__nn_*", "grouped_dglu_f16_gelu_t128x128x64_c1x1_tm_sm*",
+    "grouped_wgrad_bf16_bf16_*", "grouped_wgrad_bf16_f32_*", "grouped_mlp_mxfp8blocks_f16_ungated_*_quantized_*",
+    "grouped_mlp_mxfp8blocks_bf16_gated_blocked_preact_*", "grouped_dglu_mxfp8blocks_bf16_swiglu_interleaved_*__nn_*",
+    *FEW,
+)  # fmt: skip
+TRIALS = 4
+
+
+def _first(pattern: str) -> Spec:
+    return next(spec for spec in profiles.shipped_specs(ARCH, "full") if fnmatch(spec.name, pattern))
+
+
+@pytest.mark.parametrize("pattern", FEW)
+def test_a_function_is_right(pattern: str) -> None:
+    with installed(ARCH, check_races=True) as gpu:
+        assert validated.try_function(gpu, _first(pattern), TINY, most=1).trials == 1
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("pattern", FAMILIES)
+def test_a_function_of_each_family_is_right_in_every_order(pattern: str, seed: int) -> None:
+    with installed(ARCH, seed=seed, check_races=True) as gpu:
+        assert validated.try_function(gpu, _first(pattern), most=TRIALS).trials
+
+
+# Exact sums ----------------------------------------------------------------------------------------------------------
+
+ROUTINGS = {
+    "ragged": (5, 0, 130, 40),
+    "one expert": (200,),
+    "empty ends": (0, 0, 129, 0),
+    "one row": (1, 1, 0, 1),
+    "no rows": (0, 0, 0),
+    "many": (3, 7, 0, 1, 11, 2, 9, 0, 4),
+    "tiles": (300, 20, 260),
+}
+Exact = Callable[[torch.Generator, tuple[int, ...], int], tuple[Tensor, Tensor]]
+"""Makes a result and what it must be, float64, of groups with so many rows and a schedule's seed."""
+
+
+def _numbers(generator: torch.Generator, *shape: int) -> Tensor:
+    """Multiples of a quarter, at most two: sums of products of two are exact in float32."""
+    return (torch.randint(-8, 9, shape, generator=generator) / 4).double()
+
+
+def _offs(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(ends(list(sizes)), dtype=torch.int32)
+
+
+def _groups(sizes: tuple[int, ...]) -> list[slice]:
+    return [slice(end - size, end) for end, size in zip(ends(list(sizes)), sizes, strict=True)]
+
+
+def _rows(generator: torch.Generator, sizes: tuple[int, ...], columns: int) -> Tensor:
+    """With rows of NaN after the last group."""
+    rows = _numbers(generator, sum(sizes) + 3, columns)
+    rows[sum(sizes) :] = torch.nan
+    return rows
+
+
+def _mm(
+    generator: torch.Generator, sizes: tuple[int, ...], seed: int, transposed: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    experts, n, k = len(sizes), 264, 200
+    x, bias = _rows(generator, sizes, k), _numbers(generator, experts, n)
+    w = _numbers(generator, experts, *((k, n) if transposed else (n, k)))
+    scale = torch.exp2(torch.randint(-1, 2, (len(x),), generator=generator).double())
+    with installed(ARCH, seed=seed, check_races=True):
+        made = glulam.grouped_mm(
+            x.to(BF16), w.to(BF16), offs=_offs(sizes), bias=bias.to(BF16), bias_scale=scale.float(),
+            transpose_w=transposed,
+        )  # fmt: skip
+    parts = [
+        x[rows] @ (w[e] if transposed else w[e].mT) + bias[e] * scale[rows, None]
+        for e, rows in enumerate(_groups(sizes))
+    ]
+    return made[: sum(sizes)], torch.cat(parts)
+
+
+def _mm_nn(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    return _mm(generator, sizes, seed, transposed=True)
+
+
+def _wgrad(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Added to what is there in every other expert."""
+    dy, x = _rows(generator, sizes, 136), _rows(generator, sizes, 264)
+    there = _numbers(generator, len(sizes), 136, 264)
+    mask = torch.arange(len(sizes)) % 2 == 0
+    out = torch.where(mask[:, None, None], there, torch.nan).float()
+    with installed(ARCH, seed=seed, check_races=True):
+        glulam.grouped_wgrad(dy.to(BF16), x.to(BF16), offs=_offs(sizes), out=out, mask=mask)
+    sums = torch.stack([dy[rows].mT @ x[rows] for rows in _groups(sizes)])
+    return out, sums + there * mask[:, None, None]
+
+
+def _mxfp8(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements, scales that differ from block to block, and the numbers that they are."""
+    data = _numbers(generator, *shape)
+    exponents = torch.randint(-2, 3, (*shape[:-1], shape[-1] // 32), generator=generator)
+    values = data * torch.exp2(exponents.double()).repeat_interleave(32, -1)
+    return data.to(torch.float8_e4m3fn), (exponents + 127).to(torch.uint8), values
+
+
+def _mm_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Scales are read by bytes, by words or by vectors, as the width lets them lie."""
+    n, k = 136, (160, 384, 512)[seed]
+    (x, x_scale, rows_of_x), (w, w_scale, weights) = (
+        _mxfp8(shape, generator) for shape in ((sum(sizes) + 3, k), (len(sizes), n, k))
+    )
+    x.view(torch.uint8)[sum(sizes) :], x_scale[sum(sizes) :] = 0x7F, 0xFF  # NaN
+    y = torch.full((len(x), n), torch.nan, dtype=BF16)
+    spec = GroupedMmSpec(tile=LARGE8, arch=ARCH, operands="mxfp8_blocks")
+    Emulator(ARCH, seed=seed, check_races=True).function(spec)(
+        x=x, w=w, y=y, x_scale=x_scale, w_scale=w_scale, groups=_offs(sizes), group_form=0,
+        num_groups=len(sizes),
+    )
+    assert y[sum(sizes) :].isnan().all(), "rows after the last group are nobody's"
+    return y[: sum(sizes)], torch.cat([rows_of_x[rows] @ weights[e].mT for e, rows in enumerate(_groups(sizes))])
+
+
+EXACT = {"mm": _mm, "mm of transposed weights": _mm_nn, "wgrad": _wgrad, "mm in MXFP8": _mm_mxfp8}
+
+
+def _check_exact(make: Exact, sizes: tuple[int, ...], seed: int) -> None:
+    made, wanted = make(torch.Generator().manual_seed(seed), sizes, seed)
+    assert wanted.numel() == 0 or wanted.abs().max() > 4
+    assert made.equal(wanted.to(made.dtype))
+
+
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+def test_sums_are_exact(make: Exact) -> None:
+    _check_exact(make, ROUTINGS["ragged"], seed=0)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+def test_sums_are_exact_for_every_routing_in_every_order(make: Exact, sizes: tuple[int, ...], seed: int) -> None:
+    _check_exact(make, sizes, seed)
