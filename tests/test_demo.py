@@ -160,6 +160,22 @@ def test_a_gpu_that_nobody_has_seen_is_left_alone_unless_it_is_asked_for(monkeyp
     assert demo.choose_device(None) == ("cuda", "A100")
 
 
+@pytest.mark.parametrize(("bundles", "chosen"), [(["sm_100a"], "cpu"), (["sm_100a", "sm_100"], "cuda")])
+def test_the_demo_runs_on_validated_kernels_beside_native_ones(monkeypatch, tmp_path, bundles, chosen):
+    monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))
+    monkeypatch.delenv("GLULAM_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    states = {"sm_100": demo.devices.VALIDATED, "sm_100a": demo.devices.NEVER_RUN}
+    monkeypatch.setattr(demo.devices, "state_of", lambda arch, name: states[arch])
+    for arch in bundles:
+        (tmp_path / arch).mkdir()
+        (tmp_path / arch / "manifest.json").touch()
+    device, reason = demo.choose_device(None)
+    assert device == chosen and (reason == "B200" or "the sm_100a kernels were built, never run on B200" in reason)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_demo_on_the_gpu(capsys, name):

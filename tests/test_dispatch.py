@@ -26,6 +26,7 @@ from ffi_bridge import BundleMissing, jit
 from glulam.choose import choose, kernels, known, loadable
 from glulam.choose.problem import Problem
 from glulam.choose.shipped import family_of
+from glulam.host import device as gpus
 from glulam.host import tickets
 
 pytest_plugins = ["support.fixtures"]
@@ -218,6 +219,24 @@ class TestExplain:
         monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))
         told = glulam.explain("grouped_mm", (64, 64), (2, 64, 64))
         assert told.source == "missing" and "glulam build" in told.why
+
+    def test_native_kernels_that_nobody_ran(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(gpus, "cuda_index", lambda *_: 0)
+        told = {}
+        for passed_over in ("", "sm_100a"):
+            here = gpus.Gpu("NVIDIA B200", "sm_100", 148, passed_over)
+            monkeypatch.setattr(gpus, "gpu", lambda _, here=here: here)
+            told[passed_over] = glulam.explain("grouped_mm", (64, 64), (2, 64, 64))
+        assert told[""].spec == told["sm_100a"].spec and told["sm_100a"].spec.arch == "sm_100"
+        (why_not,) = set(told["sm_100a"].why_not) - set(told[""].why_not)
+        assert "never run on any GPU; the sm_100 kernels serve: `glulam build --arch sm_100a`" in why_not
+        (tmp_path / "sm_100a").mkdir()
+        (tmp_path / "sm_100a" / "manifest.json").touch()
+        told_again = str(glulam.explain("grouped_mm", (64, 64), (2, 64, 64)))
+        assert "  why not  the sm_100a kernels were built, never run here; the sm_100 kernels serve: " in told_again
+        assert told_again.endswith(": `GLULAM_ARCH=sm_100a glulam validate` tries them")
 
     def test_refuses_what_the_call_refuses(self) -> None:
         with pytest.raises(ValueError, match="op is 'grouped_conv'.*grouped_mlp"):

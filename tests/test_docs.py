@@ -31,6 +31,7 @@ from torch._subclasses import FakeTensorMode
 
 import glulam
 import glulam.distributed
+from cute_kernels.architectures import ARCHS
 from cute_kernels.formulas import FORMULAS
 from ffi_bridge import profiles
 from glulam.command import cli
@@ -458,6 +459,13 @@ def test_activations_are_listed_and_counted() -> None:
 def test_recipes_are_listed() -> None:
     table = (REPOSITORY / "docs/mxfp8.md").read_text().partition("## Recipes")[2].partition("\n### ")[0]
     assert set(glulam.recipes.RECIPES) <= set(re.findall(r"^\| \[?(\w+)", table, re.MULTILINE))
+
+
+def test_architectures_are_listed_with_their_gpus_and_what_is_known_of_them() -> None:
+    table = (REPOSITORY / "docs/gpus.md").read_text().partition('"Emulated"')[0]
+    rows = re.findall(r"^\| (sm_\w+) \| (.*?) \| .*? \| (tested|built, never run)\b", table, re.MULTILINE)
+    known = {arch: (one.gpus, "tested" if one.tested_on else "built, never run") for arch, one in ARCHS.items()}
+    assert {arch: told for arch, *told in rows} == {arch: list(told) for arch, told in known.items()}
 
 
 def test_suites_are_listed() -> None:

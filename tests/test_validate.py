@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from support import processes
 from support.fake_gpu import FakeGpu, reference
 from support.trials import try_out
 from torch import Tensor
+from typer.testing import CliRunner
 
 from cute_kernels.chains import stages_of
 from cute_kernels.layer.kernels import RANK_KERNELS
@@ -22,6 +25,7 @@ from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec, LayerSpec, Quantiz
 from ffi_bridge import BundleMissing, profiles, stamps
 from glulam import UnsupportedDevice
 from glulam.choose import known
+from glulam.command import bundle, cli, doctor
 from glulam.distributed import neighbours
 from glulam.host import device
 from glulam.host.plans import forget_plans
@@ -288,7 +292,7 @@ class TestStates:
 
     def test_or_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(device.ENV_UNVALIDATED, "1")
-        assert device.gpu(0) == ("NVIDIA A100", ARCH, 108)
+        assert device.gpu(0) == device.Gpu("NVIDIA A100", ARCH, 108)
 
     def test_another_bundle_has_no_stamp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stamps.leave(ARCH, "NVIDIA A100", "ab")
@@ -298,3 +302,152 @@ class TestStates:
 
         monkeypatch.setattr(device.manifest, "check", missing)
         assert device.state_of(ARCH, "NVIDIA A100") == "built, never run"
+
+
+NAMES = {
+    (7, 5): "NVIDIA T4", (8, 6): "NVIDIA A10", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200",
+    (10, 3): "NVIDIA B300",
+}  # fmt: skip
+
+
+class TestWhichBundleServes:
+    """One of a GPU's architectures with a bundle is chosen by what is known of their kernels."""
+
+    @pytest.fixture(autouse=True)
+    def machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        def check(folder: Path, arch: str) -> Any:
+            if not (folder / device.manifest.FILE).is_file():
+                raise BundleMissing("none")
+            return SimpleNamespace(sha256=arch)
+
+        monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path / "bundle"))
+        monkeypatch.delenv("GLULAM_ARCH", raising=False)
+        monkeypatch.setenv(device.ENV_UNVALIDATED, "0")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(device.manifest, "check", check)
+        device.gpu.cache_clear()
+        yield
+        device.gpu.cache_clear()
+
+    @pytest.fixture
+    def install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        """Puts a GPU of a compute capability, bundles and stamps there."""
+
+        def installed(found: tuple[int, int], bundles: str, validated: str = "") -> None:
+            properties = SimpleNamespace(name=NAMES[found], major=found[0], minor=found[1], multi_processor_count=148)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
+            for arch in bundles.split():
+                (tmp_path / "bundle" / arch).mkdir(parents=True)
+                (tmp_path / "bundle" / arch / device.manifest.FILE).touch()
+            for arch in validated.split():
+                stamps.leave(arch, NAMES[found], arch)
+
+        return installed
+
+    @pytest.mark.parametrize(
+        ("found", "bundles", "validated", "arch", "passed_over"),
+        [
+            ((10, 0), "", "", "sm_100", "sm_100a"),
+            ((10, 0), "sm_100", "", "sm_100", "sm_100a"),
+            ((10, 0), "sm_100a sm_100", "", "sm_100", "sm_100a"),
+            ((10, 0), "sm_100a sm_100", "sm_100", "sm_100", "sm_100a"),
+            ((10, 0), "sm_100a sm_100", "sm_100a", "sm_100a", ""),
+            ((10, 0), "sm_100a sm_100", "sm_100a sm_100", "sm_100a", ""),
+            ((10, 0), "sm_100a", "", "sm_100a", ""),
+            ((10, 3), "sm_100a sm_100", "sm_100a", "sm_100", "sm_103a"),
+            ((10, 3), "sm_103a sm_100", "sm_103a", "sm_103a", ""),
+            ((8, 6), "", "", "sm_86", ""),
+            ((8, 6), "sm_80", "", "sm_80", ""),
+            ((8, 6), "sm_86 sm_80", "", "sm_86", ""),
+            ((8, 6), "sm_86 sm_80", "sm_80", "sm_80", "sm_86"),
+            ((8, 9), "sm_86 sm_80", "", "sm_86", ""),
+            ((9, 0), "", "", "sm_90a", ""),
+            ((9, 0), "sm_90", "", "sm_90", ""),
+            ((9, 0), "sm_90a sm_90", "", "sm_90a", ""),
+        ],
+    )
+    def test_native_kernels_serve_once_they_are_tested_or_validated(
+        self, install: Callable[..., None], found: tuple[int, int], bundles: str, validated: str, arch: str,
+        passed_over: str,
+    ) -> None:  # fmt: skip
+        install(found, bundles, validated)
+        assert device.arch_of(found, NAMES[found]) == arch
+        assert device.passed_over(found, arch, NAMES[found]) == passed_over
+
+    def test_a_stamp_of_another_gpu_does_not_count(self, install: Callable[..., None]) -> None:
+        install((10, 0), "sm_100a sm_100")
+        stamps.leave("sm_100a", "NVIDIA GB200", "sm_100a")
+        assert device.arch_of((10, 0), "NVIDIA B200") == "sm_100"
+        assert device.arch_of((10, 0), "NVIDIA GB200") == "sm_100a"
+
+    def test_calls_that_native_kernels_alone_could_serve_are_refused(self, install: Callable[..., None]) -> None:
+        install((10, 0), "sm_100a")
+        with pytest.raises(UnsupportedDevice, match=r"B200.*sm_100a.*built, never run.*`glulam validate`"):
+            device.gpu(0)
+
+    def test_that_kernels_may_be_unvalidated_does_not_choose_them(
+        self, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install((10, 0), "sm_100a sm_100")
+        monkeypatch.setenv(device.ENV_UNVALIDATED, "1")
+        assert device.gpu(0) == device.Gpu("NVIDIA B200", "sm_100", 148, "sm_100a")
+
+    def test_a_variable_names_one_whatever_is_known_of_it(
+        self, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install((10, 0), "sm_100a sm_100", "sm_100")
+        monkeypatch.setenv("GLULAM_ARCH", "sm_100a")
+        with pytest.raises(UnsupportedDevice, match=r"sm_100a.*built, never run"):
+            device.gpu(0)
+        stamps.leave("sm_100a", "NVIDIA B200", "sm_100a")
+        monkeypatch.setenv("GLULAM_ARCH", "sm_100")
+        assert device.gpu(0) == device.Gpu("NVIDIA B200", "sm_100", 148)
+
+    @pytest.mark.parametrize(
+        ("found", "bundles", "validated", "arch"),
+        [
+            ((10, 0), "", "", "sm_100"),
+            ((10, 0), "sm_100a", "", "sm_100"),
+            ((10, 0), "sm_100a", "sm_100a", "sm_100a"),
+            ((8, 6), "sm_86 sm_80", "sm_80", "sm_86"),
+            ((7, 5), "", "", "sm_90a"),
+        ],
+    )
+    def test_a_build_makes_no_native_kernels_that_nobody_asked_for(
+        self, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], bundles: str,
+        validated: str, arch: str,
+    ) -> None:  # fmt: skip
+        install(found, bundles, validated)
+        monkeypatch.setattr(bundle, "find_gpu", lambda torch: doctor.Gpu(NAMES[found], found, None))
+        assert bundle.archs_here() == [arch]
+
+    @pytest.mark.parametrize(("state", "serves"), [(PASSED, "sm_100a"), (FAILED, "sm_100")])
+    def test_validating_by_name_lets_native_kernels_serve(
+        self, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, serves: str
+    ) -> None:
+        def verify(folder: Path, arch: str) -> Any:
+            specs = profiles.shipped_specs(arch, "demo")
+            functions = {spec.name: SimpleNamespace(spec=to_dict(spec)) for spec in specs}
+            return SimpleNamespace(functions=functions, versions={}, sha256=device.manifest.check(folder, arch).sha256)
+
+        def outcomes(manifest: Any, index: int, specs: list[Spec], *_: Any) -> Iterator[Outcome]:
+            assert {spec.arch for spec in specs} == {"sm_100a"} and device.gpu(index).arch == "sm_100a"
+            yield from (Outcome(spec.name, state, "") for spec in specs)
+
+        install((10, 0), "sm_100a sm_100", "sm_100")
+        assert device.gpu(0).arch == "sm_100"
+        device.gpu.cache_clear()
+        validate = importlib.import_module("glulam.command.validate")
+        monkeypatch.setattr(validate.gpus, "cuda_index", lambda *_: 0)
+        monkeypatch.setattr(validate, "verify", verify)
+        monkeypatch.setattr(validate, "outcomes", outcomes)
+        with monkeypatch.context() as patch:
+            patch.setenv("GLULAM_ARCH", "sm_100a")
+            result = CliRunner().invoke(cli.app, ["validate", "--out", str(tmp_path / "report.md")])
+        assert result.exit_code == (state == FAILED), result.output
+        assert "NVIDIA B200, compute capability 10.0, kernels of sm_100a" in (tmp_path / "report.md").read_text()
+        monkeypatch.setenv(device.ENV_UNVALIDATED, "0")
+        device.gpu.cache_clear()
+        assert device.gpu(0).arch == serves

@@ -232,7 +232,7 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if wanted or devices.allows_unvalidated():
         return "cuda", name
-    arch = devices.arch_of(capability)
+    arch = devices.arch_of(capability, name)
     if arch is None:
         return "cpu", f"no kernels for {name}, compute capability {capability[0]}.{capability[1]}"
     if devices.state_of(arch, name) == devices.NEVER_RUN:

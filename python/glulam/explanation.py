@@ -41,7 +41,7 @@ class Explanation:
             in the bundle or compiled before), "reference", or "missing": the call would raise, and `why` says what to
             do.
         why: the reason for this choice.
-        why_not: reasons against what might be faster.
+        why_not: reasons against what might be faster, and against kernels that were never run.
         state: of the kernels of the spec's architecture on that GPU: "tested", "validated here" or "built, never run".
     """
 
@@ -106,21 +106,24 @@ def explain(
     if gpu is None:
         why_not = ("kernels run on tensors on a GPU",)
         return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)
-    return _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu.arch, gpu.name)
+    return _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu)
 
 
-def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanation:
-    """What would serve a problem on a GPU of this architecture and name; without a name no tuned table holds."""
-    return _in_words(problem.op, choose(problem, arch, gpu), device, arch, gpu)
+def of_problem(problem: Problem, device: str, gpu: gpus.Gpu) -> Explanation:
+    """What would serve a problem on a GPU; without a name no tuned table holds."""
+    return _in_words(problem.op, choose(problem, gpu.arch, gpu.name), device, gpu)
 
 
-def _in_words(op: str, choice: Choice, device: str, arch: str, gpu: str) -> Explanation:
+def _in_words(op: str, choice: Choice, device: str, gpu: gpus.Gpu) -> Explanation:
     try:
         source, why = kernels.find(choice.spec).source, choice.why
         source = "tuned" if choice.is_tuned else source
     except BundleError as error:
         source, why = "missing", str(error)
-    return Explanation(op, device, choice.spec, source, why, choice.why_not, gpus.state_of(arch, gpu))
+    why_not = choice.why_not
+    if gpu.passed_over:
+        why_not = (*why_not, ": ".join(gpus.why_passed_over(gpu.passed_over, gpu.arch)))
+    return Explanation(op, device, choice.spec, source, why, why_not, gpus.state_of(gpu.arch, gpu.name))
 
 
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:

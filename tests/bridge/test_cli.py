@@ -212,7 +212,7 @@ def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
     result = machine(H200)
     assert result.exit_code == 0, result.output
     assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested on H100 and H200" in result.output
-    assert "the precompiled kernels run on this GPU" in result.output
+    assert "the precompiled kernels run on this GPU" in result.output and "untried" not in result.output
 
 
 def test_doctor_on_a_gpu_without_kernels(machine: Callable[..., Result]) -> None:
@@ -240,6 +240,43 @@ def test_doctor_knows_better_kernels_than_those_that_are_there(
     assert "-> glulam build --arch sm_86" in found
     monkeypatch.setenv("GLULAM_ARCH", "sm_80")  # which somebody asked for
     assert "sm_86" not in _finding(machine(a10), "GPU")
+
+
+B200 = doctor.Gpu("NVIDIA B200", (10, 0), "sm_100")
+
+
+def test_doctor_tells_of_native_kernels_that_no_gpu_ran(
+    machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLULAM_ARCH", raising=False)
+    monkeypatch.setattr(doctor, "state_of", lambda arch, gpu: device.VALIDATED)
+    result = machine(B200)
+    found = _finding(result, "untried")
+    assert found.startswith("note") and "sm_100a kernels" in found
+    assert "never run on any GPU; the sm_100 kernels serve" in found
+    assert "-> `glulam build --arch sm_100a`, then `GLULAM_ARCH=sm_100a glulam validate`" in found
+    assert _finding(result, "GPU").startswith("ok") and "fit it better" not in result.output
+    monkeypatch.setenv("GLULAM_ARCH", "sm_100")  # which somebody asked for
+    assert "untried" not in machine(B200).output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "best"), [(B200, "sm_100a"), (doctor.Gpu("NVIDIA A10", (8, 6), "sm_80"), "sm_86")], ids=["B200", "A10"]
+)
+def test_doctor_tells_of_a_bundle_that_is_not_validated(
+    machine: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: doctor.Gpu, best: str
+) -> None:
+    monkeypatch.delenv("GLULAM_ARCH", raising=False)
+    monkeypatch.setenv(loader.ENV_BUNDLE, str(tmp_path))
+    (tmp_path / best).mkdir()
+    (tmp_path / best / manifest.FILE).touch()
+    result = machine(gpu)
+    found = _finding(result, "untried")
+    assert found.startswith("note")
+    assert f"the {best} kernels were built, never run here; the {gpu.arch} kernels serve" in found
+    assert f"-> `GLULAM_ARCH={best} glulam validate` tries them" in found
+    assert "fit it better" not in result.output and f"glulam build --arch {best}" not in result.output
+    assert "untried" not in machine(gpu._replace(arch=best)).output
 
 
 def test_validating_needs_a_gpu() -> None:
@@ -698,6 +735,17 @@ class TestExplain:
         for rows in (1, 1024, 4096, 1048576):
             assert f"why      {8 * rows} rows over 8 experts are {rows} an expert" in result.output
         assert "e+" not in result.output
+
+    def test_kernels_that_nobody_ran_are_named(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(device, "gpu", lambda index: device.Gpu("NVIDIA B200", "sm_100", 148, "sm_100a"))
+        layer = ["explain", "grouped_mm", *LAYER, "--rows", "8"]
+        told = _run(*layer).output
+        assert "8 rows: grouped_mm on NVIDIA B200: " in told and "why not  sm_100a kernels" in told
+        assert "8 rows: grouped_mm on GPU: " in _run(*layer, "--gpu", "GPU").output
+        other = _run(*layer, "--arch", "sm_90a").output
+        assert "8 rows: grouped_mm on NVIDIA B200: " in other and "sm_100a" not in other
 
     def test_a_table_of_the_gpu_that_is_named(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _write_table(place / "tuned" / "a.json", "NVIDIA Fake")

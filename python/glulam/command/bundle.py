@@ -8,12 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
+from cute_kernels.arch import serving
 from ffi_bridge import build as builder
 from ffi_bridge import profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
 from ..choose import records
+from ..host.device import prefer_tried
 from .app import command, count, flag, megabytes, resources, row, say, show, word
 from .doctor import find_gpu, installed_torch
 
@@ -25,9 +27,9 @@ IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items()
 
 
 def archs_here() -> list[str]:
-    """The best architecture for this machine's GPU; without one that has kernels, Hopper's."""
+    """The best architecture for this machine's GPU that is not untried; without one that has kernels, Hopper's."""
     gpu = find_gpu(installed_torch())
-    return [gpu.best if gpu and gpu.best else profiles.DEFAULT]
+    return [(prefer_tried(serving(gpu.capability), gpu.name) if gpu else None) or profiles.DEFAULT]
 
 
 @command(

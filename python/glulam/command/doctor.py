@@ -19,7 +19,7 @@ from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, p
 from ffi_bridge.errors import remedy
 
 from ..choose import known, records
-from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, arch_of, state_of, supported
+from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, arch_of, passed_over, state_of, supported, why_passed_over
 from .app import command, console
 from .terminal import in_one_line
 
@@ -52,6 +52,10 @@ class Gpu(NamedTuple):
         """The best architecture for it, whether there is a bundle of it or not."""
         return next(iter(serving(self.capability)), None)
 
+    @property
+    def passed_over(self) -> str:
+        return passed_over(self.capability, self.arch, self.name) if self.arch else ""
+
 
 Finding = tuple[str, ...]
 """A Check but for its name."""
@@ -68,8 +72,8 @@ def installed_torch() -> Any | None:
 def find_gpu(torch: Any | None) -> Gpu | None:
     if torch is None or not torch.cuda.is_available():
         return None
-    capability = torch.cuda.get_device_capability()
-    return Gpu(torch.cuda.get_device_name(), capability, arch_of(capability))
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return Gpu(name, capability, arch_of(capability, name))
 
 
 def driver_version() -> tuple[int, int] | None:
@@ -113,12 +117,17 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
     state = state_of(gpu.arch, gpu.name)
     where = f" on {ARCHS[gpu.arch].tested_on}" if state == TESTED else ""
     finding = f"{named}: served by the {gpu.arch} kernels, {state}{where}"
-    if gpu.arch != gpu.best and not os.environ.get(ENV_ARCH):
+    if gpu.arch != gpu.best and not gpu.passed_over and not os.environ.get(ENV_ARCH):
         finding += f"; those of {gpu.best} would fit it better, and there is no bundle of them"
         return "note", finding, f"glulam build --arch {gpu.best}"
     if state == NEVER_RUN:
         return "note", finding, "run `glulam validate`, which compares all of them with torch in float64"
     return "ok", finding
+
+
+def _check_untried(gpu: Gpu) -> Finding:
+    """Kernels that would come before those that serve."""
+    return "note", *why_passed_over(gpu.passed_over, str(gpu.arch))
 
 
 def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
@@ -207,6 +216,7 @@ def examine() -> Iterator[Check]:
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),
         ("GPU", "bad", _check_gpu, (gpu,)),
+        *[("untried", "note", _check_untried, (gpu,))] * bool(gpu and gpu.passed_over),
         ("driver", needed, _check_driver, (driver_version(), gpu)),
         ("TVM-FFI", "bad", _check_tvm_ffi, ()),
         ("run time", "bad", _check_runtime, ()),

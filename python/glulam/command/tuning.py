@@ -199,13 +199,14 @@ def explain(
     """Show which kernels would serve a layer, and why. Needs no GPU, and launches nothing."""
     if rows and rows_per_expert:
         raise ValueError("give --rows or --rows-per-expert, not both")
+    asked = gpus.Gpu("", arch or next(iter(ARCHS)), 0)
     if torch.cuda.is_available() and (arch is None or gpu is None):
         here = gpus.gpu(torch.cuda.current_device())
-        arch, gpu = arch or here.arch, here.name if gpu is None else gpu
-    arch, gpu = arch or next(iter(ARCHS)), gpu or ""
+        asked = here if arch is None else asked._replace(name=here.name)
+    asked = asked if gpu is None else asked._replace(name=gpu)
     for problem in entry.problems_of("explain", entry.shape_of(op, **_given(op, layer)), training):
         for total in rows or [each * problem.experts for each in rows_per_expert or Options.rows_per_expert]:
-            told = explanation.of_problem(changed(problem, rows=total), gpu or arch, arch, gpu)
+            told = explanation.of_problem(changed(problem, rows=total), asked.name or asked.arch, asked)
             show(f"{total} rows: {told}")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from ..errors import UnsupportedDevice
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
 ENV_ARCH = "GLULAM_ARCH"
-"""Names the architecture whose kernels serve every GPU that can run them, instead of the best one."""
+"""Names the architecture whose kernels serve every GPU that can run them, tried or not."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
 """What is known of an architecture's kernels on a GPU: our tests passed, `glulam validate` did on this machine, or
@@ -99,11 +99,12 @@ def other_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Gpu(NamedTuple):
-    """What launching needs to know of a GPU."""
+    """What launching needs to know of a GPU. passed_over: the result of that function."""
 
     name: str
     arch: str
     sm_count: int
+    passed_over: str = ""
 
 
 @functools.cache
@@ -114,19 +115,19 @@ def gpu(index: int) -> Gpu:
         UnsupportedDevice: no kernel runs on it.
     """
     properties = torch.cuda.get_device_properties(index)
-    found = (properties.major, properties.minor)
-    arch = arch_of(found) if torch.version.cuda else None
+    found, name = (properties.major, properties.minor), properties.name
+    arch = arch_of(found, name) if torch.version.cuda else None
     if arch is None:
         raise UnsupportedDevice(
-            f"cuda:{index} is a {properties.name} of compute capability {found[0]}.{found[1]}; Glulam has "
+            f"cuda:{index} is a {name} of compute capability {found[0]}.{found[1]}; Glulam has "
             f"kernels for {supported()}; move the tensors there, or to the CPU for the reference"
         )
-    if not allows_unvalidated() and state_of(arch, properties.name) == NEVER_RUN:
+    if not allows_unvalidated() and state_of(arch, name) == NEVER_RUN:
         raise UnsupportedDevice(
-            f"cuda:{index} is a {properties.name}, and the {arch} kernels that serve it were {NEVER_RUN} there; run "
+            f"cuda:{index} is a {name}, and the {arch} kernels that serve it were {NEVER_RUN} there; run "
             f"`glulam validate`, which compares all of them with torch in float64, or set {ENV_UNVALIDATED}=1"
         )
-    return Gpu(properties.name, arch, properties.multi_processor_count)
+    return Gpu(name, arch, properties.multi_processor_count, passed_over(found, arch, name))
 
 
 def allows_unvalidated() -> bool:
@@ -146,14 +147,32 @@ def state_of(arch: str, gpu: str) -> str:
     return NEVER_RUN
 
 
+def is_untried(arch: str, gpu: str) -> bool:
+    """Return True if an architecture's kernels are native, made of one capability's features ("a"), and nobody has seen
+    their results: neither our tests nor `glulam validate` on this machine's GPU of that name.
+    """
+    return arch.endswith("a") and state_of(arch, gpu) == NEVER_RUN
+
+
+def prefer_tried(archs: Sequence[str], gpu: str) -> str | None:
+    """Return the first of `archs` that is not untried; if all are, the first; None if there are none."""
+    return next((arch for arch in archs if not is_untried(arch, gpu)), next(iter(archs), None))
+
+
+def has_bundle(arch: str) -> bool:
+    return (loader.bundle_root() / arch / manifest.FILE).is_file()
+
+
 def supported() -> str:
     """The architectures, and GPUs of theirs, in words."""
     return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {ARCHS[arch].gpus}" for arch in ARCHS)
 
 
-def arch_of(device: tuple[int, int]) -> str | None:
-    """The architecture whose kernels serve GPUs of a compute capability: the one that GLULAM_ARCH names, else the best
-    one with a bundle, else the best one; None where there is none.
+def arch_of(device: tuple[int, int], gpu: str) -> str | None:
+    """Return the architecture whose kernels serve GPUs of a compute capability and a name; None if there is none.
+
+    GLULAM_ARCH names it. Else it is the best one with a bundle whose kernels were tested, or validated here; else what
+    `prefer_tried` takes of those with a bundle, or of all if none has one.
 
     Raises:
         UnsupportedDevice: GLULAM_ARCH names one whose kernels do not run there.
@@ -166,8 +185,30 @@ def arch_of(device: tuple[int, int]) -> str | None:
                 f"{device[1]}; choose one of: {', '.join(usable)}"
             )
         return wanted
-    root = loader.bundle_root()
-    return next((arch for arch in usable if (root / arch / manifest.FILE).is_file()), next(iter(usable), None))
+    built = [arch for arch in usable if has_bundle(arch)]
+    if len(built) == 1:  # most machines: no manifest is read
+        return built[0]
+    proven = (arch for arch in built if state_of(arch, gpu) != NEVER_RUN)
+    return next(proven, None) or prefer_tried(built or usable, gpu)
+
+
+def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
+    """Return the best architecture for a GPU if `arch` serves it only because nobody has seen the results of the best
+    one's kernels; else "", also where GLULAM_ARCH chose `arch`.
+    """
+    best = serving(device)[0]
+    if best == arch or os.environ.get(ENV_ARCH):
+        return ""
+    return best if has_bundle(best) or is_untried(best, gpu) else ""
+
+
+def why_passed_over(best: str, arch: str) -> tuple[str, str]:
+    """Say why the kernels of `arch` serve instead of those of `best`, and which commands would try the latter."""
+    validate = f"`{ENV_ARCH}={best} glulam validate`"
+    if has_bundle(best):
+        return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"
+    why = f"{best} kernels, for this GPU alone, are not in a bundle and were never run on any GPU"
+    return f"{why}; the {arch} kernels serve", f"`glulam build --arch {best}`, then {validate} tries them"
 
 
 def parsed(caller: str, device: Any) -> torch.device:
