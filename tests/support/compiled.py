@@ -1,18 +1,23 @@
-"""What some kernels of an architecture take of a GPU: a process of its own compiles them, and prints JSON."""
+"""A sample of each architecture's functions, with the resources and the PTX of their kernels.
+
+Objects and PTX are the emulator's: compiled once and kept in the user's cache (docs/emulator.md).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import importlib
-import io
-import json
-import sys
+import functools
 
-from cute_kernels.stages import tracer_of
+from emulator import ptx
+from emulator.launch import texts
+
+from cute_kernels.architectures import ARCHS
+from cute_kernels.specs import Spec
 from ffi_bridge import profiles
+from ffi_bridge.compiler import KernelArtifact
+from ffi_bridge.resources import KernelResources
 
-NAMES = (
+PORTABLE = (
     "grouped_mm_bf16_*",
     "grouped_glu_bf16_gated_blocked_*",
     "grouped_wgrad_bf16_f32_*",
@@ -29,23 +34,52 @@ NAMES = (
     "mhc_aggregate_f32_n4_*",
     "mhc_post_mix_backward_bf16_n8_*",
 )
+# Each family's functions with the shortest epilogue, and those that need the most registers.
+TENSOR_MEMORY = (
+    "grouped_mm_bf16_nt_t128x256*",
+    "grouped_mm_bf16_nt_t128x128*",
+    "grouped_mm_bf16_nn_t128x256*",
+    "grouped_mm_bf16_nn_halves_t128x256*",
+    "grouped_glu_bf16_gated_blocked_t128x256*",
+    "grouped_glu_bf16_gated_blocked_preact_t128x256*",
+    "grouped_glu_bf16_gated_concat_preact_nn_t128x256*",
+    "grouped_glu_bf16_situ_strided_preact_t128x128*",
+    "dglu_bf16_none_t128x128*",
+    "dglu_bf16_clamped_swiglu_interleaved_nt_t128x128*",
+    "dglu_bf16_clamped_swiglu_concat_t128x128*",
+    "dglu_bf16_situ_concat_nt_t128x128*",
+    "grouped_wgrad_bf16_bf16_t128x256*",
+    "grouped_wgrad_bf16_f32_t128x256*",
+)
+PATTERNS = {"portable": PORTABLE, "sm100": TENSOR_MEMORY}
+"""Names of functions, by the folder of their architecture."""
+SAMPLED = [arch for arch, one in ARCHS.items() if one.folder in PATTERNS]
 
 
-def resources(arch: str) -> list[tuple[str, int, int]]:
-    """Of each kernel: spec, bytes spilled, bytes of shared memory."""
-    compiler = importlib.import_module("ffi_bridge.compiler")
-    cute, found = compiler._cutlass(arch), []
-    for spec in profiles.all_stages(profiles.shipped_specs(arch, "bf16")):
-        if any(fnmatch.fnmatch(spec.name, name) for name in NAMES):
-            remarks = io.StringIO()
-            host, arguments = compiler.load_tracer(tracer_of(spec))(spec)
-            with contextlib.redirect_stderr(remarks):
-                made = cute.compile(host, *arguments, options=compiler.OPTIONS + arch, no_jit_engine=True)
-            for kernel in compiler.read_resources(made.kernel_info, remarks.getvalue(), str(made.ir_module)):
-                smem = kernel.dynamic_smem + kernel.static_smem
-                found.append((spec.name, kernel.spill_stores + kernel.spill_loads, smem))
-    return found
+def sample(arch: str) -> list[Spec]:
+    """Return the specs of the functions that an architecture's patterns name.
+
+    Raises:
+        LookupError: a pattern names none.
+    """
+    patterns = PATTERNS[ARCHS[arch].folder]
+    stages = profiles.all_stages(profiles.shipped_specs(arch, "bf16"))
+    names = [stage.name for stage in stages]
+    if unused := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+        raise LookupError(f"{arch} ships no function of these names: {unused}")
+    return [stage for stage in stages if any(fnmatch.fnmatch(stage.name, pattern) for pattern in patterns)]
 
 
-if __name__ == "__main__":
-    print(json.dumps(resources(sys.argv[1])))
+@functools.cache
+def _compiled(stage: Spec) -> KernelArtifact:
+    return texts().of(stage)
+
+
+def resources_of(stage: Spec) -> tuple[KernelResources, ...]:
+    """Return registers, spills and shared memory of a function's kernels. The first call compiles the function."""
+    return _compiled(stage).kernels
+
+
+def parsed(stage: Spec) -> list[ptx.Kernel]:
+    """Return the PTX of a function's kernels. Not cached: a kernel's instructions take megabytes."""
+    return ptx.parse(_compiled(stage).object_file.with_suffix(".ptx").read_text())

@@ -1,0 +1,91 @@
+"""Kernels fit on their GPU: compiled for each architecture except Hopper's, whose bundle test_shipped_bundle.py checks.
+
+Kernels with tcgen05 instructions, which no GPU has run, also keep the rules of `support.ptx_lint`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+
+import pytest
+from emulator.ptx import Kernel
+from support.compiled import SAMPLED, parsed, resources_of, sample
+from support.ptx_lint import lint
+
+from cute_kernels.architectures import ARCHS
+from cute_kernels.specs import Spec
+from ffi_bridge import profiles
+from ffi_bridge.resources import KernelResources
+
+pytestmark = pytest.mark.bundle
+
+SM_REGISTERS, THREAD_REGISTERS, REGISTERS_UNIT = 64 * 1024, 255, 8
+WARPGROUP, EPILOGUES = 128, 2
+SPILLING = ("dglu_bf16_clamped_swiglu_concat_*_sm_10?a", "dglu_bf16_situ_concat_*_sm_100a")
+"""Functions that spill 4 bytes, so that a build refuses them. The test of one that no longer spills fails."""
+SPECS = [spec for arch in SAMPLED for spec in sample(arch)]
+WITH_TENSOR_MEMORY = [spec for spec in SPECS if ARCHS[spec.arch].folder == "sm100"]
+
+
+def _of(specs: Iterable[Spec], failing: Sequence[str] = ()) -> list[object]:
+    """Return a parameter for each spec; a pattern of `failing` names specs whose test is expected to fail."""
+    fails = pytest.mark.xfail(raises=AssertionError)
+    return [
+        pytest.param(spec, id=spec.name, marks=[fails] * any(fnmatch(spec.name, each) for each in failing))
+        for spec in specs
+    ]
+
+
+def _kernels(spec: Spec) -> list[tuple[Kernel, KernelResources]]:
+    """Return the PTX and the resources of each kernel of a function."""
+    taken = {each.name: each for each in resources_of(spec)}
+    found = [(kernel, taken.pop(kernel.name)) for kernel in parsed(spec)]
+    assert found and not taken
+    return found
+
+
+def _threads(kernel: Kernel) -> int:
+    assert kernel.threads is not None, kernel.name
+    return math.prod(kernel.threads)
+
+
+def test_the_sample_has_functions_of_every_architecture() -> None:
+    for arch in SAMPLED:
+        assert sum(spec.arch == arch for spec in SPECS) >= 14
+    assert {spec.arch for spec in WITH_TENSOR_MEMORY} == {"sm_100a", "sm_103a"}
+
+
+@pytest.mark.parametrize("spec", _of(SPECS, SPILLING))
+def test_no_kernel_spills_or_waits(spec: Spec) -> None:
+    allowed = profiles.allowed_diagnostics(spec.arch).get(spec.name, ())
+    for kernel in resources_of(spec):
+        assert [kernel.describe(each) for each in kernel.complaints if each not in allowed] == [], kernel.name
+
+
+@pytest.mark.parametrize("spec", _of(SPECS))
+def test_a_kernel_fits_on_an_sm(spec: Spec) -> None:
+    for kernel, taken in _kernels(spec):
+        most = SM_REGISTERS // (_threads(kernel) * kernel.ctas_per_sm) // REGISTERS_UNIT * REGISTERS_UNIT
+        assert 0 < taken.registers <= min(most, THREAD_REGISTERS), kernel.name
+        assert taken.static_smem + taken.dynamic_smem <= ARCHS[spec.arch].smem_bytes, kernel.name
+
+
+@pytest.mark.parametrize("spec", _of(WITH_TENSOR_MEMORY))
+def test_warpgroups_share_the_registers_that_a_launch_reserves(spec: Spec) -> None:
+    """Both warpgroups of epilogues execute the setmaxnreg.inc, each of the others its own dec. A larger sum hangs."""
+    for kernel, taken in _kernels(spec):
+        warpgroups = _threads(kernel) // WARPGROUP
+        less, more = (
+            [ins.args[0].value for ins in kernel.code if ins.op.startswith(f"setmaxnreg.{way}.")]
+            for way in ("dec", "inc")
+        )
+        assert (len(less), len(more)) == (warpgroups - EPILOGUES, 1), kernel.name
+        assert sum(less) + EPILOGUES * sum(more) <= warpgroups * taken.registers, kernel.name
+
+
+@pytest.mark.parametrize("spec", _of(WITH_TENSOR_MEMORY))
+def test_the_lint_finds_nothing(spec: Spec) -> None:
+    for kernel, _ in _kernels(spec):
+        assert lint(kernel) == [], kernel.name
