@@ -52,7 +52,7 @@ def formulas_of(spec: Spec) -> tuple[str, ...]:
 def _module(spec: Spec) -> str:
     if isinstance(spec, (MhcSpec, LayerSpec)) and spec.of_kernel.module:
         return spec.of_kernel.module
-    if type(spec) in _GEMMS:
+    if isinstance(spec, GemmSpec):
         formats = OPERANDS[operands_of(spec)]
         in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp8"
         mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""

@@ -150,7 +150,13 @@ def _mm_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> 
     y = torch.full((len(x), n), torch.nan, dtype=BF16)
     spec = GroupedMmSpec(tile=LARGE8, arch=ARCH, operands="mxfp8_blocks")
     Emulator(ARCH, seed=seed, check_races=True).function(spec)(
-        x=x, w=w, y=y, x_scale=x_scale, w_scale=w_scale, groups=_offs(sizes), group_form=0,
+        x=x,
+        w=w,
+        y=y,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        groups=_offs(sizes),
+        group_form=0,
         num_groups=len(sizes),
     )
     assert y[sum(sizes) :].isnan().all(), "rows after the last group are nobody's"

@@ -23,7 +23,8 @@ from ..shipped import (
 from ..specs import DTYPES, GroupedGluSpec, Spec
 from ..tiles import TileConfig
 
-# An MMA of 128 x 256 reads 192 bytes of shared memory a cycle at the tensor core's full rate, one of 128 x 128 256.
+# An MMA of 128 x 256 reads 96 bytes of shared memory a cycle at the tensor core's full rate, one of 128 x 128 reads
+# 128, which is what an SM reads at most.
 LARGE = TileConfig(m=128, n=256, k=64, schedule="tensor_memory")
 # Where an expert has few rows, its weights' bytes bound the time, and narrower tiles are on twice as many SMs.
 SMALL = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
@@ -52,8 +53,11 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 
 
-ALLOWED_DIAGNOSTICS = {
-    GroupedGluSpec(dtype, "situ", "interleaved", True, LARGE, arch, transpose_w=True).name: ("spills",)
-    for dtype, arch in product(DTYPES, ("sm_100a", "sm_103a"))
-}
-"""Warps that gather rows leave an epilogue's 208 registers, 8 too few for this one, once a tile."""
+_SPILLING = [
+    GroupedGluSpec(dtype, "situ", layout, True, LARGE, arch, transpose_w=transposed)
+    for dtype, arch, (layout, transposed) in product(
+        DTYPES, ("sm_100a", "sm_103a"), (("interleaved", True), ("strided", False))
+    )
+]
+ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
+"""Warps that gather rows leave an epilogue 208 registers, too few for these: values wait in memory once a tile."""

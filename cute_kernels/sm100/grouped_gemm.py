@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64
@@ -20,7 +20,7 @@ from .persistent import TensorMemoryGemm
 class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
     """Arguments are those of Hopper's."""
 
-    mainloops = {"halves": HalvesMainloop, "rows": GemmMainloop}
+    mainloops: ClassVar[dict[str, Any]] = {"halves": HalvesMainloop, "rows": GemmMainloop}
 
     def make_mainloop(self) -> Any:
         return self.mainloop_type(
@@ -34,14 +34,10 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
 class GroupedMxfp8Gemm(GroupedGemm):
     """Of rows and weights in MXFP8."""
 
-    mainloop_type = BlockScaledMainloop
+    mainloops: ClassVar[dict[str, Any]] = {"rows": BlockScaledMainloop}
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)
-
-    @property
-    def mainloops(self) -> dict[str, Any]:
-        return {"rows": BlockScaledMainloop}
 
     @property
     def stages(self) -> int:

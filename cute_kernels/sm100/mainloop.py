@@ -28,12 +28,16 @@ class TensorCoreMainloop(Mainloop):
     Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
     """
 
-    # Warps that bring scales, and columns of tensor memory that these take.
+    # Warps that bring scales.
     scale_warps = 0
-    scale_columns = 0
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of tensor memory that a stage's scales take."""
+        return 0
 
     def num_producers(self, gathers: Boolean) -> Int32:
-        """Threads that arrive at a full stage: TMA's, those of warps that gather rows, those of warps that bring scales."""
+        """Threads that arrive at a full stage: TMA's, those that gather rows, those that bring scales."""
         return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + WARP * self.scale_warps)
 
     def smem_fields(self) -> dict[str, Any]:

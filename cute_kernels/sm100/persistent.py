@@ -19,8 +19,8 @@ Persistent and warp-specialised, one CTA on each SM:
     accumulators   two in tensor memory, of tile number t that of t % 2 (tensor_memory.py).
     ring, stages, loads, turns, slots   as on Hopper (sm90/persistent.py).
 
-The MMA warp multiplies tile t + 1 while a warpgroup finishes tile t. A warpgroup reads its accumulator slab by slab, and
-frees it with the last one.
+The MMA warp multiplies tile t + 1 while a warpgroup finishes tile t. A warpgroup reads its accumulator slab by slab,
+and frees it with the last one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TensorMemoryGemm(PersistentGemm):
 
     role_registers = LOAD_REGISTERS
     slots_type = Slots
-    mainloop_type: type[TensorCoreMainloop]
+    mainloop_type: Any
 
     def __init__(self, spec: Any, *arguments: Any, **named: Any):
         super().__init__(spec, *arguments, **named)
@@ -77,7 +77,7 @@ class TensorMemoryGemm(PersistentGemm):
     def kernel(
         self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
     ):  # fmt: skip
-        mainloop = self.make_mainloop()
+        mainloop: Any = self.make_mainloop()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = cute.arch.make_warp_uniform(thread // THREADS)

@@ -1,6 +1,6 @@
 """The grouped GEMM, ragged in rows: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -36,7 +36,7 @@ class GroupedGemm(PersistentGemm):
 
     epilogue: Epilogue
     load_registers = ALONG_REGISTERS
-    mainloops: dict[str, type[GemmMainloop]] = {
+    mainloops: ClassVar[dict[str, Any]] = {
         "rows": GemmMainloop, "halves": HalvesMainloop, "adapted": AdaptedMainloop,
     }  # fmt: skip
 
@@ -46,7 +46,7 @@ class GroupedGemm(PersistentGemm):
     ):  # fmt: skip
         super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
-        self.mainloop_type = self.mainloops["halves" if in_halves else "adapted" if spec.adapted else "rows"]
+        self.mainloop_type: Any = self.mainloops["halves" if in_halves else "adapted" if spec.adapted else "rows"]
         if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 

@@ -6,8 +6,7 @@ Kernels with tcgen05 instructions, which no GPU has run, also keep the rules of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterable
 
 import pytest
 from emulator.ptx import Kernel
@@ -23,19 +22,12 @@ pytestmark = pytest.mark.bundle
 
 SM_REGISTERS, THREAD_REGISTERS, REGISTERS_UNIT = 64 * 1024, 255, 8
 WARPGROUP, EPILOGUES = 128, 2
-SPILLING = ("dglu_bf16_clamped_swiglu_concat_*_sm_10?a", "dglu_bf16_situ_concat_*_sm_100a")
-"""Functions that spill 4 bytes, so that a build refuses them. The test of one that no longer spills fails."""
 SPECS = [spec for arch in SAMPLED for spec in sample(arch)]
 WITH_TENSOR_MEMORY = [spec for spec in SPECS if ARCHS[spec.arch].folder == "sm100"]
 
 
-def _of(specs: Iterable[Spec], failing: Sequence[str] = ()) -> list[object]:
-    """Return a parameter for each spec; a pattern of `failing` names specs whose test is expected to fail."""
-    fails = pytest.mark.xfail(raises=AssertionError)
-    return [
-        pytest.param(spec, id=spec.name, marks=[fails] * any(fnmatch(spec.name, each) for each in failing))
-        for spec in specs
-    ]
+def _of(specs: Iterable[Spec]) -> list[object]:
+    return [pytest.param(spec, id=spec.name) for spec in specs]
 
 
 def _kernels(spec: Spec) -> list[tuple[Kernel, KernelResources]]:
@@ -57,7 +49,7 @@ def test_the_sample_has_functions_of_every_architecture() -> None:
     assert {spec.arch for spec in WITH_TENSOR_MEMORY} == {"sm_100a", "sm_103a"}
 
 
-@pytest.mark.parametrize("spec", _of(SPECS, SPILLING))
+@pytest.mark.parametrize("spec", _of(SPECS))
 def test_no_kernel_spills_or_waits(spec: Spec) -> None:
     allowed = profiles.allowed_diagnostics(spec.arch).get(spec.name, ())
     for kernel in resources_of(spec):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ...epilogue.fragments import TileShare
 from ...epilogue.sizes import SLOT_BYTES

@@ -1,4 +1,4 @@
-"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each block of a row, for FC2 to read.
+"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each block of a row, for FC2.
 
 It is quantised from float32, by the rules of docs/mxfp8.md. A tile has whole blocks: their columns of the activation
 lie in the registers of four lanes, a quarter each, for each of their two rows.
@@ -113,7 +113,7 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """As many equal scales as memory holds for a block: at once where the width of the rows lets them be aligned."""
+        """As many equal scales as memory holds for a block: at once where the rows' width lets them be aligned."""
         copies = self.act.copies
         block = column // self.act.scale_step
         address = state.inputs.out_scale + Int64(row) * state.pitch + block

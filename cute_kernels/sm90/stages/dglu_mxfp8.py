@@ -10,11 +10,11 @@ from ...epilogue.dglu import DgluInputs, RowParts
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.dglu import DgluEpilogue
-from ..grouped_gemm import GroupedFp8Gemm
+from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Dglu:
-    def __init__(self, spec: DgluSpec, gemm: GroupedFp8Gemm):
+    def __init__(self, spec: DgluSpec, gemm: GroupedGemm):
         self.tile = spec.tile
         self.gemm = gemm
 

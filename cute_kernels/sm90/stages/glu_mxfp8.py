@@ -10,11 +10,11 @@ from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.quantizing import QuantizingEpilogue
-from ..grouped_gemm import GroupedFp8Gemm
+from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Glu:
-    def __init__(self, gemm: GroupedFp8Gemm):
+    def __init__(self, gemm: GroupedGemm):
         self.gemm = gemm
 
     @cute.jit

@@ -13,11 +13,11 @@ from ...epilogue.base import Inputs, OptionalInputs
 from ...formats import OPERANDS
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..grouped_gemm import GroupedFp8Gemm
+from ..grouped_gemm import GroupedFp8Gemm, GroupedGemm
 
 
 class Mm:
-    def __init__(self, gemm: GroupedFp8Gemm):
+    def __init__(self, gemm: GroupedGemm):
         self.gemm = gemm
 
     @cute.jit

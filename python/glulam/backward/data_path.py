@@ -26,10 +26,10 @@ from ..ops.grouped_wgrad import GroupedWgradCall
 from ..ops.mlp_training import (
     SMALL_BYTES,
     DataGradients,
-    PreparesColumns,
     GradientsCall,
     Mxfp8ForwardCall,
     Mxfp8GradientsCall,
+    PreparesColumns,
     WeightGradientCall,
     forward_kind,
 )
