@@ -8,6 +8,7 @@ from ..arch import Gemm, Problem, Reasons, rows_in_words
 from ..formats import OPERANDS
 from ..portable import policy as portable
 from ..tiles import SpecError, TileConfig
+from . import cost
 from .budget import check as check
 from .configs import BACKWARD, LARGE, LARGE8, SMALL, TILES
 from .configs import glu_form as glu_form
@@ -61,12 +62,12 @@ def advice(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def time_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Elements of the tiles that cover a GEMM, as an order of tiles: no GPU has told a time."""
-    return portable.time_us(gemm, tile)
+def even_us(gemm: Gemm, tile: TileConfig) -> float:
+    """Of portable tiles an order alone."""
+    return portable.time_us(gemm, tile) if tile.by_warps else cost.even_us(gemm, tile)
 
 
-even_us = time_us
+time_us = even_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:

@@ -1,0 +1,70 @@
+"""The model on paper of docs/blackwell.md: its table is what `cute_kernels.sm100.cost` computes.
+
+After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_blackwell_model.py, and read the table.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.arch import Gemm
+from cute_kernels.sm100 import cost
+from cute_kernels.sm100.configs import LARGE, LARGE8, SMALL
+from cute_kernels.tiles import TileConfig
+
+PAGE = Path(__file__).parents[1] / "docs/blackwell.md"
+HEAD = (
+    "| GEMM | rows an expert | tile | MMA | operands | accumulators | TMA loads | bytes | us | bound by |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+LAYERS = {
+    "Mixtral-8x7B, FC1": (8, 28672, 4096, 14336),
+    "Qwen3-30B, FC1": (128, 1536, 2048, 768),
+    "DeepSeek-V3, 32 of its experts, FC1": (32, 4096, 7168, 2048),
+    "gpt-oss-120b, FC1": (128, 5760, 2880, 2880),
+}
+"""Experts, weight rows, depth and columns that are stored."""
+
+
+def _row(name: str, layer: tuple[int, int, int, int], average: int, tile: TileConfig) -> str:
+    experts, columns, depth, stored = layer
+    gemm = Gemm(experts * average, experts, columns, depth, stored)
+    of = cost.tile_cycles(tile, depth, parts=2)
+    alone = cost.even_us(gemm, tile, cost.B200._replace(memory=float("inf")))
+    us = cost.even_us(gemm, tile)
+    bound = "memory" if us > alone else "operands" if of.operands > of.mma else "MMA"
+    size = (us - cost.B200.launch_us) * cost.B200.memory / 1e6 if us > alone else 0
+    moved = f"{size:.0f} MB" if size else ""
+    kind = "MXFP8" if tile.k == 128 else "BF16"
+    cycles = f"{of.mma:.0f} | {of.operands:.0f} | {of.accumulators:.0f} | {of.loads}"
+    return f"| {name}, {kind} | {average} | {tile.m} x {tile.n} | {cycles} | {moved} | {us:.0f} | {bound} |"
+
+
+def _table() -> str:
+    rows = [
+        _row(name, layer, average, tile)
+        for name, layer in LAYERS.items()
+        for average, tile in ((1024, LARGE), (16, SMALL), (1024, LARGE8))
+    ]
+    return "\n".join((*HEAD, *rows))
+
+
+def test_the_table_is_what_the_model_says() -> None:
+    text = PAGE.read_text()
+    begin = text.index(HEAD[0])
+    end = text.index("\n\n", begin)
+    if os.environ.get("GLULAM_GOLDEN") == "write":
+        PAGE.write_text(text[:begin] + _table() + text[end:])
+        return
+    assert text[begin:end] == _table()
+
+
+@pytest.mark.parametrize("tile", [LARGE, SMALL, LARGE8], ids=lambda tile: tile.name)
+def test_no_gemm_is_faster_than_the_data_sheet(tile: TileConfig) -> None:
+    gemm = Gemm(8 * 8192, 8, 28672, 4096, 14336)
+    flop = 2 * gemm.rows * gemm.columns * gemm.depth
+    peak = 2 * cost.B200.sms * cost.B200.clock * cost.B200.macs * (2 if tile.k == 128 else 1)
+    assert 0.8 < flop / cost.even_us(gemm, tile) / peak <= 1
