@@ -52,8 +52,21 @@ SWIZZLED = 64
 """16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
 
 
-def _check_operands(operands: str, tile: TileConfig, transpose_w: bool = False) -> None:
+def check_served(operands: str, arch: str) -> None:
+    """Raises SpecError where no GEMM of an architecture multiplies these operands."""
+    if operands in ARCHS[arch].lacks:
+        having = [name for name, one in ARCHS.items() if operands not in one.lacks]
+        served = [name for name in OPERANDS if name not in ARCHS[arch].lacks]
+        raise SpecError(
+            f"operands={operands!r} are multiplied on {', '.join(having)} alone, not on {arch}; choose one of: "
+            f"{', '.join(served)}"
+        )
+
+
+def _check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool = False) -> None:
+    require("arch", arch, ARCHS)
     require("operands", operands, OPERANDS)
+    check_served(operands, arch)
     formats = OPERANDS[operands]
     if transpose_w and formats.decodes:
         _check_decoded_lines(operands, tile)
@@ -62,19 +75,9 @@ def _check_operands(operands: str, tile: TileConfig, transpose_w: bool = False) 
     depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
-    if tile.by_warps and formats.has_scaled_rows:
-        raise SpecError(
-            f"operands={operands!r} needs an FP8 MMA, which Hopper's kernels alone have; choose 16 bits, or weights "
-            "alone in MXFP8, MXFP4 or NVFP4"
-        )
     if tile.swapped != formats.decodes and not tile.by_warps:
         needs = "schedule='swapped'" if formats.decodes else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
-    if formats.multiplies_blocks != tile.in_tensor_memory and formats.has_scaled_rows:
-        raise SpecError(
-            f"schedule={tile.schedule!r} does not fit operands={operands!r}: Blackwell's tensor cores multiply by the "
-            "scales of blocks, Hopper's by none; choose operands='mxfp8_blocks' with schedule='tensor_memory'"
-        )
     if formats.has_scaled_rows and tile.takes_turns and not tile.in_tensor_memory:
         raise SpecError(
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
@@ -154,8 +157,7 @@ class GroupedMmSpec:
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
-        require("arch", self.arch, ARCHS)
-        _check_operands(self.operands, self.tile, self.transpose_w)
+        _check_operands(self.operands, self.tile, self.arch, self.transpose_w)
         _check_decoded(self.operands, self.dtype)
         if not OPERANDS[self.operands].decodes:
             _check_transposed(self.transpose_w, self.operands)
@@ -199,8 +201,7 @@ class GroupedGluSpec:
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
-        require("arch", self.arch, ARCHS)
-        _check_operands(self.operands, self.tile)
+        _check_operands(self.operands, self.tile, self.arch)
         _check_decoded(self.operands, self.dtype)
         _check_activation(self.activation, self.glu_layout)
         formats = OPERANDS[self.operands]
@@ -260,10 +261,9 @@ class GroupedDgluSpec:
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
-        require("arch", self.arch, ARCHS)
         require("operands", self.operands, [name for name, formats in OPERANDS.items() if formats.trains])
         for tile in (self.tile, self.dgrad) if self.dgrad else (self.tile,):
-            _check_operands(self.operands, tile)
+            _check_operands(self.operands, tile, self.arch)
         check_accumulators(self.tile, self.tile.max_accumulators)
         require("activation", self.activation, ACTIVATIONS)
         require("glu_layout", self.glu_layout, GLU_LAYOUTS)
@@ -381,12 +381,11 @@ class GroupedWgradSpec:
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
         require("out_dtype", self.out_dtype, (self.dtype, "float32"))
-        _check_operands("16bit", self.tile)
+        _check_operands("16bit", self.tile, self.arch)
         if self.tile.adaptive:
             raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
         if self.tile.m < SWIZZLED:
             raise SpecError(f"tile m={self.tile.m} is less than the {SWIZZLED} columns of dy that one load brings")
-        require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:

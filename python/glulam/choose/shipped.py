@@ -11,7 +11,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from cute_kernels.arch import room, rows_in_words, three_digits
-from cute_kernels.architectures import ARCHS
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -26,8 +25,9 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     QuantizeMxfp8Spec,
     Spec,
+    check_served,
 )
-from cute_kernels.tiles import SpecError, TileConfig, require
+from cute_kernels.tiles import TileConfig, require
 
 from . import estimates as times
 from .problem import Problem, changed
@@ -156,21 +156,9 @@ def size_of(problem: Problem, arch: str) -> Hashable:
     return room(arch).ruled(problem) or estimated_rows(problem)
 
 
-def check_served(problem: Problem, arch: str) -> None:
-    """Raises SpecError where no kernel of an architecture multiplies a problem's operands."""
-    if problem.operands not in ARCHS[arch].lacks:
-        return
-    having = [name for name, one in ARCHS.items() if problem.operands not in one.lacks]
-    usable = [name for name in OPERANDS if name not in ARCHS[arch].lacks]
-    raise SpecError(
-        f"operands={problem.operands!r} are multiplied on {', '.join(having)} alone, not on {arch}; choose one of: "
-        f"{', '.join(usable)}"
-    )
-
-
 def shipped_choice(problem: Problem, arch: str) -> Choice:
     """What serves a problem where nobody compiled or tuned anything: by a rule, else by times of the shipped tiles."""
-    check_served(problem, arch)
+    check_served(problem.operands, arch)
     here = room(arch)
     if tile := here.ruled(problem):
         why, why_not = here.reasons(problem, tile)
