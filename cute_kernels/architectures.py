@@ -20,6 +20,7 @@ class Architecture(NamedTuple):
         tested_on: GPUs that ran the tests of all its kernels; empty: none.
         smem_bytes: of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get the
             least of all: what sm_86, sm_89 and sm_120 have.
+        schedules: of its tiles (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
         recipes: names of recipes that are another one there.
     """
@@ -28,6 +29,7 @@ class Architecture(NamedTuple):
     gpus: str
     tested_on: str = ""
     smem_bytes: int = 99 * KIB
+    schedules: tuple[str, ...] = ("warps",)
     lacks: tuple[str, ...] = ("mxfp8", "mxfp8_blocks", "fp8_block")
     recipes: Mapping[str, str] = {}
 
@@ -35,10 +37,13 @@ class Architecture(NamedTuple):
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
 
+_HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
+_BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "fp8_block"), BY_BLOCKS
+
 ARCHS: dict[str, Architecture] = {
-    "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, lacks=("mxfp8_blocks",)),
-    "sm_100a": Architecture("sm100", "B200", "", 227 * KIB, ("mxfp8", "fp8_block"), BY_BLOCKS),
-    "sm_103a": Architecture("sm100", "B300", "", 227 * KIB, ("mxfp8", "fp8_block"), BY_BLOCKS),
+    "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, _HOPPER, lacks=("mxfp8_blocks",)),
+    "sm_100a": Architecture("sm100", "B200", "", *_BLACKWELL),
+    "sm_103a": Architecture("sm100", "B300", "", *_BLACKWELL),
     "sm_80": Architecture("portable", "A100, A30"),
     "sm_86": Architecture("portable", "A10, A40, RTX 30"),
     "sm_89": Architecture("portable", "L4, L40S, RTX 40"),

@@ -67,6 +67,11 @@ def _check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: boo
     require("arch", arch, ARCHS)
     require("operands", operands, OPERANDS)
     check_served(operands, arch)
+    if tile.schedule not in ARCHS[arch].schedules:
+        raise SpecError(
+            f"schedule={tile.schedule!r} is of another architecture than {arch}; choose one of: "
+            f"{', '.join(ARCHS[arch].schedules)}"
+        )
     formats = OPERANDS[operands]
     if transpose_w and formats.decodes:
         _check_decoded_lines(operands, tile)

@@ -220,6 +220,9 @@ def test_a_name_tells_every_field_apart() -> None:
     assert len({spec.name for spec in [base, *others]}) == len(others) + 1
 
 
+IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -240,6 +243,25 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: GroupedGluSpec(save_preact=True, tile=LARGE8, operands="fp8_block"), "save_preact is for training"),
         (lambda: GroupedDgluSpec(tile=DGLU8, operands="fp8_block"), "'fp8_block' is not.*one of: 16bit, mxfp8"),
         (lambda: GroupedMmSpec(tile=LARGE8, arch="sm_80", operands="fp8_block_weight_only"), "schedule"),
+        (
+            lambda: GroupedMmSpec(arch="sm_100a"),
+            "schedule='cooperative' is of another architecture than sm_100a; choose one of: tensor_memory, warps",
+        ),
+        (lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY), "another architecture than sm_90a; choose one of: cooperative"),
+        (
+            lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY, arch="sm_100a", operands="mxfp8"),
+            "operands='mxfp8' are multiplied on sm_90a alone, not on sm_100a; choose one of: 16bit, mxfp8_blocks",
+        ),
+        (
+            lambda: GroupedMmSpec(tile=LARGE8, operands="mxfp8_blocks"),
+            "operands='mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a",
+        ),
+        (
+            lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY, arch="sm_100a", adapted=True),
+            "on Hopper's own kernels; leave adapted out",
+        ),
+        (lambda: TileConfig(m=64, n=128, schedule="tensor_memory"), "tile m=64 is not supported; choose one of: 128"),
+        (lambda: TileConfig(cluster_m=2, schedule="tensor_memory"), r"cluster \(m, n\)=\(2, 1\)"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
         (lambda: GroupedMlpSpec(fc2=GroupedMmSpec(transpose_w=True)), "both transposed or neither"),
         (lambda: GroupedMlpSpec(fc1=GroupedGluSpec(transpose_w=True)), "both transposed or neither"),
