@@ -18,7 +18,6 @@ from emulator import validated
 from emulator.emulated_gpu import EmulatedGpu, installed
 from emulator.faults import Fault
 from emulator.launch import Emulator, texts
-from emulator.more_trials import all_trials_of
 from support import fake_mxfp8
 from support.gradients import check_gradients, leaves, transposed_back, transposed_leaves
 from support.inputs import gradient, make_case
@@ -37,6 +36,7 @@ from glulam.choose.problem import Problem
 from glulam.choose.shipped import shipped_choice
 from glulam.host.experts import GateUp
 from glulam.layer.choices import moe_of_choices
+from glulam.validate.catalogue import trials_of
 from glulam.validate.inputs import Size
 
 Trials = list[Sequence[Tensor]]
@@ -324,7 +324,7 @@ def test_none_is_missed(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     arch, called = emulated.emulator.arch, set[str]()
     shipped = profiles.shipped_specs(arch, "full")
     for spec in shipped:
-        if next(all_trials_of(spec, TINY), None):
+        if next(trials_of(spec, TINY), None):
             called |= validated.called_by(emulated, spec, TINY)
     every = {spec.name for spec in (*shipped, *profiles.all_stages(shipped))}
     assert every - called == {spec.name for spec in _tried_elsewhere(arch)}

@@ -15,12 +15,12 @@ from cute_kernels.specs import Spec
 from glulam.choose import known
 from glulam.host.plans import forget_plans
 from glulam.validate import child
+from glulam.validate.catalogue import trials_of
 from glulam.validate.child import Wrong
 from glulam.validate.inputs import Size
 from glulam.validate.trial import Trial
 
 from .emulated_gpu import EmulatedGpu
-from .more_trials import all_trials_of
 
 SMALL = Size(
     rows=40,
@@ -65,7 +65,7 @@ def _begun(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None) -> list[T
     forget_plans()
     child.prefer(spec)
     with reference():  # which quantises inputs
-        trials = list(islice(all_trials_of(spec, size), most))
+        trials = list(islice(trials_of(spec, size), most))
     del gpu.fake.specs[:]
     return trials
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cute_kernels.specs import (
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -28,6 +29,7 @@ _BY_KIND: dict[type, Callable[[Any, Size], Iterator[Trial]]] = {
     GroupedMlpSpec: grouped.mlp,
     GroupedDgluSpec: grouped.dglu,
     GroupedWgradSpec: grouped.wgrad,
+    FoldMxfp8Spec: grouped.fold,
     QuantizeMxfp8Spec: formats.mxfp8,
     QuantizeMxfp4Spec: formats.mxfp4,
     MhcSpec: streams.hyper_connection,

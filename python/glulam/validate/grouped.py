@@ -15,6 +15,7 @@ from cute_kernels.specs import (
     ACTIVATION_FORMS,
     BLOCK_ROWS,
     LAYOUT_FORMS,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -32,14 +33,13 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..ops.quantized_weights import FORMS
-from ..recipes import BF16
-from .inputs import Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
+from ..recipes import BF16, MXFP8
+from . import training
+from .inputs import UNREACHED, Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial, gradients
 
 IN_16_BITS = BF16.operands
 ODD = Routing("N = 1504, K = 736", spread(150, 4))
-UNREACHED = 1e4
-"""A limit of clamped activations."""
 ROUNDED_TWICE = 3e-2
 """Tolerance of what rounds its activation to FP8: a value that lies on the edge of two numbers may become either."""
 
@@ -247,12 +247,13 @@ def _weights(
 
 
 def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
-    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one. None
-    of training in MXFP8.
+    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one. Of
+    one in MXFP8 a step.
     """
     fc1, dtype = spec.fc1, _dtype(spec)
     is_plain = fc1.operands == IN_16_BITS
     if fc1.save_preact and not is_plain:
+        yield from training.steps(spec, fc1.operands, _formed_and_sized(fc1, _sizes(size, size.in_blocks)))
         return
     recipe = BF16.name if is_plain else fc1.operands
     for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, size, size.hidden if is_plain else size.in_blocks)):
@@ -291,6 +292,7 @@ def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
 
 def dglu(spec: GroupedDgluSpec, size: Size) -> Iterator[Trial]:
     if spec.operands != IN_16_BITS:
+        yield from training.steps(spec, spec.operands, _formed_and_sized(spec, _sizes(size, size.in_blocks)))
         return
     for form, sized in _formed_and_sized(spec, _sizes(size, size.hidden)):
         yield from (_data_path if spec.dgrad else _dglu_alone)(spec, form, sized)
@@ -336,6 +338,12 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
         return gradients(mlp, [given["x"], given["row_scale"]], lambda *_: given["dy"])
 
     yield Trial(f"gradients, {', '.join(form)}, {routing.name}", given, call, _ends(routing))
+
+
+def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
+    """Of what prepares weights for FP8: a step with them."""
+    sized = _sizes(size, size.in_blocks)
+    return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:

@@ -17,6 +17,8 @@ from cute_kernels.formats import MXFP8
 
 TAIL = 13
 """Rows behind the last group."""
+UNREACHED = 1e4
+"""A limit of clamped activations: rounding takes no preactivation across it."""
 
 
 class Routing(NamedTuple):
