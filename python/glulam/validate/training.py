@@ -48,7 +48,7 @@ def _step(options: dict[str, Any], of_weights: bool, given: Given) -> list[Tenso
     leaves, fixed = (("w1", "w2"), ("x", "offs")) if of_weights else (("x",), ("w1", "w2", "offs"))
     given = {name: _no_float64(value) for name, value in given.items()}
     others: dict[str, Any] = {**{name: given[name] for name in fixed}, **options}
-    mlp = partial(grouped_mlp, **others, limit=UNREACHED)
+    mlp: Any = partial(grouped_mlp, **others, limit=UNREACHED)
     results: list[Tensor] = []
 
     def kept(*tensors: Tensor) -> Tensor:
