@@ -22,7 +22,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned
-from glulam.backward.path import Launches
+from glulam.backward.path import Path
 from glulam.ops.grouped_mlp import GroupedMlpCall
 
 pytest_plugins = ["support.fixtures"]
@@ -396,17 +396,22 @@ def test_a_part_of_a_step_is_launched_in_one_way(
     fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, recipe: str, recompute: bool, wanted: tuple[str, ...]
 ) -> None:
     """A part is planned once: whatever launches it later gives the very arguments that its plan passes on."""
-    make, parts = Launches.make, []
+    part_of, parts = Path.part, []
 
-    def watched(self: Launches, part: str, kind: Any, groups: Any, options: Any, tensors: dict[str, Any]) -> Any:
-        given = {name for name, value in tensors.items() if value is not None}
-        made = make(self, part, kind, groups, options, tensors)
-        plan, _ = self.plans[part if tensors.get("out") is None else f"{part}, into out"]
-        assert given | {"groups"} == plan.shape.present, part
-        parts.append(part)
-        return made
+    def watched(self: Path, name: str, declared: Any) -> Any:
+        part = part_of(self, name, declared)
 
-    monkeypatch.setattr(Launches, "make", watched)
+        def run(**tensors: Any) -> Any:
+            made = part(**tensors)
+            assert self.launches is not None
+            plan, _ = self.launches.plans[name]
+            assert {one for one, value in tensors.items() if value is not None} - {"out"} == plan.shape.present, name
+            parts.append(name)
+            return made
+
+        return run
+
+    monkeypatch.setattr(Path, "part", watched)
     c = make_case(SIZES, 64, 64, tail=TAIL)
     given: dict[str, Any] = leaves(c, wanted)
     if recipe == "mxfp4_weight_only":

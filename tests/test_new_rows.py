@@ -221,7 +221,7 @@ def fields(plan: Any) -> dict[str, Any]:
         for name, value in vars(plan).items()
         if name not in ("apart", "path", "general", "layout", "saved_layout")
     }
-    path = {name: value for name, value in vars(plan.path).items() if name not in ("launches", "make")}
+    path = {name: value for name, value in vars(plan.path).items() if name != "launches"}
     return {**own, **path, "layouts": (plan.layout.slices, plan.saved_layout.slices), "launches": launches}
 
 

@@ -22,7 +22,6 @@ from ..choose.problem import Problem
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
-from ..ops.grouped_wgrad import GroupedWgradCall
 from ..ops.mlp_training import (
     SMALL_BYTES,
     DataGradients,
@@ -33,8 +32,8 @@ from ..ops.mlp_training import (
     WeightGradientCall,
     forward_kind,
 )
-from .parts import Targets, contracted, groups_of, scale_of_bias_grad, split_groups
-from .path import Path
+from .parts import Targets, contracted, scale_of_bias_grad
+from .path import Declared, Path
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients need that of the activation."""
@@ -100,10 +99,9 @@ class DataPath(Path):
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What is saved besides is "preact", or else "act"."""
-        keep_preact = bool(wanted & self.need_preact) and not self.recompute
+        keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
-        if self.copies_forward and self.reads_copies(given["x"], given):
-            assert self.tokens is not None
+        if self.tokens is not None and self.copies_forward and self.reads_copies(given["x"], given):
             given = {**given, "x": self.tokens.rows(given["x"].contiguous(), given["row_of"]), "rows": None}
         if self.fuses and self.launches is not None and keep_preact and not self.transpose_w:
             return self._forward_launch(given, wanted, out)
@@ -115,17 +113,16 @@ class DataPath(Path):
     def _forward_launch(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        def options() -> dict[str, Any]:
+        def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
-            return {**self.form, "step": self.problem, "is_small": self.is_small, "trained": trained}
+            options = {**self.form, "step": self.problem, "is_small": self.is_small, "trained": trained}
+            return forward_kind(self.kind), options
 
-        given["out"] = out
-        tensors, groups = split_groups(given)
-        y, preact = self.make("forward", forward_kind(self.kind), groups, options, tensors)
+        y, preact = self.part("forward", call)(**given, out=out)
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        behind = bool(wanted & self.need_preact)
+        behind = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (behind or "w2" in wanted)
         return {
             "x": again or "w1" in wanted,
@@ -146,36 +143,33 @@ class DataPath(Path):
         """
         (d_result,) = dy
         d_y = self._gathered(saved, d_result)
-        groups, rows = groups_of(saved), saved.get("rows")
+        groups, rows = saved["groups"], saved.get("rows")
         result: dict[str, Any] = {}
         act = None
-        if wanted & self.need_preact:
-            dpreact, act, result["x"], d_scale = self._data_gradients(saved, targets, d_result, d_y, wanted)
+        if not wanted.isdisjoint(self.need_preact):
+            make = self._gradients_launch if self.has_fused_gradients else self._data_gradients
+            dpreact, act, result["x"], d_scale = make(saved, targets, d_result, d_y, wanted)
             if "w1" in wanted:
                 result["w1"] = self.weight_gradient(targets, "w1", dpreact, saved["x"], groups, x_rows=rows)
             if "b1" in wanted:
-                result["b1"] = grouped_bias_grad(dpreact, **groups)
+                result["b1"] = grouped_bias_grad(dpreact, **self.sizes(groups))
             del dpreact
             if d_scale is not None:
                 if saved.get("b2") is not None:
-                    d_scale = d_scale + scale_of_bias_grad(d_y, saved["b2"], {**groups, "rows": rows})
+                    d_scale = d_scale + scale_of_bias_grad(d_y, saved["b2"], {**self.sizes(groups), "rows": rows})
                 result["row_scale"] = d_scale
         if "w2" in wanted:
             act = self._act(saved) if act is None else act
             result["w2"] = self.weight_gradient(targets, "w2", d_y, act, groups, dy_rows=rows)
         if "b2" in wanted:
-            result["b2"] = grouped_bias_grad(d_y, row_scale=saved.get("row_scale"), rows=rows, **groups)
+            result["b2"] = grouped_bias_grad(d_y, row_scale=saved.get("row_scale"), rows=rows, **self.sizes(groups))
         if "residual" in wanted:
             result["residual"] = d_result
         return result
 
-    @property
-    def weight_gradient_kind(self) -> type[GroupedWgradCall]:
-        return WeightGradientCall if self.has_fused_gradients else GroupedWgradCall
-
-    def weight_gradient_options(self, name: str) -> dict[str, Any]:
-        options = super().weight_gradient_options(name)
-        return {**options, "step": self.problem} if self.has_fused_gradients else options
+    def weight_gradient_call(self, name: str) -> Declared:
+        kind, options = super().weight_gradient_call(name)
+        return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         """Whether GEMMs read a copy of each row's token; where no data gradient needs w2, they do not."""
@@ -191,9 +185,8 @@ class DataPath(Path):
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
         """dy as the GEMMs read it, and what was saved as well, in place."""
-        if not self.reads_copies(dy, saved):
+        if self.tokens is None or not self.reads_copies(dy, saved):
             return dy
-        assert self.tokens is not None
         saved["rows"] = None
         if saved.get("x") is not None:
             saved["x"] = self.tokens.rows(saved["x"].contiguous(), saved["row_of"])
@@ -203,8 +196,6 @@ class DataPath(Path):
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         """`d_result`: the incoming gradient; `dy`: as `_gathered` returned it."""
-        if self.has_fused_gradients:
-            return self._gradients_launch(saved, targets, d_result, dy, wanted)
         if self.tokens is None:
             return self._gradients(saved, targets, dy, wanted)
         made = self._gradients(saved, None, dy, wanted)
@@ -216,20 +207,19 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        preact = self._take_preact(saved)
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 
-        def options() -> dict[str, Any]:
+        def call() -> Declared:
             asked = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
-            return {**self.form, **asked, "step": self.problem, "trained": "w1" in wanted or "w2" in wanted}
+            trained = "w1" in wanted or "w2" in wanted
+            return self.gradients_kind, {**self.form, **asked, "step": self.problem, "trained": trained}
 
-        tensors = {
-            "dy": dy, "preact": preact, "w1": saved["w1"] if for_x else None, "w2": saved["w2"],
-            "row_scale": saved["row_scale"], "rows": saved.get("rows"),
-            "row_of": saved.get("row_of") if for_x else None, "out": dx,
-        }  # fmt: skip
-        made: DataGradients = self.make("gradients", self.gradients_kind, groups_of(saved), options, tensors)
+        made: DataGradients = self.part("gradients", call)(
+            dy=dy, preact=self._take_preact(saved), w1=saved["w1"] if for_x else None, w2=saved["w2"],
+            row_scale=saved["row_scale"], rows=saved.get("rows"), row_of=saved.get("row_of") if for_x else None,
+            groups=saved["groups"], out=dx,
+        )  # fmt: skip
         if dx is not None:
             torch.autograd.graph.increment_version(dx)
         return made
@@ -247,19 +237,18 @@ class DataPath(Path):
         act, *preact = made if keep_preact else (made,)
         bias = given["b2"]
         scale = None if bias is None else given["row_scale"]
-        tensors = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "out": out}
-        y = self.times_w("fc2", groups_of(given), self.transpose_w, tensors)
+        fc2 = self.times_w("fc2", self.transpose_w)
+        y = fc2(x=act, w=given["w2"], bias=bias, bias_scale=scale, groups=given["groups"], out=out)
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
     def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
-        def options() -> dict[str, Any]:
-            return {**self.form, "return_preact": return_preact, "transpose_w": self.transpose_w}
+        def call() -> Declared:
+            return GroupedGluCall, {**self.form, "return_preact": return_preact, "transpose_w": self.transpose_w}
 
-        tensors = {
-            "x": given["x"], "w1": given["w1"], "bias": given["b1"], "row_scale": given["row_scale"],
-            "rows": given.get("rows"),
-        }  # fmt: skip
-        return self.make(part, GroupedGluCall, groups_of(given), options, tensors)
+        return self.part(part, call)(
+            x=given["x"], w1=given["w1"], bias=given["b1"], row_scale=given["row_scale"], rows=given.get("rows"),
+            groups=given["groups"],
+        )  # fmt: skip
 
     def _act(self, saved: dict[str, Any]) -> Tensor:
         """The activation, saved or made again."""
@@ -270,27 +259,29 @@ class DataPath(Path):
         if self.in_halves:  # which grouped_glu alone multiplies in one call
             preact: Tensor = self._glu("preact", saved, return_preact=True)[1]
             return preact
-        tensors = {"x": saved["x"], "w": saved["w1"], "bias": saved["b1"], "rows": saved.get("rows")}
-        return self.times_w("preact", groups_of(saved), self.transpose_w, tensors)
+        made: Tensor = self.times_w("preact", self.transpose_w)(
+            x=saved["x"], w=saved["w1"], bias=saved["b1"], rows=saved.get("rows"), groups=saved["groups"]
+        )
+        return made
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         """Of rows; x's goes where `targets` says, or, without, to a new tensor whose tail is uninitialised."""
-        groups, dx = groups_of(saved), None
+        groups, dx = saved["groups"], None
 
-        def options() -> dict[str, Any]:
-            return {**self.form, "row_scale_grad": "row_scale" in wanted, "transpose_w": self.transpose_w}
+        def call() -> Declared:
+            options = {"row_scale_grad": "row_scale" in wanted, "transpose_w": self.transpose_w}
+            return GroupedDgluCall, {**self.form, **options}
 
-        tensors = {
-            "dy": dy, "w2": saved["w2"], "preact": self._take_preact(saved), "rows": saved.get("rows"),
-            "row_scale": saved["row_scale"],
-        }  # fmt: skip
-        dpreact, act, d_scale = self.make("dglu", GroupedDgluCall, groups, options, tensors)
+        dpreact, act, d_scale = self.part("dglu", call)(
+            dy=dy, w2=saved["w2"], preact=self._take_preact(saved), row_scale=saved["row_scale"],
+            rows=saved.get("rows"), groups=groups,
+        )  # fmt: skip
         if "x" in wanted:
             w1 = saved["w1"]
             dx = None if targets is None else targets.new_grad_input(dy, contracted(w1, self.transpose_w))
-            dx = self.times_w("x", groups, not self.transpose_w, {"x": dpreact, "w": w1, "out": dx})
+            dx = self.times_w("x", not self.transpose_w)(x=dpreact, w=w1, groups=groups, out=dx)
         return DataGradients(dpreact, act, dx, d_scale)
 
 
@@ -313,8 +304,9 @@ class QuantisedPath(DataPath):
         return y, {"preact": preact} if keep_preact else {}
 
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
-        tensors = {**{name: given[name] for name in self.inputs}, "rows": given.get("rows"), "out": out}
-        return self.make(part, Mxfp8ForwardCall, groups_of(given), lambda: self.form, tensors)
+        tensors = {name: given[name] for name in self.inputs}
+        made = self.part(part, lambda: (Mxfp8ForwardCall, self.form))
+        return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         preact: Tensor = self._rows("preact", {**saved, "b2": None})[1]
@@ -325,9 +317,8 @@ class QuantisedPath(DataPath):
     ) -> DataGradients:
         out = targets.given_grad_input(dy) if targets is not None and "x" in wanted else None
         options = {**self.form, "input_grad": "x" in wanted, "row_scale_grad": "row_scale" in wanted}
-        tensors = {
-            "dy": dy, "w1": saved.get("w1"), "w2": saved["w2"], "preact": self._take_preact(saved),
-            "row_scale": saved["row_scale"], "rows": saved.get("rows"), "out": out,
-        }  # fmt: skip
-        made: DataGradients = self.make("gradients", Mxfp8GradientsCall, groups_of(saved), lambda: options, tensors)
+        made: DataGradients = self.part("gradients", lambda: (Mxfp8GradientsCall, options))(
+            dy=dy, w1=saved.get("w1"), w2=saved["w2"], preact=self._take_preact(saved),
+            row_scale=saved["row_scale"], rows=saved.get("rows"), groups=saved["groups"], out=out,
+        )  # fmt: skip
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,7 +24,7 @@ from .function import apply
 from .glu import GluPath
 from .mm import MmPath
 from .parts import ORDINARY, Targets, check_targets
-from .path import Path
+from .path import Path, grouped_by
 from .paths import path_of
 
 PATHS: dict[type[Call], Callable[[Any], Path]] = {
@@ -76,7 +77,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         asked = call
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
             call = with_parts_as_read(call)
-        path = path_of_kind(call)
+        path = dataclasses.replace(path_of_kind(call), grouped_by=grouped_by(call))
         result = planned.run(call, key, targets, path, asked)
         return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:

@@ -8,6 +8,7 @@ keeps h; with `recompute` forward is one call, x is kept, and backward makes h a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +28,11 @@ from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import FORMS
 from .data_path import BEHIND_THE_ACTIVATION, DataPath
-from .parts import Targets, groups_of, scale_of_bias_grad
-from .path import Groups, Path
+from .parts import Targets, scale_of_bias_grad
+from .path import Declared, Path
 
 
+@functools.cache
 def part_names(name: str) -> tuple[str, ...]:
     """Names of the arguments that hold a weight's parts."""
     return tuple(name + suffix for suffix in SUFFIXES)
@@ -47,22 +49,24 @@ class Frozen(Path):
     recipe: str
 
     def product(
-        self, part: str, x: Tensor, w: Parts, groups: Groups, over_rows: bool = False, bias: Any = None,
+        self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
         bias_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x w_e^T, or `over_rows` x w_e, plus the bias."""
 
-        def options() -> dict[str, Any]:
-            return {**dict.fromkeys(QuantizedMmCall.names), "recipe": self.recipe, "transpose_w": over_rows}
+        def call() -> Declared:
+            absent = dict.fromkeys(QuantizedMmCall.names)
+            return QuantizedMmCall, {**absent, "recipe": self.recipe, "transpose_w": over_rows}
 
-        tensors = {
-            "x": x, **dict(zip(part_names("w"), w, strict=True)), "bias": bias, "bias_scale": bias_scale, "out": out,
-        }  # fmt: skip
-        made: Tensor = self.make(part, QuantizedMmCall, groups, options, tensors)
+        data, scale, global_scale = w
+        made: Tensor = self.part(part, call)(
+            x=x, w=data, w_scale=scale, w_global_scale=global_scale, bias=bias, bias_scale=bias_scale, groups=groups,
+            out=out,
+        )  # fmt: skip
         return made
 
     def input_gradient(
-        self, targets: Targets | None, dy: Tensor, w: Parts, groups: Groups, over_rows: bool
+        self, targets: Targets | None, dy: Tensor, w: Parts, groups: Tensor, over_rows: bool
     ) -> Tensor:  # fmt: skip
         """`product` of dy, where x's gradient goes, with zeros after the last group; without targets nobody reads what
         is there.
@@ -71,7 +75,7 @@ class Frozen(Path):
             return self.product("x", dy, w, groups, over_rows)
         if gpus.is_traced(dy):  # inductor takes no operator that writes a buffer and reads E8M0 scales
             dx = self.product("x", dy, w, groups, over_rows)
-            return dx.masked_fill(is_after_groups(dx, **groups)[:, None], 0)
+            return dx.masked_fill(is_after_groups(dx, **self.sizes(groups))[:, None], 0)
         columns = FORMS[self.recipe].columns(w.data) if over_rows else int(w.data.shape[1])
         return self.product("x", dy, w, groups, over_rows, out=targets.new_grad_input(dy, columns))
 
@@ -91,7 +95,7 @@ class FrozenMm(Frozen):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         addends = {name: given[name] for name in ("bias", "bias_scale")}
         w = parts_of(given, "w")
-        return self.product("forward", given["x"], w, groups_of(given), self.transpose_w, **addends, out=out), {}
+        return self.product("forward", given["x"], w, given["groups"], self.transpose_w, **addends, out=out), {}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         of_w = dict.fromkeys(part_names("w"), "x" in wanted)
@@ -100,13 +104,13 @@ class FrozenMm(Frozen):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        (d_y,), groups, result = dy, groups_of(saved), {}
+        (d_y,), groups, result = dy, saved["groups"], {}
         if "x" in wanted:
             result["x"] = self.input_gradient(targets, d_y, parts_of(saved, "w"), groups, not self.transpose_w)
         if "bias" in wanted:
-            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **groups)
+            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **self.sizes(groups))
         if "bias_scale" in wanted and saved["bias"] is not None:
-            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], groups)
+            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], self.sizes(groups))
         return result
 
 
@@ -135,10 +139,10 @@ class FrozenPath(Frozen, DataPath):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        groups = groups_of(given)
+        groups = given["groups"]
         if not keep_preact:
             tensors = {name: given.get(name) for name in (*self.inputs, *QuantizedMlpCall.beside_weights)}
-            y: Tensor = self.make("forward", QuantizedMlpCall, groups, self._options, {**tensors, "out": out})
+            y: Tensor = self.part("forward", self._call)(**tensors, groups=groups, out=out)
             return y, {}
         preact = self._new_preact(given)
         act = gate(preact, given["row_scale"], **self.form)
@@ -147,29 +151,29 @@ class FrozenPath(Frozen, DataPath):
         y = self.product("fc2", act, parts_of(given, "w2"), groups, bias=bias, bias_scale=scale, out=out)
         return y, {"preact": preact}
 
-    def _options(self) -> dict[str, Any]:
+    def _call(self) -> Declared:
         absent = dict.fromkeys(QuantizedMlpCall.names)
-        return {**absent, **packed(self.form), "recipe": self.recipe, "recompute": False}
+        return QuantizedMlpCall, {**absent, **packed(self.form), "recipe": self.recipe, "recompute": False}
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
-        groups, bias = groups_of(saved), saved["b1"]
+        groups, bias = saved["groups"], saved["b1"]
         w1, factors = without_factors(parts_of(saved, "w1"))
         if factors is None:
             return self.product("preact", saved["x"], w1, groups, bias=bias)
-        return times_factors(self.product("preact", saved["x"], w1, groups), factors, groups, bias)
+        return times_factors(self.product("preact", saved["x"], w1, groups), factors, self.sizes(groups), bias)
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        groups, w1, w2 = groups_of(saved), parts_of(saved, "w1"), parts_of(saved, "w2")
+        groups, w1, w2 = saved["groups"], parts_of(saved, "w1"), parts_of(saved, "w2")
         d_act = self.product("activation", dy, w2, groups, over_rows=True)
-        preact, row_scale = self._take_preact(saved), saved.get("row_scale")
-        dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, groups, **self.form)
+        preact, row_scale, sizes = self._take_preact(saved), saved.get("row_scale"), self.sizes(groups)
+        dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, sizes, **self.form)
         dx = None
         if "x" in wanted:
             w1, factors = without_factors(w1)
             # Factors of w1's rows, which are added up.
-            dh = dpreact if factors is None else times_factors(dpreact, factors, groups)
+            dh = dpreact if factors is None else times_factors(dpreact, factors, sizes)
             dx = self.input_gradient(targets, dh, w1, groups, over_rows=True)
         return DataGradients(dpreact, d_act, dx, d_scale)
 

@@ -6,16 +6,20 @@ traced and is checked like any other call, and by launches of its own where it i
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calls.autograd import as_result, check_saved, once_differentiable, taken, usable
+from ..calls.generated import compiled_one_of_many
+from ..calls.launch import indented, wrapped
 from ..host.experts import ExpertList, GateUp
 from ..host.groups import caller, part_of
 from .parts import Targets, backward_of, tensor_groups
@@ -35,30 +39,36 @@ MAX_LAYOUTS = 1024
 
 class Layout:
     """Which arguments lie where among flat inputs. `sizes`: tensors of a list, SINGLE for a tensor or None, PAIR for a
-    GateUp.
+    GateUp. `absent`: names of arguments that are None and no inputs.
 
     Attributes:
         several: of arguments of several tensors the place, name, size and first input, from the last to the first.
+        named: returns the arguments by name, of flat inputs; lists as lists.
     """
 
-    __slots__ = ("_firsts", "names", "several", "slices")
+    __slots__ = ("named", "names", "several", "slices")
 
-    def __init__(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], sizes: tuple[int, ...], absent: tuple[str, ...] = ()) -> None:
         self.names = names
         begins = itertools.accumulate(map(abs, sizes), initial=0)
         self.slices = tuple(zip(names, sizes, begins, strict=False))
         places = [(place, *one) for place, one in enumerate(self.slices) if one[1] != SINGLE]
         self.several = tuple(reversed(places))
-        self._firsts = picker(*[begin if size else 0 for _, size, begin in self.slices])
+        self.named = self._namer(absent)
 
-    def named(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name, lists as lists."""
-        if not self.several:
-            return dict(zip(self.names, flat, strict=True))
-        named = dict(zip(self.names, self._firsts(flat), strict=True))
-        for _, name, size, begin in self.several:
-            named[name] = _several(flat, size, begin)
-        return named
+    def _namer(self, absent: tuple[str, ...]) -> Callable[[Sequence[Any]], dict[str, Any]]:
+        """Return a generated function: a dict display takes 0.2 us, and `dict(zip(..., strict=True))` 0.5 us."""
+        inputs: list[str] = []
+        items: list[str] = []
+        for name, size, begin in self.slices:
+            tensors = [f"t{place}" for place in range(begin, begin + abs(size))]
+            inputs += tensors
+            value = {SINGLE: "{}", PAIR: "GateUp({})"}.get(size, "[{}]").format(", ".join(tensors))
+            items.append(f"{name!r}: {value}")
+        items += [f"{name!r}: None" for name in absent]
+        lines = ["def named(flat):", *indented([*wrapped("[", inputs, "] = flat"), *wrapped("return {", items, "}")])]
+        code = compiled_one_of_many("\n".join(lines), "glulam layout")
+        return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
         """The inputs that arguments, in their order, are made of."""
@@ -95,21 +105,16 @@ class Layout:
         return flat
 
 
-def _several(flat: Sequence[Any], size: int, begin: int) -> Any:
-    values = flat[begin : begin + abs(size)]
-    return GateUp(*values) if size == PAIR else list(values)
+layout_of = functools.lru_cache(MAX_LAYOUTS)(Layout)
 
 
-_layout = functools.lru_cache(MAX_LAYOUTS)(Layout)
-
-
-def flatten(arguments: dict[str, Any]) -> tuple[Layout, list[Any]]:
+def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[Layout, list[Any]]:
     """The layout of arguments, and the flat inputs."""
     sizes = [
         (PAIR if isinstance(value, GateUp) else len(value)) if isinstance(value, (list, tuple)) else SINGLE
         for value in arguments.values()
     ]
-    layout = _layout(tuple(arguments), tuple(sizes))
+    layout = layout_of(tuple(arguments), tuple(sizes), absent)
     return layout, layout.flat(arguments.values())
 
 
@@ -167,8 +172,8 @@ apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differe
 
 def apply(call: Any, path: Path, targets: Targets) -> Any:
     """The result of a call, differentiable, by public operators."""
-    groups = tensor_groups(call.op, call.offs, call.splits, call.x)
+    (groups,) = tensor_groups(call.op, call.offs, call.splits, call.x).values()
     arguments = {name: getattr(call, name) for name in (*path.inputs, *call.beside_weights, *call.of_tokens)}
-    layout, flat = flatten({**arguments, **groups})
+    layout, flat = flatten({**arguments, "groups": groups})
     step = Step(caller(call.op), path, layout)
     return Differentiable.apply(step, targets, *flat)  # type: ignore[no-untyped-call]

@@ -15,8 +15,8 @@ from ..host.experts import GateUp
 from ..ops.gate import gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import GroupedGluCall
-from .parts import Targets, form_of, groups_of
-from .path import Path
+from .parts import Targets, form_of
+from .path import Declared, Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,11 @@ class GluPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Any, dict[str, Tensor]]:
-        tensors = {**{name: given[name] for name in self.inputs}, "out": out}
-        act, preact = self.make("forward", GroupedGluCall, groups_of(given), self._options, tensors)
+        act, preact = self.part("forward", self._call)(**given, out=out)
         return (act, preact) if self.return_preact else act, {"preact": preact}
 
-    def _options(self) -> dict[str, Any]:
-        return {**self.form, "return_preact": True, "transpose_w": self.transpose_w}
+    def _call(self) -> Declared:
+        return GroupedGluCall, {**self.form, "return_preact": True, "transpose_w": self.transpose_w}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         return {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False}
@@ -49,16 +48,17 @@ class GluPath(Path):
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
         d_act, *d_preact = dy
-        groups = groups_of(saved)
+        groups = saved["groups"]
+        sizes = self.sizes(groups)
         result: dict[str, Any] = {}
         of_scale = "row_scale" in wanted
-        dpreact, d_scale = gate_gradients(d_act, saved["preact"], saved["row_scale"], of_scale, groups, **self.form)
+        dpreact, d_scale = gate_gradients(d_act, saved["preact"], saved["row_scale"], of_scale, sizes, **self.form)
         if of_scale:
             result["row_scale"] = d_scale
         for of_preact in d_preact:
             dpreact = dpreact + of_preact
         if "bias" in wanted:
-            result["bias"] = grouped_bias_grad(dpreact, **groups)
+            result["bias"] = grouped_bias_grad(dpreact, **sizes)
         if "w1" in wanted:
             result["w1"] = self.weight_gradient(targets, "w1", dpreact, saved["x"], groups)
         if "x" in wanted:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from .parts import Targets, groups_of, scale_of_bias_grad, split_groups
+from .parts import Targets, scale_of_bias_grad
 from .path import Path
 
 
@@ -23,9 +23,7 @@ class MmPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        given["out"] = out
-        tensors, groups = split_groups(given)
-        return self.times_w("forward", groups, self.transpose_w, tensors), {}
+        return self.times_w("forward", self.transpose_w)(**given, out=out), {}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         return {"x": "w" in wanted, "w": "x" in wanted, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
@@ -33,13 +31,13 @@ class MmPath(Path):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        (d_y,), groups, result = dy, groups_of(saved), {}
+        (d_y,), groups, result = dy, saved["groups"], {}
         if "x" in wanted:
             result["x"] = self.data_gradient(targets, d_y, saved["w"], groups)
         if "w" in wanted:
             result["w"] = self.weight_gradient(targets, "w", d_y, saved["x"], groups)
         if "bias" in wanted:
-            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **groups)
+            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **self.sizes(groups))
         if "bias_scale" in wanted and saved["bias"] is not None:
-            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], groups)
+            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], self.sizes(groups))
         return result

@@ -23,23 +23,12 @@ from ..calls.memory import MAX_APART
 from ..choose.problem import changed
 from ..host import device as gpus
 from ..host import groups as group_sizes
+from ..host.experts import ExpertList
 from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
-
-
-def groups_of(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments by name, the group sizes."""
-    name = "offs" if "offs" in named else "splits"
-    return {name: named[name]}
-
-
-def split_groups(named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split arguments by name, a dictionary that it takes over, into the others and the group sizes."""
-    name = "offs" if "offs" in named else "splits"
-    return named, {name: named.pop(name)}
 
 
 def form_of(call: Any) -> dict[str, Any]:
@@ -50,7 +39,7 @@ def form_of(call: Any) -> dict[str, Any]:
 
 def contracted(w: Any, transpose_w: bool) -> int:
     """Columns of the x that a weight is multiplied with."""
-    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
+    columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]
     return columns
 
 
@@ -187,7 +176,8 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
 
     A GEMM with one weight row an expert, so that neither dy nor the biases are spread in memory.
     """
-    packed = bias if isinstance(bias, Tensor) else torch.stack(bias)
+    tensors = bias.tensors if isinstance(bias, ExpertList) else bias
+    packed = bias if isinstance(bias, Tensor) else torch.stack(tuple(tensors))
     weight = packed.new_zeros(packed.shape[0], BIAS_COLUMNS, packed.shape[1])
     weight[:, 0] = packed
     rows = groups.get("rows")

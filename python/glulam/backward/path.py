@@ -8,6 +8,7 @@ traced and is checked like any other call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -24,26 +25,19 @@ from ..choose.problem import Problem, changed
 from ..host import experts
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.grouped_wgrad import GroupedWgradCall
-from .parts import Targets, contracted
+from .parts import Targets, WeightGrad, contracted
 
 LISTS = (list, tuple)
 """Classes of lists of experts' tensors."""
-Groups = dict[str, Any]
-"""Group sizes, as a keyword."""
-Options = Callable[[], dict[str, Any]]
-"""Makes a call's options, all that have no default: where the call is planned, or an operator is called."""
-Make = Callable[[str, type[Call], Groups, Options, dict[str, Any]], Any]
+Part = Callable[..., Any]
+"""A part of a step. It takes a call's tensors by name, group sizes as `groups`, and returns the call's results."""
+Declared = tuple[type[Call], dict[str, Any]]
+"""The kind of a part's call, and the call's options that have no default."""
 
 
-def by_operator(part: str, kind: type[Call], groups: Groups, options: Options, tensors: dict[str, Any]) -> Any:
-    """Return the results of a part of a step, by a call of its operator.
-
-    Args:
-        part: its name; one name, one way to call it.
-        kind: of the call.
-        tensors: the call's, by name; None where they are left out. The caller's own dictionary.
-    """
-    return kind.operator(**{**options(), **tensors, **groups})
+def grouped_by(call: Call) -> str:
+    """Return the name of the argument that gives a call's group sizes."""
+    return "offs" if call.splits is None else "splits"
 
 
 def with_table(op: str, name: str, tensors: Any) -> Any:
@@ -70,27 +64,25 @@ class Launches:
         plans: by the name of a part, its plan and the problem of that.
     """
 
-    def __init__(self, has_lists: bool, world_experts: int, like: Launches | None = None) -> None:
+    def __init__(self, grouped_by: str, world_experts: int, like: Launches | None = None) -> None:
         """`world_experts`: of the step's problem. `like`: those of a step that differs in its rows alone."""
         self.plans: dict[str, tuple[Plan, Problem]] = {}
-        self._has_lists, self._world_experts = has_lists, world_experts
+        self._grouped_by, self._world_experts = grouped_by, world_experts
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
-    def make(self, part: str, kind: type[Call], groups: Groups, options: Options, tensors: dict[str, Any]) -> Any:
-        """Return the results of a part by a launch. For the arguments see `by_operator`."""
-        if self._has_lists:
-            for name, value in tensors.items():
-                if value.__class__ is list:
-                    tensors[name] = with_table(kind.op, name, value)
-        if tensors.get("out") is not None:
-            part += ", into out"
-        found = self.plans.get(part)
-        if found is None:
-            found = self.plans[part] = self._planned(part, kind, {**options(), **tensors, **groups})
-        (tensors["groups"],) = groups.values()
-        return found[0].run(**tensors)
+    def first(self, part: str, declared: Callable[[], Declared]) -> Part:
+        """Return a part that has no plan yet: it makes one when it is called."""
+
+        def planned(**tensors: Any) -> Any:
+            kind, options = declared()
+            plan, _ = self.plans[part] = self._planned(part, kind, {**options, **tensors})
+            return plan.run(**tensors)
+
+        return planned
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
+        given[self._grouped_by] = given.pop("groups")
+        given.pop("out", None)  # each launch looks whether it is given one
         if "numbers" in kind.names and "numbers" not in given:
             given = packed(given)
         call = kind(**{**dict.fromkeys(kind.names), **given})
@@ -108,14 +100,14 @@ class Path:
 
     Attributes:
         inputs: of the operator's arguments, those that are tensors, group sizes left out.
-        make: makes a part of the step; see `by_operator`, the default.
-        launches: whose `make` it is, of a planned step; else None.
+        grouped_by: the argument that gives group sizes, "offs" or "splits".
+        launches: of a planned step; None: parts are calls of public operators.
         transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
         wide: names of weights whose gradients are float32 although x is 16-bit.
     """
 
     inputs: ClassVar[tuple[str, ...]]
-    make: Make = by_operator
+    grouped_by: str = "offs"
     launches: Launches | None = None
     transpose_w: bool = False
     in_halves: bool = False
@@ -127,7 +119,7 @@ class Path:
         """The results, and what is saved besides arguments.
 
         Args:
-            given: the arguments, which it takes over. wanted: the names of what is trained.
+            given: the arguments, group sizes as "groups"; it takes them over. wanted: the names of what is trained.
         """
         raise NotImplementedError
 
@@ -141,50 +133,64 @@ class Path:
         """Gradients by name, those of lists packed or as lists.
 
         Args:
-            saved: arguments and what forward made, by name; it may be emptied.
+            saved: arguments, group sizes as "groups", and what forward made, by name; it may be emptied.
             wanted: names of what is trained. dy: the results' gradients.
         """
         raise NotImplementedError
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
         """Return this path by launches, for calls like one that was checked. `like`: of a call with other rows."""
-        has_lists = any(getattr(call, name).__class__ in LISTS for name in (*call.weights, *call.biases))
-        launches = Launches(has_lists, problem.world_experts, None if like is None else like.launches)
-        return dataclasses.replace(self, launches=launches, make=launches.make)
+        launches = Launches(self.grouped_by, problem.world_experts, None if like is None else like.launches)
+        return dataclasses.replace(self, launches=launches)
 
-    def times_w(self, part: str, groups: Groups, transpose_w: bool, tensors: dict[str, Any]) -> Tensor:
-        """x w_e^T, or with transpose_w x w_e. `tensors`: x, w, and grouped_mm's others."""
-        made: Tensor = self.make(part, GroupedMmCall, groups, lambda: {"transpose_w": transpose_w}, tensors)
-        return made
+    def part(self, name: str, declared: Callable[[], Declared]) -> Part:
+        """Return a part: a launch, or a call of the public operator.
 
-    def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: dict[str, Any]) -> Tensor:
+        Args:
+            name: of the part; one name, one way to call it.
+            declared: asked where the part is planned, or the operator called; a warm launch is found by the name alone.
+        """
+        if self.launches is None:
+            return functools.partial(self._by_operator, declared)
+        found = self.launches.plans.get(name)
+        return self.launches.first(name, declared) if found is None else found[0].run
+
+    def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
+        kind, options = declared()
+        return kind.operator(**{**options, **tensors, self.grouped_by: groups})
+
+    def sizes(self, groups: Tensor) -> dict[str, Any]:
+        """Return group sizes as a keyword."""
+        return {self.grouped_by: groups}
+
+    def times_w(self, part: str, transpose_w: bool) -> Part:
+        """Return a part that computes x w_e^T, or with transpose_w x w_e."""
+        return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
+
+    def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
         """dy w_e, where x's gradient goes."""
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
-        return self.times_w("x", groups, not self.transpose_w, {"x": dy, "w": w, "out": dx})
+        made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
+        return made
 
     def weight_gradient(
-        self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: dict[str, Any], dy_rows: Any = None,
+        self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: Tensor, dy_rows: Any = None,
         x_rows: Any = None,
     ) -> Any:  # fmt: skip
         """Return the gradient as the weight lies, for a GateUp two. `dy_rows`, `x_rows`: see `grouped_wgrad`."""
-        if self.in_halves and name == "w1":
-            halves = dy.chunk(2, dim=1)
-            return [self._weight_gradient(targets, name, half, x, groups, dy_rows, x_rows) for half in halves]
         if self.transpose_w:
             dy, x, dy_rows, x_rows = x, dy, x_rows, dy_rows
-        return self._weight_gradient(targets, name, dy, x, groups, dy_rows, x_rows)
-
-    def _weight_gradient(
-        self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: Groups, dy_rows: Any, x_rows: Any
-    ) -> Any:
+        part = self.part(name, lambda: self.weight_gradient_call(name))
         if name in targets.weights:
-            return targets.weights[name](dy, x, {**groups, "dy_rows": dy_rows, "x_rows": x_rows})
-        tensors = {"dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows}
-        return self.make(name, self.weight_gradient_kind, groups, lambda: self.weight_gradient_options(name), tensors)
+            part = functools.partial(self._write, targets.weights[name])
+        if self.in_halves and name == "w1":
+            halves = dy.chunk(2, dim=1)
+            return [part(dy=half, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups) for half in halves]
+        return part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
 
-    @property
-    def weight_gradient_kind(self) -> type[GroupedWgradCall]:
-        return GroupedWgradCall
+    def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
+        """Make a weight's gradient another way; see `Targets.weights`."""
+        return write(dy, x, {**self.sizes(groups), **rows})
 
-    def weight_gradient_options(self, name: str) -> dict[str, Any]:
-        return {"out_dtype": torch.float32 if name in self.wide else None, "accumulate": False}
+    def weight_gradient_call(self, name: str) -> Declared:
+        return GroupedWgradCall, {"out_dtype": torch.float32 if name in self.wide else None, "accumulate": False}

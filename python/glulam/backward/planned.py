@@ -7,7 +7,7 @@ directions. What is done here less often than a step is kept for takes the publi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..host import device as gpus
 from ..host.experts import GateUp
 from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
-from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, picker
+from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, layout_of, picker
 from .parts import ORDINARY, Targets, key_of
 from .path import LISTS, Path, with_table
 
@@ -41,7 +41,7 @@ class PlannedStep(Step):
     Attributes:
         general: the same step of public operators.
         kind: of the call; `names`: its tensors, which `run` takes in this order; `present`: those that are there, and
-            `there` picks them. absent: the others, None by name.
+            `there` picks them. absent: the others, which are None.
         listed: names of those that are lists of experts.
         saved: names of arguments that backward reads; saved_layout: of what is saved, once forward ran.
         wanted: names of tensors that require a gradient.
@@ -55,16 +55,15 @@ class PlannedStep(Step):
 
     def __init__(self, call: Call, problem: Problem, path: Path, like: PlannedStep | None = None) -> None:
         """`like`: of a call that differs in its rows alone."""
-        grouped_by = "offs" if call.splits is None else "splits"
-        names = tuple(grouped_by if name == "groups" else name for name in call.reads)
-        given = {name: getattr(call, name) for name in names}
-        layout, flat = flatten(given)
+        names = call.reads
+        given = {name: value for name in names if (value := getattr(call, name)) is not None}
+        self.absent = tuple(name for name in names if name not in given)
+        layout, flat = flatten(given, self.absent)
         planned = path.planned(call, problem, None if like is None else like.path)
         super().__init__(call.op, planned, layout)
         self.general = Step(call.op, path, layout)
         self.kind, self.names = type(call), names
-        self.present = tuple(name for name in names if given[name] is not None)
-        self.absent = {name: None for name in names if given[name] is None}
+        self.present = tuple(given)
         self.there = picker(*map(names.index, self.present))
         self.listed = frozenset(name for name, value in given.items() if value.__class__ in LISTS)
         self.wanted = layout.wanted([getattr(value, "requires_grad", False) for value in flat])
@@ -90,61 +89,66 @@ class PlannedStep(Step):
 
     def _as_read(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Tensors with quantised weights as kernels read them."""
-        call = with_parts_as_read(self.call_of(given))
+        call = with_parts_as_read(self.call_of(dict(zip(self.names, given, strict=True))))
         return tuple([getattr(call, name) for name in self.names])
 
-    def call_of(self, given: Sequence[Any]) -> Call:
-        named = dict(zip(self.names, given, strict=True))
-        return self.kind(**{**self.arguments, "offs": None, "splits": None, "out": None, **named})
+    def call_of(self, named: dict[str, Any]) -> Call:
+        """`named`: the call's tensors, which it takes over."""
+        groups = {"offs": None, "splits": None, self.path.grouped_by: named.pop("groups")}
+        return self.kind(**{**self.arguments, **groups, "out": None, **named})
 
     def run_into(self, targets: Targets, given: tuple[Any, ...]) -> Tensor:
         """The same, with the result and gradients where `targets` says."""
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, given)
-        if self.listed:
-            given = self._with_tables(given)
         there = self.there(given)
+        if self.listed:
+            there = tuple(self._with_tables(dict(zip(self.present, there, strict=True))).values())
         at = tuple([one.data_ptr() for one in there])
         if at not in self.apart:
             read = dict(zip(self.present, there, strict=True))
             self.kind.look(self.op, [], **read)
             check_apart(self, at, [], read)
-        flat = self.layout.flat(given) if self.layout.several else given
+        flat = self.layout.flat(there) if self.layout.several else there
         if has_functorch_transforms():
-            return apply(self.call_of(list(self.layout.named(flat).values())), self.general.path, targets)
+            return apply(self.call_of(self.layout.named(flat)), self.general.path, targets)
         return apply_untransformed(self, targets, *flat)
 
-    def _with_tables(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            with_table(self.op, name, value) if value.__class__ in LISTS else value
-            for name, value in zip(self.names, given, strict=True)
-        )
+    def _with_tables(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, lists of experts' tensors on tables of addresses, in place."""
+        for name in self.listed:
+            if named.get(name).__class__ in LISTS:
+                named[name] = with_table(self.op, name, named[name])
+        return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        result, made = self.path.forward(self.layout.named(flat), self.wanted, targets.out)
+        named = self.layout.named(flat)
+        result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
-        ctx.saved_layout = self.saved_layout or self._keep_saved_layout(made)
+        if self.saved_layout is None:
+            self.saved_layout = self._layout_saved(made)
         ctx.layouts = None if hooks_of_saved_tensors(False) is None else _layouts(tensors)
         ctx.save_for_backward(*tensors)
         return result
 
-    def _keep_saved_layout(self, made: dict[str, Tensor]) -> Layout:
+    def _layout_saved(self, made: dict[str, Tensor]) -> Layout:
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
-        self.saved_layout = Layout((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)))
-        return self.saved_layout
+        return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
         """By launches; or by public operators, which look at everything anew: with a graph of the backward, from a dy
         that is traced, a view or misaligned, or after hooks gave back tensors that lie otherwise."""
         kept = taken(ctx)
-        saved = ctx.saved_layout.named(kept)
-        saved.update(self.absent)
+        assert self.saved_layout is not None  # forward ran
+        saved = self.saved_layout.named(kept)
         lie_the_same = ctx.layouts is None or ctx.layouts == _layouts(kept)  # hooks may give back something else
         is_common = lie_the_same and are_usual(dy) and are_in_memory(*dy, *kept)
         del kept  # what leaves `saved` is free then
         if not is_common:
             return self.general.differentiate(ctx, targets, saved, dy)
+        if self.listed:
+            self._with_tables(saved)
         gradients = self.path.gradients(saved, targets, self.wanted, *dy)
         return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
@@ -216,7 +220,7 @@ def are_usual(gradients: tuple[Tensor, ...]) -> bool:
 
 def are_in_memory(*tensors: Tensor) -> bool:
     """Whether no storage was freed since it was saved, as FSDP does with parameters that it gathers again."""
-    return min([t.data_ptr() for t in tensors]) >= LOWEST_ADDRESS
+    return min(map(Tensor.data_ptr, tensors)) >= LOWEST_ADDRESS
 
 
 def _layouts(tensors: Collection[Tensor]) -> list[Any]:

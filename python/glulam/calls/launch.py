@@ -207,7 +207,9 @@ def _makes(shape: Shape) -> list[str]:
         elif made.name not in shape.present:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
-            lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
+            make = f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})"
+            may_be_given = made.name in shape.takes and not shape.checked  # a plan by a key is for one or the other
+            lines += [f"if {made.name} is None:", f"    {make}"] if may_be_given else [make]
     if shape.scratch:
         lines.append("".join(f"{name}_memory, " for name in shape.scratch) + "= workspace.take(memory)")
     return lines

@@ -131,6 +131,8 @@ class Launching(Arguments):
         return made[0] if len(made) == 1 else tuple(made)
 
     def _result(self, made: Made, known: dict[str, Any]) -> Any:
+        if not made.wanted:
+            return None
         if made.name in self.outputs and (given := getattr(self, made.name)) is not None:
             return given
         shape = known[made.shape] if isinstance(made.shape, str) else [known[name] for name in made.shape]
@@ -216,7 +218,7 @@ class Launching(Arguments):
 
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
         values = {name: getattr(self, name) for name in self._present()}
-        makes = tuple(made for made in self.made() if made.kernel in signature.names)
+        makes = tuple(made for made in self.made() if made.kernel in signature.names or not made.wanted)
         sources = self.values(problem, signature.names, constants)
         unpacks = "out" if values.get("out").__class__ is list else ""
         kinds = {

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..backward.data_path import BEHIND_THE_ACTIVATION, DataPath
 from ..backward.entry import PATHS
-from ..backward.parts import Targets, contracted, form_of, groups_of, tensor_groups
+from ..backward.parts import Targets, contracted, form_of, tensor_groups
+from ..backward.path import grouped_by
 from ..ops.adapted import AdaptedDgluCall, AdaptedGluCall, AdaptedMmCall
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mm import GroupedMmCall
-from ..ops.grouped_wgrad import GroupedWgradCall
 from ..ops.mlp_training import DataGradients
 from .call import MATRICES, AdaptedMlpCall
 
@@ -55,39 +55,42 @@ class AdaptedPath(DataPath):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        groups, rows, kept = groups_of(given), given.get("rows"), {}
-        glu = {"x": given["x"], "w1": given["w1"], "bias": given["b1"], "row_scale": given["row_scale"], "rows": rows}
+        groups, rows, kept = given["groups"], given.get("rows"), {}
+        glu = {
+            "x": given["x"], "w1": given["w1"], "bias": given["b1"], "row_scale": given["row_scale"], "rows": rows,
+            "groups": groups,
+        }  # fmt: skip
         if given["lora_a1"] is None:
-            act, kept["preact"] = self._make("glu", GroupedGluCall, groups, glu, return_preact=True, **self.form)
+            act, kept["preact"] = self._make("glu", GroupedGluCall, glu, return_preact=True, **self.form)
         else:
             kept["low1"] = self._low("low1", groups, given["x"], given["lora_a1"], rows)
             glu.update(low=kept["low1"], low_w=self._as_weight(given["lora_b1"]))
-            act, kept["preact"] = self._make("glu", AdaptedGluCall, groups, glu, **self.form)
+            act, kept["preact"] = self._make("glu", AdaptedGluCall, glu, **self.form)
         bias = given["b2"]
         scale = None if bias is None else given["row_scale"]
-        fc2 = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "out": out}
+        fc2 = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "groups": groups, "out": out}
         if given["lora_a2"] is None:
-            return self._make("fc2", GroupedMmCall, groups, fc2), kept
+            return self._make("fc2", GroupedMmCall, fc2), kept
         kept["low2"] = self._low("low2", groups, act, given["lora_a2"])
         fc2.update(low=kept["low2"], low_w=self._as_weight(given["lora_b2"]))
-        return self._make("fc2", AdaptedMmCall, groups, fc2), kept
+        return self._make("fc2", AdaptedMmCall, fc2), kept
 
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        groups, rows, x = groups_of(saved), saved.get("rows"), saved.get("x")
+        groups, rows, x = saved["groups"], saved.get("rows"), saved.get("x")
         made: dict[str, Tensor] = saved["of_matrices"]
         dglu = {
             "dy": dy, "w2": saved["w2"], "preact": self._take_preact(saved), "rows": rows,
-            "row_scale": saved["row_scale"],
+            "row_scale": saved["row_scale"], "groups": groups,
         }  # fmt: skip
         form = {**self.form, "row_scale_grad": "row_scale" in wanted}
         if saved["lora_a2"] is None:
-            dpreact, act, d_scale = self._make("dglu", GroupedDgluCall, groups, dglu, **form)
+            dpreact, act, d_scale = self._make("dglu", GroupedDgluCall, dglu, **form)
         else:
             d_low = self._low_gradient("dlow2", groups, dy, saved["lora_b2"], rows)
             dglu.update(low=d_low, low_w=self._as_weight(saved["lora_a2"]))
-            dpreact, act, d_scale = self._make("dglu", AdaptedDgluCall, groups, dglu, **form)
+            dpreact, act, d_scale = self._make("dglu", AdaptedDgluCall, dglu, **form)
             if "lora_a2" in wanted:
                 made["lora_a2"] = self._of_matrix("lora_a2", groups, d_low, act)
             if "lora_b2" in wanted:
@@ -108,47 +111,46 @@ class AdaptedPath(DataPath):
         """dx of rows. `targets`: as of `DataPath._gradients`."""
         w1 = saved["w1"]
         out = None if targets is None else targets.new_grad_input(dpreact, contracted(w1, self.transpose_w))
-        tensors = {"x": dpreact, "w": w1, "out": out}
-        if d_low is None:
-            return self.times_w("x", groups_of(saved), not self.transpose_w, tensors)
-        tensors.update(low=d_low, low_w=self._as_weight(saved["lora_a1"]))
-        dx: Tensor = self.make(
-            "x", AdaptedMmCall, groups_of(saved), lambda: {"transpose_w": not self.transpose_w}, tensors
-        )
+        tensors = {"x": dpreact, "w": w1, "groups": saved["groups"], "out": out}
+        if d_low is not None:
+            tensors.update(low=d_low, low_w=self._as_weight(saved["lora_a1"]))
+        kind = GroupedMmCall if d_low is None else AdaptedMmCall
+        dx: Tensor = self.part("x", lambda: (kind, {"transpose_w": not self.transpose_w}))(**tensors)
         return dx
 
-    def _make(self, part: str, kind: Any, groups: dict[str, Any], tensors: dict[str, Any], **options: Any) -> Any:
-        """A part whose weights lie as the call's do."""
-        return self.make(part, kind, groups, lambda: {**options, "transpose_w": self.transpose_w}, tensors)
+    def _make(self, part: str, kind: Any, tensors: dict[str, Any], **options: Any) -> Any:
+        """The results of a part whose weights lie as the call's do."""
+        return self.part(part, lambda: (kind, {**options, "transpose_w": self.transpose_w}))(**tensors)
 
     def _as_weight(self, matrix: Tensor) -> Tensor:
         """A matrix as the weight lies that it belongs to: transposed, it is copied."""
         return matrix.transpose(1, 2).contiguous() if self.transpose_w else matrix
 
-    def _low(self, part: str, groups: dict[str, Any], x: Tensor, a: Tensor, rows: Tensor | None = None) -> Tensor:
+    def _low(self, part: str, groups: Tensor, x: Tensor, a: Tensor, rows: Tensor | None = None) -> Tensor:
         """s x a_e^T."""
-        return self.times_w(part, groups, False, {"x": x, "w": a, "rows": rows}).mul_(self.lora_scale)
+        low: Tensor = self.times_w(part, False)(x=x, w=a, rows=rows, groups=groups)
+        return low.mul_(self.lora_scale)
 
-    def _low_gradient(
-        self, part: str, groups: dict[str, Any], dy: Tensor, b: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    def _low_gradient(self, part: str, groups: Tensor, dy: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
         """s dy b_e."""
-        return self.times_w(part, groups, True, {"x": dy, "w": b, "rows": rows}).mul_(self.lora_scale)
+        low: Tensor = self.times_w(part, True)(x=dy, w=b, rows=rows, groups=groups)
+        return low.mul_(self.lora_scale)
 
     def _of_matrix(
-        self, name: str, groups: dict[str, Any], dy: Tensor, x: Any, dy_rows: Any = None, x_rows: Any = None
+        self, name: str, groups: Tensor, dy: Tensor, x: Any, dy_rows: Any = None, x_rows: Any = None
     ) -> Tensor:
-        tensors = {"dy": dy, "x": x, "dy_rows": dy_rows, "x_rows": x_rows}
-        made: Tensor = self.make(name, GroupedWgradCall, groups, lambda: self.weight_gradient_options(name), tensors)
+        part = self.part(name, lambda: self.weight_gradient_call(name))
+        made: Tensor = part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
         return made
 
 
 def _by_parts(call: AdaptedMlpCall) -> Any:
     """The result of a call without a gradient, whose arguments were checked."""
-    path = AdaptedPath.of(call)
+    path = dataclasses.replace(AdaptedPath.of(call), grouped_by=grouped_by(call))
     names = (*path.inputs, *(call.of_tokens or ("rows",)))
     given = {name: getattr(call, name) for name in names}
-    return path.forward({**given, **tensor_groups(call.op, call.offs, call.splits, call.x)}, frozenset(), call.out)[0]
+    (given["groups"],) = tensor_groups(call.op, call.offs, call.splits, call.x).values()
+    return path.forward(given, frozenset(), call.out)[0]
 
 
 AdaptedMlpCall.by_parts = staticmethod(_by_parts)

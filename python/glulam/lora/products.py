@@ -122,10 +122,11 @@ def times_w1(call: Any, groups: Groups) -> Tensor:
     """The preactivation of a call's rows without adapters: [T, 2I or I]."""
     if isinstance(call, Quantized):
         w1, factors = without_factors(parts_given(call, "w1"))
-        frozen = Frozen(recipe=call.recipe)
+        ((grouped_by, sizes),) = groups.items()
+        frozen = Frozen(recipe=call.recipe, grouped_by=grouped_by)
         if factors is None:
-            return frozen.product("preact", call.x, w1, groups, bias=call.b1)
-        return times_factors(frozen.product("preact", call.x, w1, groups), factors, groups, call.b1)
+            return frozen.product("preact", call.x, w1, sizes, bias=call.b1)
+        return times_factors(frozen.product("preact", call.x, w1, sizes), factors, groups, call.b1)
     if isinstance(call.w1, GateUp):
         halves = zip(call.w1, _halves(call.b1), strict=True)
         return torch.cat([grouped_mm(call.x, w, bias=b, rows=call.rows, **groups) for w, b in halves], dim=1)
@@ -145,5 +146,7 @@ def times_w2(call: Any, act: Tensor, row_scale: Tensor | None, groups: Groups, o
     """The result of a call's rows without adapters: [T, H']."""
     addends = {"bias": call.b2, "bias_scale": None if call.b2 is None else row_scale, "out": out}
     if isinstance(call, Quantized):
-        return Frozen(recipe=call.recipe).product("fc2", act, parts_given(call, "w2"), groups, **addends)
+        ((grouped_by, sizes),) = groups.items()
+        frozen = Frozen(recipe=call.recipe, grouped_by=grouped_by)
+        return frozen.product("fc2", act, parts_given(call, "w2"), sizes, **addends)
     return grouped_mm(act, call.w2, transpose_w=call.transpose_w, **groups, **addends)

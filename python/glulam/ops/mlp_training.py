@@ -191,17 +191,16 @@ class GradientsCall(Call):
 
     def made(self) -> tuple[Made, ...]:
         dpreact, act, dx, d_row_scale = self.makes
-        dx_of: tuple[Made, ...] = (dx,)
+        dx_of: tuple[Made, ...] = (dx._replace(wanted=self.input_grad),)
         if self.row_of is not None:  # rows, and the sums of a token's
             dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "out_features"))
-        return dpreact, act, *(dx_of if self.input_grad else ()), *((d_row_scale,) if self.wants_d_row_scale else ())
+        return dpreact, act, *dx_of, d_row_scale._replace(wanted=self.wants_d_row_scale)
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         return {"partials": MATRIX} if self.wants_d_row_scale and problem.rows else {}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        returned = [made.name for made in self.made() if made.returned]
-        return {**self.function.kernel_params, "result": _gathered(*returned)}
+        return {**self.function.kernel_params, "result": DataGradients}
 
     def dims(self) -> dict[str, Any]:
         tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
@@ -217,13 +216,6 @@ class GradientsCall(Call):
                 rows = OPERANDS[problem.operands].x
                 parts.append(part_of_workspace(rows, shapes[name.removesuffix("_scale")], kind))
         return parts
-
-
-@functools.cache
-def _gathered(*names: str) -> Any:
-    """What makes DataGradients of some of them, in their order."""
-    fields = ["dx" if name == "out" else name for name in names]
-    return lambda *values: DataGradients(**dict(zip(fields, values, strict=True)))
 
 
 class PreparesColumns(GradientsCall):
