@@ -24,6 +24,8 @@ def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
 
 
 class PreactRing(preact.PreactRing):
+    """Hopper's, filled box by box."""
+
     @cute.jit
     def bring(
         self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
@@ -35,6 +37,8 @@ class PreactRing(preact.PreactRing):
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
+    """Hopper's, on boxes of the preactivation's rows."""
+
     ring_type = PreactRing
 
     def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:

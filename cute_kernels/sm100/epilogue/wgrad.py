@@ -15,6 +15,8 @@ from .store import box_copies, boxes_at
 
 
 class SlotLoads(slot_loads.SlotLoads):
+    """Loads of a slot's boxes."""
+
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
         """Start loading boxes into a slot that is free; called by the storing warp."""
@@ -25,6 +27,8 @@ class SlotLoads(slot_loads.SlotLoads):
 
 
 class WgradEpilogue(wgrad.WgradEpilogue):
+    """Hopper's, on boxes of dw's rows."""
+
     loads_type = SlotLoads
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
