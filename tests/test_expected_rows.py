@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import FakeGpu
+from support.hopper import SERVED
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -99,7 +100,7 @@ def test_expected_rows(rows: int, experts: int, world: int, expected: int) -> No
     assert chosen_for.world_experts == 0 and chosen_for.expected is chosen_for
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize("count", [1, 16, 64, 256, 2048, 8192])
 def test_a_layer_gets_the_kernel_of_its_expected_rows(count: int, recipe: str, fake_gpu: FakeGpu) -> None:
     """N tokens of 8 choices each, of which the 32 experts of 256 get N."""

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import FakeGpu
+from support.hopper import SERVED
 from support.routes import check_rows
 from torch import Tensor
 
 import glulam
 from glulam import Routing
 from glulam.layer.choices import moe_of_choices
-from glulam.recipes import RECIPES
 
 pytest_plugins = ["support.fixtures"]
 
@@ -99,7 +99,7 @@ def tokens(count: int) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(BF16)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 def test_a_layer_of_few_tokens(recipe: str, anywhere: Any) -> None:
     """In one call, or in two: as with ids that are places already."""
     by, options = expert_map(), layer(recipe)

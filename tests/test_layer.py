@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import routes as oracle
 from support.fake_gpu import FakeGpu
+from support.hopper import SERVED
 from support.routes import RULES, check_rows, options_of, some_logits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,12 +25,11 @@ from glulam.layer.few_tokens import route_few
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.quantized_mlp import QuantizedMlpCall
 from glulam.recipes import BF16 as IN_16_BITS
-from glulam.recipes import RECIPES
 
 pytest_plugins = ["support.fixtures"]
 
 BF16, F64 = torch.bfloat16, torch.float64
-QUANTISED = [name for name in RECIPES if name != IN_16_BITS.name]
+QUANTISED = [name for name in SERVED if name != IN_16_BITS.name]
 
 
 def dicts(options: dict[str, Any]) -> dict[str, Any]:
@@ -430,7 +430,7 @@ class TestRowsByIndex:
         glulam.grouped_glu(**given, out=buffer)
         assert buffer[: rows - 2].equal(made[0][: rows - 2]) and buffer[rows - 2 :].isnan().all()
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_mlp(self, recipe: str, anywhere: Any) -> None:
         for rows, tokens in ((40, 17), (24, 9), (41, 1), (40, 30)):  # others are found by what they differ in
             given = self.given(rows, tokens)
@@ -515,7 +515,7 @@ class TestRowsByIndex:
         made, wanted = glulam.grouped_mlp(**{**given, **lists}), glulam.grouped_mlp(**given)
         assert made[:38].equal(wanted[:38])
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_a_new_number_of_rows_is_checked_no_more(
         self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -548,7 +548,7 @@ class TestRowsByIndex:
             ({"out": torch.empty(17, 64, dtype=BF16)}, ValueError, r"out has shape \[17, 64\]; it must be \[40, 64\]"),
         ],
     )
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_bad_input(
         self, recipe: str, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu
     ) -> None:
@@ -556,14 +556,14 @@ class TestRowsByIndex:
             glulam.grouped_mlp(**{**self.given(40), **change}, recipe=recipe)
         assert not fake_gpu.launches
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_gradients_are_refused(self, recipe: str) -> None:
         given = self.given(40)
         given["w1"].requires_grad_()
         with pytest.raises(glulam.GradientNotSupported, match="rows=|has no gradient|w1 requires a gradient"):
             glulam.grouped_mlp(**given, recipe=recipe)
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_moe_is_one_call(self, recipe: str, fake_gpu: FakeGpu) -> None:
         """And one more by a recipe that rounds tokens. It is found again, and by another number of tokens."""
         weights = {name: self.given(40)[name] for name in ("w1", "w2", "b1")}
@@ -592,7 +592,7 @@ class TestRowsByIndex:
         with pytest.raises(ValueError, match="moe: x has 16 tokens, but routing is of 17"):
             glulam.moe(glulam.quantize_mxfp8(given["x"][:16]), made, **weights, recipe=recipe)
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
@@ -853,7 +853,7 @@ class TestMoe:
         assert [t.shape for t in gradients] == [t.shape for t in given]
         assert not [one for one in recwarn if "data pointer" in str(one.message)]
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_recipes_and_sentinels(self, recipe: str, anywhere: Any) -> None:
         x, w1, w2, _ = self.layer(BF16)
         ids = torch.randint(-2, 8, (20, 3), generator=torch.Generator().manual_seed(4))
@@ -865,7 +865,7 @@ class TestMoe:
         most = {"bf16": 0.01, "mxfp4_weight_only": 0.3, "nvfp4_weight_only": 0.2}.get(recipe, 0.1)
         assert error < most and not out[3].any()
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", SERVED)
     def test_one_graph_without_gradients(self, recipe: str) -> None:
         torch.compiler.reset()  # which compiles a function at most eight times
         x, w1, w2, logits = self.layer(BF16)

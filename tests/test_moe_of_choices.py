@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checks import torch_arguments
 from support.fake_gpu import FakeGpu
+from support.hopper import SERVED
 from torch import Tensor
 
 import glulam
@@ -18,7 +19,6 @@ from glulam.host.experts import GateUp
 from glulam.host.groups import OFFS_OF_CALL
 from glulam.layer.choices import MoeOfChoicesCall, QuantizedMoeOfChoicesCall, moe_of_choices
 from glulam.layer.routing import MOST_SORTED
-from glulam.recipes import RECIPES
 
 pytest_plugins = ["support.fixtures"]
 
@@ -58,7 +58,7 @@ def poison() -> None:
         buffer.fill_(0xFF)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize("of_weights", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
 def test_same_bits_as_of_two_calls(ids: torch.dtype, of_weights: torch.dtype, recipe: str, anywhere: Any) -> None:
@@ -159,7 +159,7 @@ def test_others_are_two_calls(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
         options = weights()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 def test_a_new_number_of_tokens_is_checked_no_more(
     recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_new_number_of_tokens_is_checked_no_more(
         moe_of_choices(**{**tokens(9), "x": tokens(8)["x"]}, **options)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 def test_one_graph(recipe: str, anywhere: Any) -> None:
     torch.compiler.reset()
     options = weights()
@@ -217,7 +217,7 @@ def test_its_operator_has_no_gradient(name: str, anywhere: Any) -> None:
         getattr(torch.ops.glulam, name)(*torch_arguments(name, **{**given, **listed, **recipe}))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

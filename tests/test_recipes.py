@@ -29,6 +29,7 @@ import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import LARGE8, LARGE_W8, MEDIUM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
+from cute_kernels.tiles import SpecError
 from glulam import MXFP8Tensor, recipes
 from glulam.formats import prepared as prepared_weights
 from glulam.recipes import BF16 as BF16_RECIPE
@@ -651,3 +652,11 @@ def test_a_warm_call_is_few_frames(fake_gpu: FakeGpu, recipe: str, most: int) ->
         finally:
             sys.setprofile(None)
     assert len(frames) <= most, "\n".join(frames)
+
+
+def test_operands_that_an_architecture_lacks_are_refused_by_name(fake_gpu: FakeGpu) -> None:
+    x, w = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(1, 128, 128, dtype=torch.bfloat16)
+    offs = torch.tensor([4], dtype=torch.int32)
+    for _ in range(2):
+        with pytest.raises(SpecError, match="'mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a"):
+            glulam.grouped_mlp(x, w, w[:, :, :64].contiguous(), offs=offs, recipe="mxfp8_blocks")

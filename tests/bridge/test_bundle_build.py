@@ -414,7 +414,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         _build([], tmp_path)
     with pytest.raises(ValueError, match="same name"):
         _build([GroupedMmSpec(), GroupedMmSpec()], tmp_path)
-    with pytest.raises(ValueError, match="arch='sm_75' has no kernels; choose one of: sm_90a, sm_80"):
+    with pytest.raises(ValueError, match="arch='sm_75' has no kernels; choose one of: sm_90a, sm_100a"):
         profiles.shipped_specs("sm_75")
 
 

@@ -23,7 +23,7 @@ SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py",
 TOY_CONFIGS = """
 
 def shipped_specs(arch, profile='full'):
-    from ..specs import GroupedWgradSpec
+    from ..specs import GroupedMmSpec, GroupedWgradSpec
     return [GroupedMmSpec(), GroupedWgradSpec()]
 """
 TOY_STAGES = "\n\ndef tracer_of(spec):\n    return 'cute_kernels.toys:trace'\n"

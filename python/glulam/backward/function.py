@@ -147,7 +147,7 @@ class Step:
         needed = ctx.needs_input_grad[2:]
         wanted = self.layout.wanted(needed)
         with backward_of(self.op):
-            check_saved(self.op, saved)
+            check_saved(self.op, saved, {"groups": self.path.grouped_by})
             gradients = self.path.gradients(saved, targets, wanted, *map(usable, dy))
         return once_differentiable(self.op, self.layout.flat_gradients(gradients, lambda: needed))
 

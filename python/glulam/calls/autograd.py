@@ -28,10 +28,10 @@ def taken(ctx: Any) -> tuple[Any, ...]:
     return saved
 
 
-def check_saved(op: str, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError where the storage of what forward saved was freed since."""
+def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Raises ValueError where the storage of what forward saved was freed since. labels: what errors call a name."""
     for name, value in saved.items():
-        for label, tensor in tensors_of(name, value):
+        for label, tensor in tensors_of(labels.get(name, name), value):
             if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
                 check_plain(f"{op}'s backward", label, tensor)
 

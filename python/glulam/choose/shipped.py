@@ -153,6 +153,7 @@ def estimated_rows(problem: Problem) -> int:
 
 def size_of(problem: Problem, arch: str) -> Hashable:
     """What the shipped tile depends on of the problem's rows, where it depends on them."""
+    check_served(problem.operands, arch)
     return room(arch).ruled(problem) or estimated_rows(problem)
 
 

@@ -106,11 +106,10 @@ class PreparesRows(Call):
         return training_parts(self.step).forward
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        read = functools.partial(weights_forward, self.recipe)
-        return {**super().constants(problem), "trained": self.trained, "weights_forward": read}
+        return {**super().constants(problem), "trained": self.trained, "weights_forward": weights_forward}
 
     def before(self, problem: Problem) -> tuple[Line, ...]:
-        return (Line("read_w1, read_w2 = weights_forward(w1, w2, trained)"),)
+        return (Line(f"read_w1, read_w2 = weights_forward({self.recipe!r}, w1, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
         return _READ
@@ -230,12 +229,11 @@ class PreparesColumns(GradientsCall):
         return {**quantised, **super().scratch_of(problem)}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        read = functools.partial(weights_backward, self.recipe)
-        return {**super().constants(problem), "trained": self.trained, "weights_backward": read}
+        return {**super().constants(problem), "trained": self.trained, "weights_backward": weights_backward}
 
     def before(self, problem: Problem) -> tuple[Line, ...]:
         w1 = "w1" if self.input_grad else "None"
-        return (Line(f"read_w1, read_w2 = weights_backward({w1}, w2, trained)"),)
+        return (Line(f"read_w1, read_w2 = weights_backward({self.recipe!r}, {w1}, w2, trained)"),)
 
     def texts(self, problem: Problem) -> dict[str, str]:
         return _READ

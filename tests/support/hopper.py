@@ -1,0 +1,9 @@
+"""What the fake GPU, a Hopper, serves."""
+
+from __future__ import annotations
+
+from cute_kernels.architectures import ARCHS
+from glulam.recipes import RECIPES
+
+SERVED = {name: recipe for name, recipe in RECIPES.items() if recipe.operands not in ARCHS["sm_90a"].lacks}
+"""Recipes whose operands Hopper's kernels multiply."""
