@@ -116,6 +116,14 @@ def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
 mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial(mm_of_two_tiles, k=136)
 
 
+def mm_by_index(given: Inputs) -> Any:
+    """Rows by index, of four k-tiles, which a thread copies together."""
+    sizes = (140, 0, 5)
+    return glulam.grouped_mm(
+        given.normal(50, 256), given.normal(3, 136, 256), offs=offs_of(given, sizes), rows=indices(given, 145, 50)
+    )  # fmt: skip
+
+
 def mm_of_bands(given: Inputs, rows: int = 2310, k: int = 64) -> Any:
     """So many row tiles that the scheduler takes them in two bands."""
     return mm(given, (rows,), 136, k)
@@ -180,19 +188,19 @@ def wgrad_of_many(given: Inputs) -> Any:
     return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64))
 
 
-def wgrad_by_index(given: Inputs) -> Any:
+def wgrad_by_index(given: Inputs, k: int = 136) -> Any:
     """Rows by index, added to results of the experts of a mask."""
     sizes = (127, 0, 5, 164)
-    dy, x = rows_of(given, sizes, 136), given.normal(50, 136)
-    out, mask = given.normal(4, 136, 136), given.given([1, 1, 0, 1], torch.bool)
+    dy, x = rows_of(given, sizes, 136), given.normal(50, k)
+    out, mask = given.normal(4, 136, k), given.given([1, 1, 0, 1], torch.bool)
     rows = indices(given, len(dy), 50)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask)
 
 
-def wgrad_added(given: Inputs) -> Any:
+def wgrad_added(given: Inputs, k: int = 136) -> Any:
     """So many rows that dw is added to in memory."""
-    dy, x = given.normal(70, 136), rows_of(given, (3, 831), 136)
-    out, splits = given.normal(2, 136, 136), given.given([3, 831], torch.int32)
+    dy, x = given.normal(70, 136), rows_of(given, (3, 831), k)
+    out, splits = given.normal(2, 136, k), given.given([3, 831], torch.int32)
     return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
 
 
@@ -246,12 +254,53 @@ def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
     return mlp_mxfp8(given, (5,), 128, 256)
 
 
-def mlp_mxfp8_of_many_experts(given: Inputs) -> Any:
-    return mlp_mxfp8(given, SMALL, 128, 128, offs=None, splits=given.given(SMALL, torch.int64))
+def mlp_mxfp8_of_many_experts(given: Inputs, i: int = 128) -> Any:
+    return mlp_mxfp8(given, SMALL, 128, i, offs=None, splits=given.given(SMALL, torch.int64))
+
+
+def mlp_mxfp8_of_whole_vectors(given: Inputs) -> Any:
+    """Rows of 32 scales, in two CTAs; and a limit."""
+    return mlp_mxfp8(given, (19, 0, 140), 1024, activation="clamped_swiglu", limit=1.0)
+
+
+SCALES_A_ROW = (*(count for count in range(32) if count % 4), 45, 46, 47)
+"""Blocks of a row whose scales are read by bytes: of a tile's first eight k-tiles, and of later ones."""
+
+
+def mlp_mxfp8_of_scales(given: Inputs, blocks: int) -> Any:
+    """One tile of rows by index, with scales that differ from block to block."""
+
+    def scaled(*rows: int) -> torch.Tensor:
+        scales = given.scales(*rows, blocks).repeat_interleave(32, -1)
+        return given.normal(*rows, 32 * blocks, scale=0.1) * scales.to(torch.bfloat16)
+
+    w2, offs, rows = given.normal(1, 32 * blocks, 64, scale=0.1), given.given([128], torch.int32), indices(given, 128, 50)
+    return glulam.grouped_mlp(scaled(50), scaled(1, 128), w2, recipe="mxfp8", offs=offs, rows=rows)
 
 
 def mlp_mxfp8_of_bands(given: Inputs) -> Any:
     return mlp_mxfp8(given, (0, 600), 128, 256, offs=None, splits=given.given([0, 600], torch.int32))
+
+
+def dglu(given: Inputs, sizes: tuple[int, ...] = (150, 0, 5), h: int = 200, i: int = 136, **options: Any) -> Any:
+    """The gradient of the factors, too."""
+    dy, preact = rows_of(given, sizes, h), rows_of(given, sizes, 2 * i)
+    w2, row_scale = given.normal(len(sizes), h, i, scale=0.1), given.normal(len(dy), dtype=F32)
+    return glulam.grouped_dglu(dy, w2, preact, offs=offs_of(given, sizes), row_scale=row_scale, **options)
+
+
+def dglu_by_index(given: Inputs) -> Any:
+    """Rows by index of more than a tile, and three k-tiles, the last of which a thread copies one by one."""
+    dy, preact, offs = given.normal(50, 136), rows_of(given, (140,), 272), given.given([140], torch.int32)
+    w2 = given.normal(1, 136, 136, scale=0.1)
+    return glulam.grouped_dglu(dy, w2, preact, offs=offs, rows=indices(given, len(preact), 50))
+
+
+def dglu_of_many_experts(given: Inputs) -> Any:
+    """Rows by index."""
+    dy, preact = given.normal(50, 72), rows_of(given, SMALL, 144)
+    w2, splits = [given.normal(72, 72, scale=0.1) for _ in SMALL], given.given(SMALL, torch.int64)
+    return glulam.grouped_dglu(dy, w2, preact, splits=splits, rows=indices(given, len(preact), 50))
 
 
 def quantize(given: Inputs, rows: int = 226, **options: Any) -> Any:
