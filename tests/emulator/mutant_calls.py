@@ -116,12 +116,14 @@ def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
 mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial(mm_of_two_tiles, k=136)
 
 
-def mm_by_index(given: Inputs) -> Any:
-    """Rows by index, of four k-tiles, which a thread copies together."""
-    sizes = (140, 0, 5)
-    return glulam.grouped_mm(
-        given.normal(50, 256), given.normal(3, 136, 256), offs=offs_of(given, sizes), rows=indices(given, 145, 50)
-    )  # fmt: skip
+EACH_COUNT = tuple(range(1, 64, 4))
+"""Rows of each expert: a thread copies rows 4 apart, of which groups have the first, the first two, up to all 16."""
+
+
+def mm_by_index(given: Inputs, k: int = 256) -> Any:
+    """Rows by index; four k-tiles, which a thread copies together, or more or less."""
+    x, w, rows = given.normal(50, k), given.normal(len(EACH_COUNT), 72, k), indices(given, sum(EACH_COUNT), 50)
+    return glulam.grouped_mm(x, w, offs=offs_of(given, EACH_COUNT), rows=rows)
 
 
 def mm_of_bands(given: Inputs, rows: int = 2310, k: int = 64) -> Any:
@@ -242,11 +244,14 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
 
 
-def mlp_mxfp8_by_index(given: Inputs) -> Any:
+def mlp_mxfp8_by_index(
+    given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i: int = 128, **options: Any
+) -> Any:
     """Rows by index, which threads copy."""
-    rows = indices(given, sum(FEW_ROWS) + 3, 50)
-    w1, w2 = given.normal(8, 256, 384, scale=0.1), given.normal(8, 384, 128, scale=0.1)
-    return glulam.grouped_mlp(given.normal(50, 384), w1, w2, recipe="mxfp8", rows=rows, offs=offs_of(given, FEW_ROWS))
+    rows, experts = indices(given, sum(sizes) + 3, 50), len(sizes)
+    w1, w2 = given.normal(experts, 2 * i, h, scale=0.1), given.normal(experts, h, i, scale=0.1)
+    x, offs = given.normal(50, h), offs_of(given, sizes)
+    return glulam.grouped_mlp(x, w1, w2, recipe="mxfp8", rows=rows, offs=offs, **options)
 
 
 def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
@@ -289,10 +294,11 @@ def dglu(given: Inputs, sizes: tuple[int, ...] = (150, 0, 5), h: int = 200, i: i
     return glulam.grouped_dglu(dy, w2, preact, offs=offs_of(given, sizes), row_scale=row_scale, **options)
 
 
-def dglu_by_index(given: Inputs) -> Any:
-    """Rows by index of more than a tile, and three k-tiles, the last of which a thread copies one by one."""
-    dy, preact, offs = given.normal(50, 136), rows_of(given, (140,), 272), given.given([140], torch.int32)
-    w2 = given.normal(1, 136, 136, scale=0.1)
+def dglu_by_index(given: Inputs, h: int = 136) -> Any:
+    """Rows by index of more than a tile and of less; three k-tiles, the last of which a thread copies one by one."""
+    sizes = (140, *EACH_COUNT)
+    dy, preact, offs = given.normal(50, h), rows_of(given, sizes, 144), offs_of(given, sizes)
+    w2 = given.normal(len(sizes), h, 72, scale=0.1)
     return glulam.grouped_dglu(dy, w2, preact, offs=offs, rows=indices(given, len(preact), 50))
 
 

@@ -154,7 +154,7 @@ CASES = {
                 (calls.mm_of_two_k_tiles, 1),
                 (calls.mm_of_three_k_tiles, 2),
                 (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
-                (calls.mm_by_index, 1),
+                *((partial(calls.mm_by_index, k=k), 1) for k in (136, 256, 328)),
                 (calls.mm_by_tickets, 2),
                 (calls.mm_of_listed_experts, 2),
                 (calls.mm_of_bands, 2),
@@ -183,6 +183,7 @@ CASES = {
                 (calls.mlp_mxfp8_of_two_tiles, 3),
                 (partial(calls.mlp_mxfp8, h=512), 1),
                 (calls.mlp_mxfp8_by_index, 1),
+                (partial(calls.mlp_mxfp8_by_index, sizes=calls.EACH_COUNT, h=640, i=64), 1),
                 (calls.mlp_mxfp8_of_many_rows, 1),
                 (calls.mlp_mxfp8_of_whole_vectors, 2),
                 (partial(calls.mlp_mxfp8_of_many_experts, i=64), 2),
@@ -192,7 +193,12 @@ CASES = {
         ),
         Case(
             "grouped_dglu_bf16_swiglu_concat_t128x128x64_c1x1_tm_sm_100a",
-            ((calls.dglu, 1), (calls.dglu_by_index, 1), (calls.dglu_of_many_experts, 2)),
+            (
+                (calls.dglu, 1),
+                (calls.dglu_by_index, 1),
+                (partial(calls.dglu_by_index, h=328), 1),
+                (calls.dglu_of_many_experts, 2),
+            ),
             "dglu",
         ),
     )
