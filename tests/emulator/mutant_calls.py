@@ -279,7 +279,8 @@ def mlp_mxfp8_of_scales(given: Inputs, blocks: int) -> Any:
         scales = given.scales(*rows, blocks).repeat_interleave(32, -1)
         return given.normal(*rows, 32 * blocks, scale=0.1) * scales.to(torch.bfloat16)
 
-    w2, offs, rows = given.normal(1, 32 * blocks, 64, scale=0.1), given.given([128], torch.int32), indices(given, 128, 50)
+    w2, offs = given.normal(1, 32 * blocks, 64, scale=0.1), given.given([128], torch.int32)
+    rows = indices(given, 128, 50)
     return glulam.grouped_mlp(scaled(50), scaled(1, 128), w2, recipe="mxfp8", offs=offs, rows=rows)
 
 

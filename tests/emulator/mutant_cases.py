@@ -47,9 +47,7 @@ class Case(NamedTuple):
 
 
 FP8 = "grouped_mlp_mxfp8_bf16_gated_concat_t64x256x128_c1x1_coop__nt_t64x128x128_c1x1_coop_sm_90a"
-BLOCK_SCALED = (
-    "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t128x128x128_c1x1_tm__nt_t128x128x128_c1x1_tm_sm_100a"
-)  # fmt: skip
+BLOCK_SCALED = "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t128x128x128_c1x1_tm__nt_t128x128x128_c1x1_tm_sm_100a"
 
 CASES = {
     case.spec: case
@@ -179,7 +177,7 @@ CASES = {
             BLOCK_SCALED,
             (
                 *((partial(calls.mlp_mxfp8_of_scales, blocks=blocks), 1) for blocks in calls.SCALES_A_ROW),
-                # rows of 4, 16, 12, 24, 32, 4 and 4 scales, which are read by words, or by four words at once
+                # rows of 4, 16, 12, 20, 24, 32, 4 and 4 scales, which are read by words, or by four words at once
                 (calls.mlp_mxfp8_of_two_tiles, 3),
                 (partial(calls.mlp_mxfp8, h=512), 1),
                 (calls.mlp_mxfp8_by_index, 1),
