@@ -147,8 +147,11 @@ def test_launches_of_two_ranks_are_ordered_by_words_and_those_of_one_rank_by_the
 # tensor memory
 
 
-def accumulate(*, waits: bool, sees_commit: bool = True):
-    """Return a machine whose warp 0 multiplies and whose warp 1 loads the accumulators, then lets them go."""
+def accumulate(*, waits: bool, sees_commit: bool = True, loads_ended: bool = True, again: bool = False):
+    """Return a machine whose warp 0 multiplies and whose warp 1 loads the accumulators, then lets them go.
+
+    `loads_ended`: warp 1 waits for its loads. `again`: warp 0 multiplies once more after that.
+    """
 
     def begin(u, m) -> None:
         if u.first_warp == 0:
@@ -168,6 +171,8 @@ def accumulate(*, waits: bool, sees_commit: bool = True):
     def load(u, m) -> None:
         if u.first_warp == 1:
             u.tcgen05_ld("tcgen05.ld.sync.aligned.32x32b.x1.b32", m, np.array([0]), np.uint32(32 << 16))
+            if loads_ended:
+                u.tcgen05("tcgen05.wait::ld.sync.aligned", m)
 
     def end(u, m) -> None:
         if u.first_warp == 0:
@@ -175,7 +180,8 @@ def accumulate(*, waits: bool, sees_commit: bool = True):
 
     barrier = ("bar_sync", None, [0])
     waiting = wait(2, 4096) if waits else nothing
-    return make((begin, barrier), multiply, waiting, (load, barrier), wait(4, 4096), end, threads=64, shared=8192,
+    more = (multiply, wait(5, 4096, 1)) if again else (wait(4, 4096),)
+    return make((begin, barrier), multiply, waiting, (load, barrier), *more, end, threads=64, shared=8192,
                 observer=Races())  # fmt: skip
 
 
@@ -183,6 +189,12 @@ def test_accumulators_in_tensor_memory_are_loaded_after_a_commit_that_was_waited
     accumulate(waits=True).run()
     with pytest.raises(Race, match="tensor memory of CTA .* lane 32, column 0 .*write by tcgen05.mma"):
         accumulate(waits=False).run()
+
+
+def test_loads_of_tensor_memory_are_waited_for_before_others_write_there():
+    accumulate(waits=True, again=True).run()
+    with pytest.raises(Race, match="tensor memory of CTA .* the read by tcgen05.ld.*tcgen05.wait::ld by its warp"):
+        accumulate(waits=True, again=True, loads_ended=False).run()
 
 
 # reports

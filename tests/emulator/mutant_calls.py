@@ -116,6 +116,16 @@ def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
 mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial(mm_of_two_tiles, k=136)
 
 
+EACH_COUNT = tuple(range(1, 64, 4))
+"""Rows of each expert: a thread copies rows 4 apart, of which groups have the first, the first two, up to all 16."""
+
+
+def mm_by_index(given: Inputs, k: int = 256) -> Any:
+    """Rows by index; four k-tiles, which a thread copies together, or more or less."""
+    x, w, rows = given.normal(50, k), given.normal(len(EACH_COUNT), 72, k), indices(given, sum(EACH_COUNT), 50)
+    return glulam.grouped_mm(x, w, offs=offs_of(given, EACH_COUNT), rows=rows)
+
+
 def mm_of_bands(given: Inputs, rows: int = 2310, k: int = 64) -> Any:
     """So many row tiles that the scheduler takes them in two bands."""
     return mm(given, (rows,), 136, k)
@@ -180,19 +190,19 @@ def wgrad_of_many(given: Inputs) -> Any:
     return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64))
 
 
-def wgrad_by_index(given: Inputs) -> Any:
+def wgrad_by_index(given: Inputs, k: int = 136) -> Any:
     """Rows by index, added to results of the experts of a mask."""
     sizes = (127, 0, 5, 164)
-    dy, x = rows_of(given, sizes, 136), given.normal(50, 136)
-    out, mask = given.normal(4, 136, 136), given.given([1, 1, 0, 1], torch.bool)
+    dy, x = rows_of(given, sizes, 136), given.normal(50, k)
+    out, mask = given.normal(4, 136, k), given.given([1, 1, 0, 1], torch.bool)
     rows = indices(given, len(dy), 50)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask)
 
 
-def wgrad_added(given: Inputs) -> Any:
+def wgrad_added(given: Inputs, k: int = 136) -> Any:
     """So many rows that dw is added to in memory."""
-    dy, x = given.normal(70, 136), rows_of(given, (3, 831), 136)
-    out, splits = given.normal(2, 136, 136), given.given([3, 831], torch.int32)
+    dy, x = given.normal(70, 136), rows_of(given, (3, 831), k)
+    out, splits = given.normal(2, 136, k), given.given([3, 831], torch.int32)
     return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
 
 
@@ -234,11 +244,14 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
 
 
-def mlp_mxfp8_by_index(given: Inputs) -> Any:
+def mlp_mxfp8_by_index(
+    given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i: int = 128, **options: Any
+) -> Any:
     """Rows by index, which threads copy."""
-    rows = indices(given, sum(FEW_ROWS) + 3, 50)
-    w1, w2 = given.normal(8, 256, 384, scale=0.1), given.normal(8, 384, 128, scale=0.1)
-    return glulam.grouped_mlp(given.normal(50, 384), w1, w2, recipe="mxfp8", rows=rows, offs=offs_of(given, FEW_ROWS))
+    rows, experts = indices(given, sum(sizes) + 3, 50), len(sizes)
+    w1, w2 = given.normal(experts, 2 * i, h, scale=0.1), given.normal(experts, h, i, scale=0.1)
+    x, offs = given.normal(50, h), offs_of(given, sizes)
+    return glulam.grouped_mlp(x, w1, w2, recipe="mxfp8", rows=rows, offs=offs, **options)
 
 
 def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
@@ -246,12 +259,55 @@ def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
     return mlp_mxfp8(given, (5,), 128, 256)
 
 
-def mlp_mxfp8_of_many_experts(given: Inputs) -> Any:
-    return mlp_mxfp8(given, SMALL, 128, 128, offs=None, splits=given.given(SMALL, torch.int64))
+def mlp_mxfp8_of_many_experts(given: Inputs, i: int = 128) -> Any:
+    return mlp_mxfp8(given, SMALL, 128, i, offs=None, splits=given.given(SMALL, torch.int64))
+
+
+def mlp_mxfp8_of_whole_vectors(given: Inputs) -> Any:
+    """Rows of 32 scales, in two CTAs; and a limit."""
+    return mlp_mxfp8(given, (19, 0, 140), 1024, activation="clamped_swiglu", limit=1.0)
+
+
+SCALES_A_ROW = (*(count for count in range(32) if count % 4), 45, 46, 47)
+"""Blocks of a row whose scales are read by bytes: of a tile's first eight k-tiles, and of later ones."""
+
+
+def mlp_mxfp8_of_scales(given: Inputs, blocks: int) -> Any:
+    """One tile of rows by index, with scales that differ from block to block."""
+
+    def scaled(*rows: int) -> torch.Tensor:
+        scales = given.scales(*rows, blocks).repeat_interleave(32, -1)
+        return given.normal(*rows, 32 * blocks, scale=0.1) * scales.to(torch.bfloat16)
+
+    w2, offs = given.normal(1, 32 * blocks, 64, scale=0.1), given.given([128], torch.int32)
+    rows = indices(given, 128, 50)
+    return glulam.grouped_mlp(scaled(50), scaled(1, 128), w2, recipe="mxfp8", offs=offs, rows=rows)
 
 
 def mlp_mxfp8_of_bands(given: Inputs) -> Any:
     return mlp_mxfp8(given, (0, 600), 128, 256, offs=None, splits=given.given([0, 600], torch.int32))
+
+
+def dglu(given: Inputs, sizes: tuple[int, ...] = (150, 0, 5), h: int = 200, i: int = 136, **options: Any) -> Any:
+    """The gradient of the factors, too."""
+    dy, preact = rows_of(given, sizes, h), rows_of(given, sizes, 2 * i)
+    w2, row_scale = given.normal(len(sizes), h, i, scale=0.1), given.normal(len(dy), dtype=F32)
+    return glulam.grouped_dglu(dy, w2, preact, offs=offs_of(given, sizes), row_scale=row_scale, **options)
+
+
+def dglu_by_index(given: Inputs, h: int = 136) -> Any:
+    """Rows by index of more than a tile and of less; three k-tiles, the last of which a thread copies one by one."""
+    sizes = (140, *EACH_COUNT)
+    dy, preact, offs = given.normal(50, h), rows_of(given, sizes, 144), offs_of(given, sizes)
+    w2 = given.normal(len(sizes), h, 72, scale=0.1)
+    return glulam.grouped_dglu(dy, w2, preact, offs=offs, rows=indices(given, len(preact), 50))
+
+
+def dglu_of_many_experts(given: Inputs) -> Any:
+    """Rows by index."""
+    dy, preact = given.normal(50, 72), rows_of(given, SMALL, 144)
+    w2, splits = [given.normal(72, 72, scale=0.1) for _ in SMALL], given.given(SMALL, torch.int64)
+    return glulam.grouped_dglu(dy, w2, preact, splits=splits, rows=indices(given, len(preact), 50))
 
 
 def quantize(given: Inputs, rows: int = 226, **options: Any) -> Any:

@@ -47,6 +47,7 @@ class Case(NamedTuple):
 
 
 FP8 = "grouped_mlp_mxfp8_bf16_gated_concat_t64x256x128_c1x1_coop__nt_t64x128x128_c1x1_coop_sm_90a"
+BLOCK_SCALED = "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t128x128x128_c1x1_tm__nt_t128x128x128_c1x1_tm_sm_100a"
 
 CASES = {
     case.spec: case
@@ -143,6 +144,60 @@ CASES = {
                 (calls.mlp_mxfp8_of_bands, 1),
             ),
             "grouped_glu_mxfp8",
+        ),
+        Case(
+            "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a",
+            (
+                (calls.mm_of_two_tiles, 3),
+                (calls.mm_of_two_k_tiles, 1),
+                (calls.mm_of_three_k_tiles, 2),
+                (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
+                *((partial(calls.mm_by_index, k=k), 1) for k in (136, 256, 328)),
+                (calls.mm_by_tickets, 2),
+                (calls.mm_of_listed_experts, 2),
+                (calls.mm_of_bands, 2),
+                (calls.mm_of_three_columns, 1),
+            ),
+        ),
+        Case(
+            "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a",
+            (
+                (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=72, k=136), 1),
+                (partial(calls.wgrad_added, k=264), 2),
+                (calls.wgrad_of_wraps, 2),
+                (partial(calls.wgrad_by_index, k=264), 2),
+                (calls.wgrad_of_many_columns, 2),
+                (calls.wgrad_of_heavy_columns, 2),
+                (calls.wgrad_of_many_rows, 2),
+                (calls.wgrad_of_ends, 5),
+                (calls.wgrad_of_many, 4),
+            ),
+        ),
+        Case(
+            BLOCK_SCALED,
+            (
+                *((partial(calls.mlp_mxfp8_of_scales, blocks=blocks), 1) for blocks in calls.SCALES_A_ROW),
+                # rows of 4, 16, 12, 20, 24, 32, 4 and 4 scales, which are read by words, or by four words at once
+                (calls.mlp_mxfp8_of_two_tiles, 3),
+                (partial(calls.mlp_mxfp8, h=512), 1),
+                (calls.mlp_mxfp8_by_index, 1),
+                (partial(calls.mlp_mxfp8_by_index, sizes=calls.EACH_COUNT, h=640, i=64), 1),
+                (calls.mlp_mxfp8_of_many_rows, 1),
+                (calls.mlp_mxfp8_of_whole_vectors, 2),
+                (partial(calls.mlp_mxfp8_of_many_experts, i=64), 2),
+                (calls.mlp_mxfp8_of_bands, 1),
+            ),
+            "grouped_glu_mxfp8blocks",
+        ),
+        Case(
+            "grouped_dglu_bf16_swiglu_concat_t128x128x64_c1x1_tm_sm_100a",
+            (
+                (calls.dglu, 1),
+                (calls.dglu_by_index, 1),
+                (partial(calls.dglu_by_index, h=328), 1),
+                (calls.dglu_of_many_experts, 2),
+            ),
+            "dglu",
         ),
     )
 }

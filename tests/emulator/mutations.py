@@ -13,7 +13,7 @@ from .ptx import Address, Imm, Ins, Kernel
 
 LEFT_OUT, OTHER_SENSE, EXCHANGED, ONE_MORE, OTHER_BOUND = "left out", "other sense", "exchanged", "one more", "bound"
 _ORDERED = ("sub", "div", "rem", "shl", "shr", "selp", "prmt", "bfi", "bfe", "mad", "fma", "mma", "wgmma", "cvt", "sad",
-            "copysign", "setp")  # fmt: skip
+            "copysign", "setp", "tcgen05")  # fmt: skip
 _SYMMETRIC = re.compile(r"setp\.(eq|ne)\b")
 _BOUNDS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi",
            "ltu": "leu", "leu": "ltu", "gtu": "geu", "geu": "gtu", "eq": "ne", "ne": "eq"}  # fmt: skip
@@ -23,6 +23,7 @@ _COUNTED = ("mbarrier", "bar", "barrier", "cp", "wgmma", "shfl", "add", "sub", "
 _BYTES = re.compile(r"\.(?:b|u|s|f)(8|16|32|64)\b")
 _VECTOR = re.compile(r"\.v([248])\b")
 _ENDS = ("ret", "exit", "trap")
+_OF_TENSOR_MEMORY = ("tcgen05.mma", "tcgen05.cp", "tcgen05.ld")
 NEAR = 12
 """Instructions before and after one that are its neighbourhood."""
 
@@ -86,16 +87,25 @@ def _other_bound(op: str) -> str:
 
 
 def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Two source operands exchanged; of fma and mad, a factor and the summand; of mma, A and B where they fit."""
-    first, last = (2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)
-    if len(ins.args) > last and repr(ins.args[first]) != repr(ins.args[last]):
-        args = list(ins.args)
-        args[first], args[last] = args[last], args[first]
-        yield EXCHANGED, dataclasses.replace(ins, args=args), -1
+    """Two source operands exchanged; of fma and mad, a factor and the summand; of mma, A and B where they fit.
+
+    Of MMAs with block scales, also the scales of A and B.
+    """
+    pairs = [(2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)]
+    if "block_scale" in ins.mods:
+        pairs.append((4, 5))
+    for first, last in pairs:
+        if len(ins.args) > last and repr(ins.args[first]) != repr(ins.args[last]):
+            args = list(ins.args)
+            args[first], args[last] = args[last], args[first]
+            yield EXCHANGED, dataclasses.replace(ins, args=args), first if len(pairs) > 1 else -1
 
 
 def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Each integer constant one larger, or another one that matters as much; each address one access further."""
+    """Each integer constant one larger, or another one that matters as much; each address one access further.
+
+    Addresses of tensor memory are one column further.
+    """
     for place, operand in enumerate(ins.args):
         changed: Any = None
         if isinstance(operand, Imm) and not operand.is_float and ins.mods[0] in _COUNTED:
@@ -121,6 +131,9 @@ def _other_count(ins: Ins, place: int, value: int) -> int | None:
 
 
 def _access_bytes(op: str) -> int:
+    """The step from an access to the next, in units of the address: columns in tensor memory, bytes elsewhere."""
+    if op.startswith(_OF_TENSOR_MEMORY):
+        return 1
     if "matrix" in op or op.startswith("cp.async"):
         return 16
     size, count = _BYTES.search(op), _VECTOR.search(op)

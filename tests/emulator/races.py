@@ -17,13 +17,14 @@ by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
     "griddepcontrol": a launch that its host function lets begin early knows of the launch before it after .wait, and of
         older ones if all CTAs of the launch before had waited when they let it begin (.launch_dependents).
     Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
-    "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx.
+    "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx; tcgen05.ld is an
+        operation that tcgen05.wait::ld waits for.
     "wgmma.fence": on no way through the code does an access to a wgmma's registers come before it without one.
     "Cluster": shared memory is there until all threads of its CTA have exited: what other CTAs and asynchronous
         operations do to it comes before.
     "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
         the last one, or before another barrier.
-Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
+Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait::st, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
 instructions (taken for .release, .acquire); the tensormap proxy; two lanes of one warp that are ordered by a word in
 memory; strong accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that
 have them step warp by warp). Lanes may store the same to one place by one instruction.
@@ -272,6 +273,8 @@ class Races(Orders):
         """Say what waits for an operation."""
         if label[0].startswith("wgmma"):
             return "wgmma.wait_group by its warps, then an arrival that the other waits for, would order them."
+        if label[0].startswith("tcgen05.ld"):
+            return "tcgen05.wait::ld by its warp, then an arrival that the other waits for, would order them."
         if "bulk_group" in self.places[label[1]].text:
             return "cp.async.bulk.wait_group by its thread, then a barrier for others, would order them."
         return "A wait for the mbarrier's phase that its completion ends would order them."

@@ -82,6 +82,8 @@ class TensorCore:
             self._copy_scales(op, parts, *values[:2])
         elif kind == "commit":
             self._commit(op, parts, values)
+        elif kind == "wait::ld":
+            self.wait_for_tensor_loads(m)
         elif not kind.startswith(("fence", "wait")):
             raise Fault(f"{op} is not modelled")
 

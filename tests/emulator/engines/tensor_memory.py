@@ -6,6 +6,7 @@ import numpy as np
 
 from ..faults import Fault
 from ..lanes import SHARED_BASE
+from .asynchronous import Operation, finish
 from .mma import PAIR, ROW
 from .wgmma import is_index
 
@@ -31,12 +32,13 @@ class TensorMemory:
     "Tensor Memory Allocation and Management Instructions": columns are a power of two, at least 32; the CTA frees them;
     none are allocated after relinquish_alloc_permit. "Tensor Memory and Register Load/Store Instructions: tcgen05.ld",
     shapes 32x32b and 16x256b: a warp reaches the quarter of lanes that its number modulo 4 names ("Access
-    restrictions"). Loads are done at once: a missing tcgen05.wait::ld is not seen, since ptxas tracks the registers in
-    the code that NVIDIA's compiler makes without one.
+    restrictions"). Loads are done at once, since ptxas tracks their registers: NVIDIA's compiler reads registers before
+    tcgen05.wait::ld. The race check orders a load's read of tensor memory by that wait alone.
     """
 
     def begin(self) -> None:
-        """Nothing to set up."""
+        """Begin with no loads."""
+        self.tensor_loads: list[Operation] = []
 
     def end(self) -> None:
         """The CTA checks that columns were freed."""
@@ -73,11 +75,24 @@ class TensorMemory:
     def tcgen05_ld(self, op: str, m, out, address) -> None:
         """Load columns to registers, `out`: indices in `b32` or rows."""
         address = self.full(address)
-        count = len(out)
+        self.acting = m
+        load = Operation(self, op, lambda operation: self._load_warps(operation, m, out, address))
+        load()
+        if self.observer is not None:
+            self.tensor_loads.append(load)
+
+    def wait_for_tensor_loads(self, m) -> None:
+        """Wait for all loads so far: only the observer sees a difference."""
+        self.acting = m
+        for load in self.tensor_loads:
+            finish(load, self)
+        self.tensor_loads.clear()
+
+    def _load_warps(self, operation: Operation, m, out, address) -> None:
         for warp in range(self.warps):
             if m is not True and not m[32 * warp]:
                 continue
-            values = self._load(op, self.first_warp + warp, int(address[32 * warp]), count)
+            values = self._load(operation, self.first_warp + warp, int(address[32 * warp]), len(out))
             lanes = slice(32 * warp, 32 * warp + 32)
             if is_index(out):
                 self.b32[out, lanes] = values
@@ -85,9 +100,10 @@ class TensorMemory:
                 for register, value in zip(out, values, strict=True):
                     register[lanes] = value
 
-    def _load(self, op: str, warp: int, address: int, count: int) -> np.ndarray:
+    def _load(self, operation: Operation, warp: int, address: int, count: int) -> np.ndarray:
         """Return registers [count, 32] of one warp."""
-        parts, cta, quarter = op.split("."), self.cta, 32 * (warp % 4)
+        op, cta, quarter = operation.what, self.cta, 32 * (warp % 4)
+        parts = op.split(".")
         lane, column = address >> 16, address & 0xFFFF
         words = tensor_words(cta)
         if "16x256b" in parts:  # 16 lanes, 8 columns to 4 registers: the order of mma's accumulators
@@ -103,5 +119,5 @@ class TensorMemory:
             raise Fault(f"warp {warp} reads TMEM lane {lane}: its quarter begins at {quarter}")
         check_columns(cta, column, columns, "tcgen05.ld")
         if self.observer is not None:
-            self.observer.read("tensor", cta, lanes * COLUMNS + cols, 4, self)
+            self.observer.read("tensor", cta, lanes * COLUMNS + cols, 4, operation)
         return words[lanes, cols]
