@@ -131,10 +131,6 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
         """An atom's 512 bytes are 32 lanes of 4 columns, and the same in each warp's lanes."""
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
-    @property
-    def stage_bytes(self) -> int:
-        return super().stage_bytes + sum(self._atoms) * ATOM_BYTES
-
     def smem_fields(self) -> dict[str, Any]:
         array, aligned = cute.struct.MemRange, cute.struct.Align
         counts = {name: atoms * ATOM_BYTES * self.stages for name, atoms in zip(FIELDS, self._atoms, strict=True)}
