@@ -17,7 +17,7 @@ import torch
 from emulator import validated
 from emulator.emulated_gpu import EmulatedGpu, installed
 from emulator.faults import Fault
-from emulator.launch import Emulator, texts
+from emulator.launch import Emulator, ptx_of
 from support import fake_mxfp8
 from support.gradients import check_gradients, leaves, transposed_back, transposed_leaves
 from support.inputs import gradient, make_case
@@ -26,7 +26,6 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.architectures import capability
-from cute_kernels.chains import stages_of
 from cute_kernels.dtypes import WIDE_DTYPES
 from cute_kernels.layer.kernels import RANK_KERNELS
 from cute_kernels.specs import LayerSpec, QuantizeMxfp8Spec, Spec
@@ -176,14 +175,8 @@ def test_builds_for_other_gpus(specs: Sequence[Spec]) -> None:
 def test_a_build_has_the_ptx_of_its_sibling(arch: str, sibling: str) -> None:
     """Names and target aside; except for one kernel, in which the compiler repeats a comparison or reuses it."""
     pairs = zip(*(_chosen(each, SOME_OF_EACH) for each in (arch, sibling)), strict=True)
-    unlike = [spec.name for spec, other in pairs if _ptx(spec) != _ptx(other)]
+    unlike = [spec.name for spec, other in pairs if ptx_of(spec) != ptx_of(other)]
     assert unlike == [f"mhc_pre_backward_bf16_n4_{arch}"]
-
-
-def _ptx(spec: Spec) -> list[str]:
-    """The PTX of each stage, without the architecture's name."""
-    objects = [texts().of(stage).object_file for stage in stages_of(spec)]
-    return [one.with_suffix(".ptx").read_text().replace(spec.arch, "") for one in objects]
 
 
 def test_other_bits_are_found() -> None:

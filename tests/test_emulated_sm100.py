@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulator import validated
 from emulator.emulated_gpu import installed
-from emulator.launch import Emulator
+from emulator.launch import Emulator, ptx_of
 from support.routing import ends
 from torch import Tensor
 
@@ -60,6 +60,15 @@ def test_a_function_is_right(pattern: str) -> None:
 def test_a_function_of_each_family_is_right_in_every_order(pattern: str, seed: int) -> None:
     with installed(ARCH, seed=seed, check_races=True) as gpu:
         assert validated.try_function(gpu, _first(pattern), TINY, most=TRIALS).trials
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("pattern", FAMILIES)
+def test_a_build_for_a_b300_has_the_same_ptx(pattern: str) -> None:
+    spec = _first(pattern)
+    name = spec.name.replace(ARCH, "sm_103a")
+    other = next(spec for spec in profiles.shipped_specs("sm_103a", "full") if spec.name == name)
+    assert ptx_of(spec) == ptx_of(other)
 
 
 # Exact sums ----------------------------------------------------------------------------------------------------------

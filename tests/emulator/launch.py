@@ -24,7 +24,7 @@ from support.steps import taken
 from torch import Tensor
 
 from cute_kernels.arguments import ADDRESS, TENSOR
-from cute_kernels.chains import Step, chain_of, signature_of
+from cute_kernels.chains import Step, chain_of, signature_of, stages_of
 from cute_kernels.specs import Spec
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.objects import Store
@@ -85,6 +85,12 @@ def texts() -> Texts:
     made = Texts()
     atexit.register(made.close)
     return made
+
+
+def ptx_of(spec: Spec) -> list[str]:
+    """Return the PTX of each stage of a function, without the architecture's name."""
+    objects = [texts().of(stage).object_file for stage in stages_of(spec)]
+    return [one.with_suffix(".ptx").read_text().replace(spec.arch, "") for one in objects]
 
 
 class Stage:
