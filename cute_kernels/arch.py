@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from .architectures import ARCHS, capability
 from .specs import GemmSpec, Spec
-from .tiles import TileConfig
+from .tiles import SpecError, TileConfig
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,29 @@ class Reasons(NamedTuple):
 
     why: str
     why_not: tuple[str, ...]
+
+
+def of_one_kernel(problem: Problem) -> Reasons:
+    """Return the reasons where rows decide nothing."""
+    return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
+
+
+def of_two_tiles(problem: Problem, tile: TileConfig, most_rows: int, few: TileConfig, many: TileConfig) -> Reasons:
+    """Return the reasons for `tile`: `few` serves up to `most_rows` an expert on average, `many` serves more."""
+    limits = {few: f"at most {most_rows}", many: f"more than {most_rows}"}
+    other = many if tile is few else few
+    why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"
+    return Reasons(why, (f"{other.name}: for {limits[other]} rows an expert",))
+
+
+def tile_among(
+    tiles: Sequence[TileConfig], shape: tuple[int, int, int], cluster: tuple[int, int] | str
+) -> TileConfig:  # fmt: skip
+    """Return the tile of a shape, without a cluster. Raises SpecError if `tiles` has none."""
+    known = {(tile.m, tile.n, tile.k): tile for tile in tiles}
+    if shape not in known or cluster != (1, 1):
+        raise SpecError(f"a tile of {shape} in a cluster of {cluster!r}: choose one of {sorted(known)}, cluster (1, 1)")
+    return known[shape]
 
 
 class Room(Protocol):

@@ -23,6 +23,7 @@ class Architecture(NamedTuple):
         schedules: of its tiles (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
         recipes: names of recipes that are another one there.
+        adapts: whether GEMMs of 16-bit weights contract adapters themselves.
     """
 
     folder: str
@@ -32,6 +33,7 @@ class Architecture(NamedTuple):
     schedules: tuple[str, ...] = ("warps",)
     lacks: tuple[str, ...] = ("mxfp8", "mxfp8_blocks", "fp8_block")
     recipes: Mapping[str, str] = {}
+    adapts: bool = False
 
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
@@ -41,7 +43,7 @@ _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
 _BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "fp8_block"), BY_BLOCKS
 
 ARCHS: dict[str, Architecture] = {
-    "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, _HOPPER, lacks=("mxfp8_blocks",)),
+    "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, _HOPPER, ("mxfp8_blocks",), adapts=True),
     "sm_100a": Architecture("sm100", "B200", "", *_BLACKWELL),
     "sm_103a": Architecture("sm100", "B300", "", *_BLACKWELL),
     "sm_80": Architecture("portable", "A100, A30"),

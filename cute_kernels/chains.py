@@ -104,13 +104,9 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
     if OPERANDS[operands].x == FP8_ROWS:
         return _step(QuantizeFp8BlockSpec(dtype, arch), "", x=x, data=Of(data, "address"), scale=scale)
     return _step(
-        QuantizeMxfp8Spec(dtype, "row", arch),
-        "",
-        x=x,
-        row_data=Of(data, "address"),
-        row_scale=scale,
+        QuantizeMxfp8Spec(dtype, "row", arch), "", x=x, row_data=Of(data, "address"), row_scale=scale,
         wide=int(OPERANDS[operands].x == MXFP8_WIDE),
-    )
+    )  # fmt: skip
 
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:

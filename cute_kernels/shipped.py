@@ -42,7 +42,7 @@ def ships_adapted(dtype: str, arch: str) -> bool:
 
     There are no portable ones: a second mainloop behind the first spilled up to 440 bytes on sm_100 and sm_120.
     """
-    return dtype == "bfloat16" and ARCHS[arch].folder == "sm90"
+    return dtype == "bfloat16" and ARCHS[arch].adapts
 
 
 def activation_forms() -> list[tuple[str, str]]:

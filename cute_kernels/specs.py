@@ -118,8 +118,7 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
 
 def _check_adapted(spec: Any) -> None:
     """Refuse adapters where no kernel has them."""
-    is_hopper = not (spec.tile.by_warps or spec.tile.in_tensor_memory)
-    if spec.adapted and not (is_hopper and OPERANDS[spec.operands].w.bits == 16):
+    if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
         raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
 
 

@@ -34,6 +34,11 @@ def glu_form(
     return form, "strided" if width % BLOCK_ROWS else "blocked"
 
 
+def second_tile(first: TileConfig) -> TileConfig:
+    """Return the tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    return first
+
+
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
     if profile == "demo":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons, rows_in_words
+from ..arch import Gemm, Problem, Reasons, of_one_kernel, of_two_tiles, tile_among
 from ..formats import OPERANDS
 from ..gemms import GemmPolicy
 from ..specs import GemmSpec, Spec
-from ..tiles import SpecError, TileConfig
+from ..tiles import TileConfig
 from .configs import LARGE, SMALL, TILES
 from .configs import glu_form as glu_form
+from .configs import second_tile as second_tile
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 16
@@ -39,19 +40,12 @@ def ruled(problem: Problem) -> TileConfig:
 
 def reasons(problem: Problem, tile: TileConfig) -> Reasons:
     if not rows_decide(problem):
-        return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
-    limits = {SMALL: f"at most {MOST_ROWS}", LARGE: f"more than {MOST_ROWS}"}
-    (other,) = (each for each in TILES if each is not tile)
-    why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"
-    return Reasons(why, (f"{other.name}: for {limits[other]} rows an expert",))
+        return of_one_kernel(problem)
+    return of_two_tiles(problem, tile, MOST_ROWS, few=SMALL, many=LARGE)
 
 
 def advice(problem: Problem) -> tuple[str, ...]:
     return ()
-
-
-def second_tile(first: TileConfig) -> TileConfig:
-    return first
 
 
 def time_us(gemm: Gemm, tile: TileConfig) -> float:
@@ -68,10 +62,7 @@ def all_tiles(bits: int) -> tuple[TileConfig, ...]:
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
     """Raises SpecError where it is none of TILES."""
-    known = {(tile.m, tile.n, tile.k): tile for tile in TILES}
-    if shape not in known or cluster != (1, 1):
-        raise SpecError(f"a tile of {shape} in a cluster of {cluster!r}: choose one of {sorted(known)}, cluster (1, 1)")
-    return known[shape]
+    return tile_among(TILES, shape, cluster)
 
 
 def check(spec: Spec) -> None:

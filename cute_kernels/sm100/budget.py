@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ..formats import MXFP8
 from ..sm90 import budget
-from ..specs import Spec
 from ..tiles import TileConfig
 
 # Registers that a thread has if three or four warpgroups share an SM's 65,536.
@@ -32,8 +31,3 @@ def block_scaled_stages(tile: TileConfig, staging_bytes: int) -> int:
     """Stages of MXFP8 operands and their scales, a byte for 32 elements, beside `staging_bytes` of stores."""
     stage = (tile.m + tile.n) * (tile.k + tile.k // MXFP8.block)
     return (budget.SMEM_BYTES - budget.SMALL_BYTES - staging_bytes) // stage
-
-
-def check(spec: Spec) -> None:
-    """Raises SpecError where a kernel of the spec finds no room in shared memory."""
-    budget.check(spec)

@@ -34,12 +34,7 @@ BACKWARD = SMALL
 # Columns behind two accumulators of 256 there are none for scales.
 LARGE8 = TileConfig(m=128, n=128, k=128, schedule="tensor_memory")
 
-glu_form = portable.glu_form
-
-
-def second_tile(first: TileConfig) -> TileConfig:
-    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
-    return first
+glu_form, second_tile = portable.glu_form, portable.second_tile
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:

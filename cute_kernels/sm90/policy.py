@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons, rows_in_words
+from ..arch import Gemm, Problem, Reasons, of_one_kernel, rows_in_words
 from ..formats import DECODED
 from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
@@ -106,7 +106,7 @@ def reasons(problem: Problem, tile: TileConfig) -> Reasons:
     if problem.op == "grouped_wgrad":
         return _padding_in_words(problem, tile)
     if not rows_decide(problem):
-        return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
+        return of_one_kernel(problem)
     return _rows_in_words(problem, tile)
 
 

@@ -12,9 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ...epilogue.sizes import COLS, ROWS
-from ...memory.ragged import clipped
-from ...schedule.work import WorkTile
+from ...epilogue.sizes import ROWS
 from ...sm90.epilogue import store
 from ..tensor_memory import SLAB_LANES, WARP_LANES
 
@@ -42,14 +40,8 @@ def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot
 class BoxStore(store.RaggedStore):
     """A TMA store of boxes into (T, columns[, half]) whose rows end where a group ends."""
 
-    def tile(
-        self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
-        rows: int = ROWS,
-    ) -> cute.Tensor:  # fmt: skip
-        """The boxes of a slab whose first row is `row`."""
-        group = clipped(self.tensor, row, work.group_end)
-        if half is not None:
-            group = group[None, None, half]
+    def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
+        """The boxes at a column of a group's rows from the slab's first on."""
         return boxes_at(group, Int32(0), col, cols)
 
 

@@ -38,6 +38,10 @@ class RaggedStore(NamedTuple):
         group = clipped(self.tensor, row, work.group_end)
         if half is not None:
             group = group[None, None, half]
+        return self.cut(group, col, rows, cols)
+
+    def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
+        """The tile at a column of a group's rows from the slot's first on."""
         return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
