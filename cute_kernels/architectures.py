@@ -37,7 +37,7 @@ class Architecture(NamedTuple):
 
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
-"""Of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
+"""Recipes of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
 _BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "fp8_block"), BY_BLOCKS

@@ -19,7 +19,7 @@ TILE_N = (64, 128, 192, 256)
 SWAPPED_TILE_M = (16, 32, 64, 128, 256)
 SWAPPED_TILE_N = (128, 256)
 SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
-# Of an accumulator in tensor memory: 128 lanes, and columns of which two accumulators have a power of two.
+# Tiles with an accumulator in tensor memory: 128 lanes; the columns of two accumulators are a power of two.
 TENSOR_MEMORY_TILE_M, TENSOR_MEMORY_TILE_N = (128,), (128, 256)
 # Of warps that share a tile: one slab of 64 rows, of which the first 16 are some, or two.
 WARPS_TILE_M, WARPS_TILE_N = (16, 128), (128,)
@@ -81,7 +81,7 @@ class TileConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether either of two warpgroups has every other tile alone."""
+        """True if each of two warpgroups has every other tile alone."""
         return self.schedule in ("pingpong", "tensor_memory")
 
     @property
@@ -90,7 +90,7 @@ class TileConfig:
 
     @property
     def in_tensor_memory(self) -> bool:
-        """Whether accumulators are in tensor memory."""
+        """True if accumulators are in tensor memory."""
         return self.schedule == "tensor_memory"
 
     @property

@@ -1,14 +1,14 @@
 """The mainloop of rows and weights in MXFP8: tensor cores multiply by the scales of both, block by block.
 
-A k-tile is 128 deep, so a row has four scales of it: one word. Two warps bring them, one those of rows and one those of
-weights, from where the quantiser leaves them, [rows, K / 32], through registers into shared memory: tensor memory wants
-128 rows in an order of its own (PTX ISA, "Scale factor layout", one atom):
+A k-tile is 128 deep, so each row has four scales for it: one word. One warp brings the scales of x, another the scales
+of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to shared
+memory in the order that tensor memory takes, 128 rows at a time (PTX ISA, "Scale factor layout", one atom):
 
     word of row i at byte 16 (i % 32) + 4 (i / 32)
 
-So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. Rows are found as their
-group says, or by index: no scales are padded or copied for a group. `tcgen05.cp` takes an atom from shared to tensor
-memory before the stage's MMAs; both are issued by one thread, and done in that order.
+So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. A group may begin at any
+row, and rows may come by index: no scales are padded or copied. `tcgen05.cp` copies an atom from shared to tensor
+memory before the stage's MMAs. One thread issues the copy and the MMAs, which are done in that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .mainloop import TensorCoreMainloop
 from .tensor_memory import TensorMemory
 
 FIELDS = "x_scales", "w_scales"
-# Of an atom: rows, and bytes. A row's scales of a k-tile are a word.
+# Rows and bytes of an atom. A row's scales of a k-tile are a word.
 ATOM_ROWS, ATOM_BYTES = 128, 512
 LINES = ATOM_ROWS // WARP
 WORD_BYTES, VECTOR_BYTES = 4, 16
@@ -45,7 +45,7 @@ AT_ONCE = VECTOR_BYTES // WORD_BYTES
 
 
 class Scales(NamedTuple):
-    """Where scales are: of x [rows, K / 32], of w [E, N, K / 32]; and w's rows in the order that a gated tile has."""
+    """Addresses of scales, x's [rows, K / 32] and w's [E, N, K / 32]; an expert's weight rows and their gate."""
 
     x: Int64
     w: Int64
@@ -63,8 +63,8 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Ask for the words of AT_ONCE k-tiles: past the last one none, past the last block 0, as of 2^-127: NaN would
-        turn the zeros there into NaN.
+        """Start to load the words of AT_ONCE k-tiles, none after the last k-tile. Past the last block: use scale 0
+        (2^-127), since a NaN would turn the elements' zeros into NaN.
         """
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
@@ -123,7 +123,7 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
 
     @property
     def _atoms(self) -> tuple[int, int]:
-        """Of a stage, of x and of w."""
+        """Atoms of a stage: x's, w's."""
         return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
 
     @property
@@ -160,7 +160,7 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
         for name, layout, make_layout, atoms in zip(FIELDS, layouts, in_tensor_memory, self._atoms, strict=True):
             smem = cute.recast_ptr(getattr(storage, name).data_ptr(), dtype=Float8E8M0FNU)
             of_stage = make_layout(mma, shape, MXFP8.block, cute.slice_(layout, (None, None, None, 0)))
-            scales = cute.make_tensor(memory.behind(column, Float8E8M0FNU), of_stage)
+            scales = cute.make_tensor(memory.after(column, Float8E8M0FNU), of_stage)
             copies.append((*_copy_of(cute.make_tensor(smem, layout), scales), scales))
             column += atoms * ATOM_BYTES // (WARP * WORD_BYTES)
         return *super().operands_of(storage, memory), *copies
@@ -178,7 +178,7 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
-        """All scales of one output tile, those of x (rank 0) or of w (1). Returns the advanced state."""
+        """Bring the scales of x (rank 0) or of w (rank 1) for one output tile. Return the advanced state."""
         if rank == 0:
             lines = [self._row_lines(operands, work)]
             state = self._bring(lines, storage.x_scales.data_ptr(), operands, stages, state, work)

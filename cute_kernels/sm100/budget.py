@@ -1,4 +1,4 @@
-"""What a tile takes of an SM: registers, shared memory, columns of tensor memory. Plain Python, as Hopper's budget."""
+"""Registers and stages of a tile's kernel. Plain Python, as Hopper's budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAUNCH_REGISTERS = {False: 168, True: 128}
 
 
 class Registers(NamedTuple):
-    """Of a thread of the warpgroup of roles, of an epilogue's two, and of the one that gathers rows (0: none does)."""
+    """Registers of a thread of the first warpgroup, of an epilogue warpgroup, of the gathering one (0: none)."""
 
     roles: int
     epilogue: int

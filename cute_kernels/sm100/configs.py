@@ -26,12 +26,12 @@ from ..tiles import TileConfig
 # An MMA of 128 x 256 reads 96 bytes of shared memory a cycle at the tensor core's full rate, one of 128 x 128 reads
 # 128, which is what an SM reads at most.
 LARGE = TileConfig(m=128, n=256, k=64, schedule="tensor_memory")
-# Where an expert has few rows, its weights' bytes bound the time, and narrower tiles are on twice as many SMs.
+# If an expert has few rows, its weights' bytes bound the time, and narrower tiles fill twice as many SMs.
 SMALL = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
 TILES = (LARGE, SMALL)
 # Slots of preactivations and their gradients take the shared memory of a stage.
 BACKWARD = SMALL
-# Columns behind two accumulators of 256 there are none for scales.
+# Two accumulators of 256 columns would fill tensor memory and leave no columns for scales.
 LARGE8 = TileConfig(m=128, n=128, k=128, schedule="tensor_memory")
 
 glu_form, second_tile = portable.glu_form, portable.second_tile

@@ -56,7 +56,7 @@ class TileCycles(NamedTuple):
 
 
 def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine = B200) -> TileCycles:
-    """Of a tile whose contraction is `depth` deep. parts: ranges of weight rows that it takes."""
+    """Cycles of a tile whose contraction is `depth` deep. parts: ranges of weight rows that the tile takes."""
     k_tiles = math.ceil(depth / tile.k)
     element_bytes = SWIZZLE_BYTES // tile.k
     macs = machine.macs * 2 // element_bytes

@@ -32,7 +32,7 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
 
 
 class GroupedMxfp8Gemm(GroupedGemm):
-    """Of rows and weights in MXFP8."""
+    """The grouped GEMM of rows and weights in MXFP8."""
 
     mainloops: ClassVar[dict[str, Any]] = {"rows": BlockScaledMainloop}
 

@@ -76,7 +76,7 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """What MMAs read, by descriptors: of A and of B, (MMA, 1, step, stage)."""
+        """Return descriptors of A and B for MMAs, (MMA, 1, step, stage)."""
         mma, (a, b) = self.tiled_mma(), self.operand_layouts()
         return (
             mma.make_fragment_A(storage.a.get_tensor(a.outer, swizzle=a.inner)),
@@ -88,7 +88,7 @@ class TensorCoreMainloop(Mainloop):
         return mma.make_fragment_C(mma.partition_shape_C((self.tile.m, self.tile.n))).layout
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32 | int:
-        """How deep a k-tile is multiplied, at least."""
+        """Return how deep a k-tile must be multiplied."""
         return self.tile.k
 
     @cute.jit
@@ -125,7 +125,7 @@ class TensorCoreMainloop(Mainloop):
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32) -> None:
-        """What a stage's MMAs need, beside A and B."""
+        """Bring what a stage's MMAs read besides A and B."""
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
         """A and B of an MMA."""

@@ -1,4 +1,4 @@
-"""The kernel that every GEMM of this folder is: Hopper's, but for who multiplies and where accumulators are.
+"""The kernel of this folder's GEMMs: Hopper's, except that one warp multiplies, and into tensor memory.
 
 Persistent and warp-specialised, one CTA on each SM:
 
@@ -148,7 +148,7 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Scales of rows (rank 0), of weights (1)."""
+        """Bring the scales of rows (rank 0) or of weights (rank 1)."""
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)
@@ -162,7 +162,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
         memory: TensorMemory,
     ):  # fmt: skip
-        """Tile by tile, each into the accumulator that is free. `read`: what MMAs read."""
+        """Multiply tile by tile, each into the accumulator that is free. `read`: descriptors of what MMAs read."""
         cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
         ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
@@ -182,7 +182,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
         memory: TensorMemory, index: Int32,
     ):  # fmt: skip
-        """Every other tile, from the accumulator with the warpgroup's index."""
+        """Finish every other tile, from the accumulator with the warpgroup's index."""
         cute.arch.griddepcontrol_wait()
         turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)
         ring_state = ring.consumer_state()

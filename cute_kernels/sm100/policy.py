@@ -1,4 +1,4 @@
-"""What Blackwell answers for itself (`arch.Room`): tiles by rules that no GPU has measured."""
+"""Blackwell's answers (`arch.Room`): tiles by rules that no GPU has measured."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def advice(problem: Problem) -> tuple[str, ...]:
 
 
 def even_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Of portable tiles an order alone."""
+    """Microseconds by the model; portable tiles have an order instead of times."""
     return portable.time_us(gemm, tile) if tile.by_warps else cost.even_us(gemm, tile)
 
 

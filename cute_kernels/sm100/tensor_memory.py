@@ -24,14 +24,14 @@ from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 # An address has its lane in the upper half.
 LANE = 1 << 16
 WARP_LANES, SLAB_LANES = 32, 16
-# Of one read: ptxas wants an instruction's registers, here 64, to fit those that a thread has at launch.
+# Columns of one read: ptxas wants an instruction's registers, here 64, to fit those that a thread has at launch.
 READ_COLUMNS = 128
 NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
 NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 
 
 class TensorMemory(Invariant):
-    """A CTA's two accumulators and their mbarriers; behind them `more` columns.
+    """A CTA's two accumulators and their mbarriers, and `more` columns after them.
 
     full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each of a warpgroup's threads that read.
     `place`: where in shared memory the allocation writes its address.
@@ -64,11 +64,11 @@ class TensorMemory(Invariant):
         cute.arch.dealloc_tmem(self.base, self.columns)
 
     def accumulator(self, turn: Int32, layout: cute.Layout) -> cute.Tensor:
-        """That of the CTA's tile number `turn`, as MMAs write it."""
+        """Return the accumulator of the CTA's tile number `turn`, as MMAs write it."""
         return cute.make_tensor(self.base + turn % NUM_ACCUMULATORS * self.tile.n, layout)
 
-    def behind(self, column: int, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """A column behind the accumulators."""
+    def after(self, column: int, dtype: type[cutlass.Numeric]) -> cute.Pointer:
+        """Return the address of a column after the accumulators."""
         return cute.recast_ptr(self.base + NUM_ACCUMULATORS * self.tile.n + column, dtype=dtype)
 
     def wait_empty(self, turn: Int32) -> None:
@@ -85,9 +85,9 @@ class TensorMemory(Invariant):
 
 
 class TileAccumulators(Accumulators):
-    """A tile's, as its warpgroup reads them. With the last slab's read the accumulator is free.
+    """A tile's accumulators, as its warpgroup reads them. Reading the last slab frees the accumulator.
 
-    has_sums: whether anything was multiplied; without that they are zeros. None: there always is.
+    has_sums: whether anything was multiplied; else the accumulators are zeros. None: something always is.
     """
 
     def __init__(self, memory: TensorMemory, index: Int32, thread: Int32, has_sums: Boolean | None):

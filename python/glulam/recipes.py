@@ -57,7 +57,7 @@ class Recipe:
 
 BF16 = Recipe(PLAIN_RECIPE, "16bit", "16bit", trains=True)
 MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, FOLDED_COLUMNS, trains=True)
-# What Blackwell's tensor cores multiply, by the scales of both operands.
+# Blackwell's tensor cores multiply by the scales of both operands.
 MXFP8_BLOCKS = Recipe("mxfp8_blocks", "mxfp8_blocks", "mxfp8_blocks", BY_32, BY_32, BLOCKS, COLUMN_BLOCKS, trains=True)
 # 2^e beyond float16's range would have to saturate, so that weights are decoded to bfloat16 alone.
 MXFP8_EXACT = Recipe(

@@ -1,4 +1,4 @@
-"""What the fake GPU, a Hopper, serves."""
+"""Recipes that the fake GPU, a Hopper, serves."""
 
 from __future__ import annotations
 

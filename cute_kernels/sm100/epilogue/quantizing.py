@@ -8,5 +8,5 @@ from ...sm90.epilogue import quantizing
 class QuantizingEpilogue(quantizing.QuantizingEpilogue):
     """Hopper's, with blocks of 32 columns."""
 
-    # Of a gated tile of 128 weight rows: all there are.
+    # A gated tile of 128 weight rows has no more.
     act_cols = 64

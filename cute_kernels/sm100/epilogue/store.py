@@ -1,7 +1,7 @@
-"""Storing tiles: a slot has the 16 rows of a slab that each of four warps reads, so its rows are in four places.
+"""Storing tiles: the 64 rows of a slot lie in four places of a tile, 16 rows from each warp.
 
-Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w's. Slab s so has four boxes of 16 rows, 32 rows apart, and a
-slot is stored, or loaded, by a TMA copy for each.
+Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w. So slab s consists of four boxes of 16 rows, 32 rows apart,
+and a slot is stored, or loaded, by one TMA copy for each box.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """As many equal scales as memory holds for a block: at once where the rows' width lets them be aligned."""
+        """Store a block's scale as often as memory holds it: at once if the rows' width lets the copies be aligned."""
         copies = self.act.copies
         block = column // self.act.scale_step
         address = state.inputs.out_scale + Int64(row) * state.pitch + block

@@ -88,7 +88,7 @@ class Slots(slots.Slots):
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
-        """The same slots for elements of another width, all that they hold or `cols` columns."""
+        """Return the slots for elements of another width, with all columns that they hold or `cols`."""
         count, most = cute.size(self.smem, mode=[2]), columns(dtype)
         parts = () if cols in (None, most) else (most // cols,)
         layout = smem_layout(dtype, *parts, count, cols=cols)

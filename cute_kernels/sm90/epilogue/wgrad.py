@@ -93,7 +93,7 @@ class WgradEpilogue(KernelEpilogue):
         return [self._tile(tensor[None, None, lo, hi], *place) for place in places]
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Of a warpgroup's share, counted as `_tile` wants it."""
+        """Return the first row of a warpgroup's share, in the unit that `_tile` takes."""
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:

@@ -75,7 +75,7 @@ def _ships_adapted(dtype: str, index: int) -> bool:
     return ships_adapted(dtype, gpus.gpu(index).arch)
 
 
-# torch.compiler.assume_constant_result, but for importing the compiler: traces do not look into the function.
+# Traces do not look into the function. torch.compiler.assume_constant_result says so too, but imports the compiler.
 _ships_adapted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -341,7 +341,7 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
 
 
 def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """Of what prepares weights for FP8: a step with them."""
+    """Trials of what prepares weights for FP8: steps with such weights."""
     sized = _sizes(size, size.in_blocks)
     return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 

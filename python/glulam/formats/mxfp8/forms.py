@@ -87,7 +87,7 @@ class Folded(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnBlocks(Blocks):
-    """The same of a transposed weight, [E, K, N], whose scales run along N: what a data gradient contracts."""
+    """Blocks of a transposed weight [E, K, N]: scales run along N, which a data gradient contracts."""
 
     name = "mxfp8-col"
     classes = ()
