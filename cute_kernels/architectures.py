@@ -31,7 +31,7 @@ class Architecture(NamedTuple):
     tested_on: str = ""
     smem_bytes: int = 99 * KIB
     schedules: tuple[str, ...] = ("warps",)
-    lacks: tuple[str, ...] = ("mxfp8", "mxfp8_blocks", "fp8_block")
+    lacks: tuple[str, ...] = ("mxfp8", "mxfp8_blocks", "mxfp4", "fp8_block")
     recipes: Mapping[str, str] = {}
     adapts: bool = False
 
@@ -40,7 +40,7 @@ BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Recipes of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
-_BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "fp8_block"), BY_BLOCKS
+_BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "mxfp4", "fp8_block"), BY_BLOCKS
 
 ARCHS: dict[str, Architecture] = {
     "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, _HOPPER, ("mxfp8_blocks",), adapts=True),

@@ -114,7 +114,9 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     formats = OPERANDS[operands]
     if not formats.w.scale:
         return {"w_table": f"{w}_table"}
-    more = ("global_scale", "global_count") if formats.w.has_global else ()
+    more = (
+        ("global_scale", "global_count") if formats.w.has_global else ("global_scale",) if formats.w.row_binades else ()
+    )
     found = {f"w_{name}": f"{w}_{name}" for name in ("scale", *more)}
     return found | ({"x_scale": f"{x}_scale"} if formats.x.scale else {})
 

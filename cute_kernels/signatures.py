@@ -64,11 +64,13 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 
     `w_scale`: [E, N, K / block] scales; an even address where they are E4M3 numbers, of which a negative one is as bad
     as NaN. `w_global_scale`: float32 numbers, all other scales' factor, `w_global_count` for each expert: 0: one for
-    all experts; 1: [E]; 2: [E, 2], of a gated w, whose first is that of the activated half.
+    all experts; 1: [E]; 2: [E, 2], of a gated w, whose first is that of the activated half. Of MXFP4 for FP8 MMAs it is
+    bytes [E, N], a power of two for each row (`Format.row_binades`).
     """
     names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
     table = () if formats.w.scale else each(ADDRESS, "w_table", optional=True)
-    more = (*each(ADDRESS, "w_global_scale"), *each(INT32, "w_global_count")) if formats.w.has_global else ()
+    more = each(ADDRESS, "w_global_scale") if formats.w.has_global or formats.w.row_binades else ()
+    more += each(INT32, "w_global_count") if formats.w.has_global else ()
     return (*each(ADDRESS, names), *more, *table)
 
 

@@ -54,7 +54,7 @@ def _module(spec: Spec) -> str:
         return spec.of_kernel.module
     if isinstance(spec, GemmSpec):
         formats = OPERANDS[operands_of(spec)]
-        in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp8"
+        in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp4" if formats.decodes_to_fp8 else "_mxfp8"
         mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""
         if formats.decodes and isinstance(spec, GroupedMmSpec) and spec.transpose_w:
             mainloop += "_nn"

@@ -49,7 +49,7 @@ ONE_OF_EACH = (
     "grouped_dglu_bf16_situ_interleaved_t*", "grouped_wgrad_bf16_bf16_*", "grouped_wgrad_bf16_f32_*",
     "grouped_mm_mxfp4w_bf16_nt_*", "grouped_mm_mxfp4w_bf16_nn_*", "grouped_mm_mxfp8w_bf16_nn_*",
     "grouped_mm_nvfp4w_bf16_nn_*", "grouped_mm_fp8blockw_bf16_nn_*", "grouped_mlp_mxfp8w_*_gated_*",
-    "grouped_mlp_mxfp4w_*_gated_*",
+    "grouped_mlp_mxfp4w_*_gated_*", "grouped_mlp_mxfp4_bf16_gated_*",
     "grouped_mlp_mxfp8exact_*_gated_*", "grouped_mlp_mxfp8_bf16_gated_*", "grouped_dglu_mxfp8_bf16_swiglu_*",
     "fold_mxfp8_bf16_row_*", "quantize_mxfp8_bf16_row_*", "quantize_mxfp8_bf16_both_*", "quantize_mxfp4_bf16_*",
     "layer_route_e128_*", "layer_router_bf16_e128_*", "layer_sort_e128_*", "layer_permute_bf16_*",

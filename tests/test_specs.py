@@ -122,8 +122,10 @@ def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
     assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == [
         "mxfp8",
         "mxfp8_blocks",
+        "mxfp4",
         "fp8_block",
     ]
+    assert [name for name, operands in OPERANDS.items() if operands.decodes_to_fp8] == ["mxfp4"]
     assert [name for name, operands in OPERANDS.items() if operands.trains] == ["16bit", "mxfp8", "mxfp8_blocks"]
     follows = {name: next_operands(name) for name in OPERANDS}
     assert follows == {**{name: name for name in OPERANDS}, "mxfp8_exact": "mxfp8_weight_only"}, "16-bit rows"

@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     """Run-time inputs of a GEMM's epilogue.
 
     bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
-    for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
+    for each weight row, [E, bias_size], where they have one. out_scale: where those of a quantised result go.
     gate: where a gated layer's weight rows lie. global_scales: None where the weights' format has none.
     """
 
@@ -102,7 +102,7 @@ class Epilogue(KernelEpilogue):
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
-    weights: their format. scales_columns: they are folded, with a scale for each of their rows.
+    weights: their format. scales_columns: they have a scale for each of their rows.
     cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
 
@@ -111,7 +111,7 @@ class Epilogue(KernelEpilogue):
         weights: Format = DENSE,
     ):  # fmt: skip
         self.tile = tile
-        self.scales_columns = weights.block == ROW
+        self.scales_columns = weights.block == ROW or bool(weights.row_binades)
         self.has_global_scales = weights.has_global
         self.tile_n = tile.n
         self.slabs = tile.slabs

@@ -20,6 +20,7 @@ from .format import Format as Format
 from .fp8_block import FP8_BLOCK as FP8_BLOCK
 from .fp8_block import FP8_ROWS as FP8_ROWS
 from .mxfp4 import MXFP4 as MXFP4
+from .mxfp4 import MXFP4_ROWS as MXFP4_ROWS
 from .mxfp8 import MXFP8 as MXFP8
 from .mxfp8 import MXFP8_FOLDED as MXFP8_FOLDED
 from .mxfp8 import MXFP8_VALUES as MXFP8_VALUES

@@ -29,6 +29,7 @@ class Format:
         block: elements along the contraction that share a scale, or ROW.
         copies: equal scales that memory holds for each block.
         has_global: whether float32 numbers, one for all experts, for each or for each half of one, multiply all scales.
+        row_binades: where a row has a power of two besides, how many its blocks' scales may be apart; 0: it has none.
         rows: neighbouring rows that share a scale; the last ones may be fewer.
         whole: a row is whole blocks; else its last block may be shorter.
         holds: for 16-bit elements, the format whose values they are; None: any values.
@@ -40,6 +41,7 @@ class Format:
     block: int = 0
     copies: int = 1
     has_global: bool = False
+    row_binades: int = 0
     rows: int = 1
     whole: bool = True
     holds: Format | None = None

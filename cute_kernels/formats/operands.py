@@ -6,7 +6,7 @@ import dataclasses
 
 from .format import DENSE, Format
 from .fp8_block import FP8_BLOCK, FP8_ROWS
-from .mxfp4 import MXFP4
+from .mxfp4 import MXFP4, MXFP4_ROWS
 from .mxfp8 import MXFP8, MXFP8_FOLDED, MXFP8_VALUES, MXFP8_WIDE
 from .nvfp4 import NVFP4
 
@@ -22,8 +22,13 @@ class Operands:
 
     @property
     def decodes(self) -> bool:
-        """True if kernels decode weights to x's format, in registers, so that weights are the rows of a swapped MMA."""
-        return self.w.element != self.x.element
+        """True if kernels decode weights to 16 bits, in registers, so that weights are the rows of a swapped MMA."""
+        return not self.x.scale and self.w.element != self.x.element
+
+    @property
+    def decodes_to_fp8(self) -> bool:
+        """True if kernels decode weights to x's elements in FP8, in shared memory."""
+        return self.has_scaled_rows and self.w.element != self.x.element
 
     @property
     def has_data_gradients(self) -> bool:
@@ -43,7 +48,7 @@ class Operands:
     @property
     def trains(self) -> bool:
         """True if training kernels take them: 16-bit operands, and weights that are folded after each step."""
-        return not self.decodes and self.w.rows == 1
+        return self.w.element == self.x.element and self.w.rows == 1
 
     @property
     def multiple(self) -> int:
@@ -64,6 +69,7 @@ OPERANDS = {
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
     "mxfp4_weight_only": weight_only(MXFP4),
     "nvfp4_weight_only": weight_only(NVFP4),
+    "mxfp4": Operands(MXFP8_WIDE, MXFP4_ROWS, MXFP8_WIDE, "mxfp4_"),
     "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
     "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }

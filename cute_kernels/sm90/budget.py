@@ -30,9 +30,26 @@ REGISTERS_UNIT = 8
 # rows, or 10 beside TMA loads.
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
 
-# Of the two warpgroups that decode weights beside two MMA warpgroups, and of these: with LOAD_REGISTERS all that 640
-# threads have.
-DECODING_REGISTERS, MMA_REGISTERS_BESIDE_DECODING = 64, 160
+
+class BesideDecoding(NamedTuple):
+    """Registers of a thread of the load warpgroup, of an MMA warpgroup and of one that decodes weights."""
+
+    load: int
+    mma: int
+    decoding: int
+
+
+BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
+"""Of two MMA warpgroups and two that decode: all that 640 threads have."""
+DECODED_STAGES = 2
+"""K-tiles of weights that are decoded to FP8: one is multiplied while the next is written."""
+DECODING_TO_FP8 = {1: (2, BesideDecoding(72, 224, 104)), 2: (1, BesideDecoding(40, 208, 56))}
+"""Warpgroups that decode to FP8 and all registers, by MMA warpgroups: 512 threads have 128 each on average."""
+
+
+def packed_bytes(tile: TileConfig) -> int:
+    """Of a k-tile of weights in 4 bits."""
+    return tile.n * tile.k // 2
 
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:
@@ -56,6 +73,12 @@ def stages(tile: TileConfig, staging_bytes: int, element_bytes: int, scales_colu
     stage = (tile.m + tile.n) * tile.k * element_bytes
     small = SMALL_BYTES + (SCALE_BYTES if scales_columns else 0)
     return (SMEM_BYTES - small - staging_bytes) // stage
+
+
+def stages_to_decode(tile: TileConfig, staging_bytes: int) -> int:
+    """Stages of FP8 rows and packed weights that fit beside stores and decoded weights."""
+    taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODED_STAGES * tile.n * tile.k
+    return (SMEM_BYTES - taken) // (tile.m * tile.k + packed_bytes(tile))
 
 
 def dglu_slots(gated: bool) -> int:

@@ -14,6 +14,7 @@ from ..shipped import (
     forward_specs,
     fp8_specs,
     fp8_training_specs,
+    glu_forms,
     layer_specs,
     mhc_specs,
     quantizing_specs,
@@ -25,6 +26,7 @@ from ..specs import (
     GLU_LAYOUTS,
     DgluSpec,
     GroupedGluSpec,
+    GroupedMmSpec,
     Spec,
     form_of_several,
     is_gated,
@@ -56,6 +58,9 @@ SMALL8_FC2 = TileConfig(m=64, n=128, k=128)
 # Preactivations and their gradients take the shared memory that 256 columns would.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
+# Weights in MXFP4 that are decoded to FP8: each CTA decodes what it multiplies, and a cluster would share little.
+LARGE8_W4 = TileConfig(m=128, n=256, k=128)
+TILES8_W4 = (LARGE8_W4, SMALL8)
 # Weights alone, in MXFP8, MXFP4 or NVFP4. Many rows an expert: a weight is decoded once for 256 of them. Few: four
 # warpgroups decode, which hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every
 # CTA beside its weights. The fewest: those warpgroups are two CTAs', so that a token's few experts fill more SMs (23.6
@@ -78,6 +83,8 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", LARGE8, False): _ALL,
     ("mxfp8", LARGE8, True): _GATED,
     ("mxfp8", SMALL8, False): _GATED,
+    ("mxfp4", LARGE8_W4, False): _ALL,
+    ("mxfp4", SMALL8, False): _ALL,
     ("fp8_block", LARGE8, False): _ALL,
     ("fp8_block", SMALL8, False): _GATED,
     **{
@@ -141,9 +148,17 @@ _SPILLING: list[Spec] = [
     ),
 ]
 _SPILLING += [one for spec in _SPILLING if isinstance(spec, DgluSpec) for one in adapted(spec)]
-ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
+_DECODING_TO_FP8: list[Spec] = [
+    *(GroupedMmSpec(dtype, tile=LARGE8_W4, operands="mxfp4") for dtype in DTYPES),
+    *(
+        GroupedGluSpec(dtype, *form, False, LARGE8_W4, operands="mxfp4")
+        for dtype, form in product(DTYPES, glu_forms(glu_form, "mxfp4", LARGE8_W4))
+    ),
+]
+ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
 """Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
-wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240)."""
+wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240).
+Beside warpgroups that decode to FP8, those warps are what has too few."""
 
 
 def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
@@ -158,5 +173,6 @@ def _all_specs() -> list[Spec]:
     specs += folding_specs(ARCH)
     specs += fp8_specs(ARCH, "mxfp8", TILES8, second_tile, glu_form, (False, True))
     specs += fp8_training_specs(ARCH, "mxfp8", LARGE8, DGLU8, glu_form)
+    specs += fp8_specs(ARCH, "mxfp4", TILES8_W4, second_tile, glu_form, (False, True))
     specs += fp8_specs(ARCH, "fp8_block", TILES8, second_tile, glu_form, (False,))
     return specs + decoded_specs(ARCH, TILES_W8, glu_form, DGRAD_W) + mhc_specs(ARCH) + layer_specs(ARCH)

@@ -59,7 +59,7 @@ class GroupedGemm(PersistentGemm):
     def _make_store(self, view: cute.Tensor) -> RaggedStore:
         return make_store(view, cols=self.epilogue.store_columns(view.element_type))
 
-    def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Any:
+    def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:
         """Host side: where the mainloop finds the scales that it multiplies by."""
         return x_scale
 
@@ -72,17 +72,19 @@ class GroupedGemm(PersistentGemm):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
-        x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: Any = None,
+        x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: Any = None, w_blocks: Int64 | None = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
         `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`; `low`:
-        the tensors low and b of an adapted GEMM; None: it is none.
+        the tensors low and b of an adapted GEMM; None: it is none; `w_blocks`: the address of the scales of weights'
+        blocks, where their rows have some as well.
 
         See PersistentGemm.start for `position`.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
-        scales = self.mainloop_scales(x, w, Int64(x_scale), inputs)
+        blocks = () if const_expr(w_blocks is None) else (w_blocks,)
+        scales = self.mainloop_scales(x, w, Int64(x_scale), inputs, *blocks)
         mainloop: Any = self.make_mainloop()
         operands = mainloop.operands(x, view, address, rows, scales)
         if const_expr(low is not None):

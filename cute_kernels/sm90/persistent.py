@@ -11,8 +11,11 @@ multicast.
                                      ring (tile), stages (empty)        stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
-    the others           decode weights, where the mainloop has such warpgroups, which take turns at stages
+    the others           decode weights, where the mainloop has such warpgroups, which take turns at k-tiles
                                      ring (tile), stages (empty)        stages (full, 1 a thread), ring (empty)
+                         or packed ones of stages into a ring of their own (sm90/mainloop/decoded_fp8.py)
+                                     ring (tile), stages (full),        stages (empty), decoded (full, 1 a thread),
+                                     decoded (empty)                    ring (empty)
 
     cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
     other tile each; one's epilogue runs while the other's MMAs do.
@@ -63,11 +66,13 @@ class PersistentGemm(Invariant):
     scheduled.
 
     dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. decoding_warpgroups:
-    how many decode weights into stages, mostly none. slots_type: what MMA warpgroups store through.
+    how many decode weights, mostly none; then beside_decoding: the registers of all kinds of warpgroups. slots_type:
+    what MMA warpgroups store through.
     """
 
     load_registers = budget.LOAD_REGISTERS
     decoding_warpgroups = 0
+    beside_decoding = budget.BESIDE_DECODING
     slots_type: Any = Slots
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: KernelEpilogue):
@@ -96,8 +101,13 @@ class PersistentGemm(Invariant):
     def _registers(self) -> tuple[int, int]:
         """Of a thread of the load warpgroup and of an MMA warpgroup."""
         if self.decoding_warpgroups:
-            return self.load_registers, budget.MMA_REGISTERS_BESIDE_DECODING
+            return self.beside_decoding.load, self.beside_decoding.mma
         return budget.registers(self.tile, self.load_registers)
+
+    @property
+    def _redistributes(self) -> bool:
+        """Whether warpgroups share registers otherwise than a launch does: one MMA warpgroup alone needs no more."""
+        return self.num_warpgroups > 1 or self.decoding_warpgroups > 0
 
     @property
     def smem_percent(self) -> int | None:
@@ -151,7 +161,7 @@ class PersistentGemm(Invariant):
         array, aligned, tickets = cute.struct.MemRange, cute.struct.Align, self.policy.tickets
         slots = cute.cosize(self._staging_layout())
         fields: dict[str, Any] = {
-            "stage_barriers": array[Int64, 2 * self.stages],
+            "stage_barriers": array[Int64, 2 * (self.stages + mainloop.decoded_stages)],
             "ring_barriers": array[Int64, 2 * STAGES],
             "ticket_barriers": array[Int64, NUM_BARRIERS * tickets],
             "load_barriers": array[Int64, self.shape.load_barriers],
@@ -163,9 +173,13 @@ class PersistentGemm(Invariant):
         fields["a"] = aligned[array[mainloop.a_dtype, cute.cosize(mainloop.a_layout)], 1024]
         fields["b"] = aligned[array[mainloop.b_dtype, cute.cosize(mainloop.b_layout)], 1024]
         if self.decoding_warpgroups:
-            fields["narrow"] = aligned[array[Uint8, mainloop.slots_bytes * self.decoding_warpgroups], 1024]
+            fields["narrow"] = aligned[array[Uint8, mainloop.narrow_bytes], 1024]
         fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
         return fields
+
+    def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
+        """Where TMA brings weights, if it does."""
+        return sB
 
     @cute.kernel
     def kernel(
@@ -209,10 +223,11 @@ class PersistentGemm(Invariant):
         cute.arch.griddepcontrol_launch_dependents()
 
         if warpgroup == 0:
-            if const_expr(self.num_warpgroups > 1):
+            if const_expr(self._redistributes):
                 cute.arch.setmaxregister_decrease(self._registers[0])
             if warp == LOAD_WARP:
-                self._load_role(mainloop, operands, sA, sB, stages, ring)
+                weights = self._loaded_weights(storage, mainloop, sB)
+                self._load_role(mainloop, operands, sA, weights, stages, ring)
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
             elif warp < self.first_spare_warp:
@@ -225,7 +240,7 @@ class PersistentGemm(Invariant):
         else:
             if const_expr(self.decoding_warpgroups > 0):
                 if warpgroup > self.num_warpgroups:
-                    cute.arch.setmaxregister_decrease(budget.DECODING_REGISTERS)
+                    cute.arch.setmaxregister_decrease(self.beside_decoding.decoding)
                     rank = warpgroup - (1 + self.num_warpgroups)
                     self._decode_role(mainloop, operands, sB, storage.narrow, stages, ring, rank)
                 else:
@@ -242,7 +257,7 @@ class PersistentGemm(Invariant):
         staging: cute.Tensor, loads: Any, sA: cute.Tensor, sB: cute.Tensor, stages: Any, ring: WorkRing,
     ) -> None:  # fmt: skip
         """Registers, slots and the epilogue's state of an MMA warpgroup, then its role."""
-        if self.num_warpgroups > 1:
+        if self._redistributes:
             cute.arch.setmaxregister_increase(self._registers[1])
         thread, _, _ = cute.arch.thread_idx()
         index = cute.arch.make_warp_uniform(thread // THREADS) - 1
@@ -306,9 +321,9 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing, rank: Int32
     ):  # fmt: skip
         """Weights do not depend on the kernel before, so nothing is waited for."""
-        lines, slots = mainloop.lines(), narrow.data_ptr().toint() + rank * mainloop.slots_bytes
+        lines, slots = mainloop.lines(operands), narrow.data_ptr().toint() + rank * mainloop.slots_bytes
         ring_state = ring.consumer_state()
-        state = mainloop.producer_state()
+        state = mainloop.decoding_state()
         work = ring.get(ring_state)
         while work.expert >= 0:
             state = mainloop.decode(lines, operands, sB, slots, stages, state, work, rank)

@@ -18,6 +18,7 @@ from .configs import (
     DGRAD_W,
     LARGE,
     LARGE8,
+    LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
     SMALL8,
@@ -36,6 +37,7 @@ MEASURED = Path(__file__).with_name("measured.json")
 _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(("mxfp8", "fp8_block"), {SMALL8: 60, LARGE8: math.inf}),
+    "mxfp4": {SMALL8: 40, LARGE8_W4: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
     **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
 }

@@ -115,8 +115,11 @@ class Mainloop(Invariant):
     looks_ahead = AFTER_EPILOGUE
     # Whether scales are there before the kernel before has ended.
     scales_are_ready = False
-    # Shared memory of each warpgroup that decodes weights into stages.
+    # Shared memory of weights before they are decoded: of each warpgroup that copies them there, and in all.
     slots_bytes = 0
+    narrow_bytes = 0
+    # Stages of a ring of decoded weights, which has barriers behind those of the stages.
+    decoded_stages = 0
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -162,7 +165,7 @@ class Mainloop(Invariant):
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
         """`gathers`: whether warps fill stages beside the TMA thread. Each of their threads arrives."""
-        producers = select(gathers, Int32(1 + WARP * WARPS), Int32(1))
+        producers = self.producers(gathers)
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
         consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         return pipeline.PipelineTmaAsync.create(
@@ -174,6 +177,10 @@ class Mainloop(Invariant):
             cta_layout_vmnk=cute.make_layout((1, self.tile.cluster_m, self.tile.cluster_n, 1)),
             defer_sync=True,
         )
+
+    def producers(self, gathers: Boolean) -> Int32:
+        """Threads that arrive at a stage when it is full."""
+        return select(gathers, Int32(1 + WARP * WARPS), Int32(1))
 
     def after_wait(self) -> None:
         """What a stage that is full still needs before wgmma reads it: rows that were copied, not loaded by TMA, are
@@ -215,9 +222,13 @@ class Mainloop(Invariant):
         """As `load`, of rows that come by index; called by the first or second of the warps that gather."""
         raise NotImplementedError
 
-    def lines(self) -> Any:
-        """What a thread holds that decodes weights into stages."""
+    def lines(self, operands: Operands) -> Any:
+        """What a thread holds that decodes weights."""
         raise NotImplementedError
+
+    def decoding_state(self) -> pipeline.PipelineState:
+        """Of the stages, for a warpgroup that decodes weights."""
+        return self.producer_state()
 
     def decode(
         self, lines: Any, operands: Operands, sB: cute.Tensor, slots: Int32, stages: pipeline.PipelineTmaAsync,

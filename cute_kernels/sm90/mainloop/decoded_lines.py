@@ -60,6 +60,7 @@ class DecodedLinesMainloop(Mainloop):
         super().__init__(dtype, tile, OperandMajorMode.K, OperandMajorMode.MN, stages)
         self.format = weights
         self.slots_bytes = slots_bytes(weights, tile.n)
+        self.narrow_bytes = DECODING_WARPGROUPS * self.slots_bytes
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, scales: Int64, columns: Int32) -> Operands:
         """Host side: the TMA descriptor of x (rows, k), and where the weights lie."""
@@ -102,7 +103,7 @@ class DecodedLinesMainloop(Mainloop):
             state.advance()
         return state
 
-    def lines(self) -> HopperLines:
+    def lines(self, operands: Operands) -> HopperLines:
         """Make the decoder of a thread of a decoding warpgroup."""
         return HopperLines(self.format, decoder_of(self.format), self.tile.n)
 

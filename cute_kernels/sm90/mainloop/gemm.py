@@ -76,6 +76,7 @@ class GemmMainloop(WeightsFirst):
         self.policy = policy
         self.parts = parts
         self.part_n = tile.n // parts
+        self.w_box = self.part_n, tile.k
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
         self.load_warp_gathers = load_warp_gathers
@@ -163,13 +164,13 @@ class GemmMainloop(WeightsFirst):
         """`arrives`: of rows in order, whether this warp's lanes arrive as if they had gathered; None: they gather."""
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
-        x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
+        x_box, w_box = (tile.box_rows, tile.k), self.w_box
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
         gA = self.row_tiles(a.tensor, work.row, x_box)
         tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
-        num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
+        num_bytes = self.num_bytes(boxes)
         addresses = [lo_hi(first + part_offset(address, part)) for part in range(self.num_addresses)]
         weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
         in_order = count
@@ -189,6 +190,10 @@ class GemmMainloop(WeightsFirst):
                     arrive(stages, state)
             state.advance()
         return state
+
+    def num_bytes(self, boxes: Int32) -> Int32:
+        """Of a stage with so many boxes of rows of x."""
+        return (boxes * self.tile.box_rows + self.tile.n) * (self.tile.k * self.dtype.width // 8)
 
     @property
     def num_addresses(self) -> int:

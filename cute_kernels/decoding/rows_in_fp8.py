@@ -1,0 +1,191 @@
+"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs that have no room to decode in registers.
+
+A block of 32 elements has a power of two, and a row has one besides, which the epilogue multiplies sums by. What is
+left of a block's, 2^(u - 6) with u = 0 .. 12, goes into its elements: an E2M1 number times it is an E4M3 number, down
+to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte permutation takes four at a time.
+
+A word has eight neighbouring elements, as checkpoints have them. Decoding it takes 9 instructions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8
+
+from ..device.gmem import CHUNK_BYTES, vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.swizzle import SWIZZLE_BYTES, swizzle_of
+from ..epilogue.sizes import THREADS
+from ..formats import MXFP4_ROWS
+from ..memory.weights import GateRows
+from ..schedule.work import WorkTile
+from ..specs import BLOCK_ROWS
+from .scales import BYTE_SIGNS, byte_of
+
+WORDS = CHUNK_BYTES // 4
+"""Of a chunk of 16 bytes, which is a block."""
+GREATEST = MXFP4_ROWS.row_binades
+"""u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
+EXPONENT = 6
+"""Less than u, of what elements are multiplied by."""
+# The bytes of E4M3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6: what u = 0 makes of these but of 0.5, whose half of
+# the least normal number is not an exponent less.
+LOWER, UPPER = 0x0C080000, 0x1C181410
+HALF_OF_LEAST_NORMAL = 0x0400
+# A binade more of all magnitudes, and of all but 0.
+BINADE, BINADE_BUT_OF_ZERO = 0x08080808, 0x08080800
+MAGNITUDES = 0x77777777
+BYTES_A_WORD = 4
+# For prmt, of (word << 4, word): the signs of the first four elements and of the last four, each in all bits of a byte.
+FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
+
+
+class BlockScales(NamedTuple):
+    """Scale bytes of weights: [E, rows, blocks] at `blocks_at`, [E, rows] at `rows_at`. gate: which rows are whose."""
+
+    blocks_at: Int64
+    rows_at: Int64
+    rows: Int32
+    blocks: Int32
+    gate: GateRows
+
+
+class RowsInFp8(Invariant):
+    """Decodes k-tiles of 128 columns of a tile's weight rows, by 128 threads: four to a row, a block each.
+
+    Scales of the k-tile after the next one are asked for behind the fence that ends a k-tile, and not before it, since
+    a fence waits for all loads.
+
+    Attributes:
+        times: a thread's rows of a tile, THREADS / 4 apart. ahead: chunks that are read before the first is decoded.
+        first: the number of a tile's first row. bases: of each row, its own scale byte. pending: the scales that were
+            asked for. shifts: u of the k-tile that is next. bases and shifts are bytes, four a word.
+    """
+
+    def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
+        self.scales = scales
+        self.part_n = part_n
+        self.ahead = ahead
+        self.blocks_a_row = SWIZZLE_BYTES // (2 * CHUNK_BYTES)
+        self.rows_at_once = THREADS // self.blocks_a_row
+        assert self.rows_at_once == BLOCK_ROWS, "a thread's rows are as far apart as blocks of a gate's layouts"
+        self.times = range(parts * part_n // self.rows_at_once)
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % THREADS
+        self.row, self.block = thread // self.blocks_a_row, thread % self.blocks_a_row
+        self.expert = cute.make_rmem_tensor(1, Int64)
+        self.first = cute.make_rmem_tensor(1, Int32)
+        self.bases = cute.make_rmem_tensor(len(self.times) // BYTES_A_WORD, Int32)
+        self.pending = cute.make_rmem_tensor(len(self.times), Int32)
+        self.shifts = cute.make_rmem_tensor(len(self.times) // BYTES_A_WORD, Int32)
+        self.narrow_row = SWIZZLE_BYTES // 2
+
+    @cute.jit
+    def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
+        """Ask for the scales of a tile: of its rows, and of their blocks in the two k-tiles that are first."""
+        scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
+        self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
+        self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
+        self._ask(k_tile)
+        # Asked for before those are waited for.
+        of_rows = vector_at(Uint8, scales.rows_at + expert * scales.rows)
+        fetched = cute.make_rmem_tensor(len(self.times), Int32)
+        for i in cutlass.range_constexpr(len(self.times)):
+            fetched[i] = Int32(of_rows[cutlass.min(self._row(i), scales.rows - 1)]) & 0xFF
+        for word in cutlass.range_constexpr(cute.size(self.bases)):
+            self.bases[word] = self._packed([fetched[i] for i in self._of_word(word)])
+        self.turn(following)
+
+    @cute.jit
+    def turn(self, k_tile: Int32):
+        """Take the scales that were asked for, and ask for those of a k-tile."""
+        for word in cutlass.range_constexpr(cute.size(self.shifts)):
+            self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
+        self._ask(k_tile)
+
+    def _row(self, i: int) -> Int32:
+        """The weight row of a thread's i-th row; past the last one where the tile hangs over."""
+        part, in_part = divmod(i * self.rows_at_once, self.part_n)
+        return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
+
+    def _shift(self, i: int) -> Int32:
+        word, place = divmod(i, BYTES_A_WORD)
+        below = (self.pending[i] & 0xFF) - byte_of(self.bases[word], place)
+        return cutlass.max(below + (GREATEST - EXPONENT), Int32(0))
+
+    @cute.jit
+    def _ask(self, k_tile: Int32):
+        """Ask for the scales of a k-tile. Elements behind a row's last block, and rows behind the last one, are zeros:
+        any scale will do.
+        """
+        rows, blocks = self.scales.rows, self.scales.blocks
+        block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
+        scales = vector_at(Uint8, self.expert[0])
+        for i in cutlass.range_constexpr(len(self.times)):
+            self.pending[i] = Int32(scales[cutlass.min(self._row(i) * blocks + block, rows * blocks - 1)])
+
+    def _of_word(self, word: int) -> range:
+        return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
+
+    def _packed(self, numbers: list[Int32]) -> Int32:
+        first, *others = numbers
+        for place, number in enumerate(others, 1):
+            first |= number << 8 * place
+        return first
+
+    def decode(self, narrow: Int32, wide: Int32) -> None:
+        """Decode a k-tile at `narrow`, rows of 64 bytes, to `wide`, rows of 128, both swizzled."""
+        source = narrow + self.row * self.narrow_row
+        source += (self.block ^ swizzle_of(self.row, self.narrow_row)) * CHUNK_BYTES
+        target = wide + self.row * SWIZZLE_BYTES + (2 * self.block ^ self.row % 8) * CHUNK_BYTES
+        chunks = [_chunk(source + i * (self.rows_at_once * self.narrow_row)) for i in self.times[: self.ahead]]
+        for i in self.times:
+            word, place = divmod(i, BYTES_A_WORD)
+            lower, upper = _magnitudes(byte_of(self.shifts[word], place))
+            decoded = [half for j in range(WORDS) for half in _decoded(chunks[i][j], lower, upper)]
+            # Before the stores, since the compiler moves no load past one.
+            if (following := i + self.ahead) < len(self.times):
+                chunks.append(_chunk(source + following * (self.rows_at_once * self.narrow_row)))
+            at = target + i * (self.rows_at_once * SWIZZLE_BYTES)
+            _store(at, decoded[:WORDS])
+            _store(at ^ Int32(CHUNK_BYTES), decoded[WORDS:])
+
+
+def _magnitudes(shift: Int32) -> tuple[Int32, Int32]:
+    """The eight magnitudes of E2M1 times 2^(shift - 6), as E4M3."""
+    lower = shift * BINADE_BUT_OF_ZERO + LOWER
+    return select(shift == 0, Int32(LOWER + HALF_OF_LEAST_NORMAL), lower), shift * BINADE + UPPER
+
+
+def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
+    """The first and the last four elements of a word."""
+    indices, moved = word & MAGNITUDES, word << 4
+    halves = []
+    for number, signs in enumerate((FIRST_SIGNS, LAST_SIGNS)):
+        magnitudes = Int32(cute.arch.prmt(lower, upper, indices >> 16 * number))
+        negative = Int32(cute.arch.prmt(moved, word, Int32(signs))) & Int32(BYTE_SIGNS - 2**32)
+        halves.append(magnitudes | negative)
+    return halves[0], halves[1]
+
+
+def _vector(address: Int32) -> cute.Tensor:
+    """16 bytes of shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(WORDS))
+
+
+def _chunk(address: Int32) -> cute.Tensor:
+    words = cute.make_rmem_tensor(WORDS, Int32)
+    cute.autovec_copy(_vector(address), words)
+    return words
+
+
+def _store(address: Int32, words: list[Int32]) -> None:
+    registers = cute.make_rmem_tensor(WORDS, Int32)
+    for i, word in enumerate(words):
+        registers[i] = word
+    cute.autovec_copy(registers, _vector(address))

@@ -1,0 +1,45 @@
+"""The grouped GEMM of FP8 rows and weights in 4 bits, which warpgroups of their own decode to FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Int32, Int64
+
+from ..decoding.rows_in_fp8 import BlockScales
+from ..epilogue.base import Epilogue, Inputs
+from ..epilogue.sizes import THREADS
+from ..formats import MXFP4_ROWS
+from ..specs import RaggedSpec
+from . import budget
+from .grouped_gemm import GroupedGemm
+from .mainloop.decoded_fp8 import DecodedFp8Mainloop, Scales
+
+
+class GroupedDecodedFp8Gemm(GroupedGemm):
+    """GEMM of rows in MXFP8 and weights in MXFP4 with a power of two a row, on a cooperative tile."""
+
+    def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
+        super().__init__(spec, Float8E4M3FN, epilogue)
+        self.decoding_warpgroups, self.beside_decoding = budget.DECODING_TO_FP8[self.num_warpgroups]
+        self.threads = (1 + self.num_warpgroups + self.decoding_warpgroups) * THREADS
+
+    @property
+    def stages(self) -> int:
+        return budget.stages_to_decode(self.tile, self._slot_owners * self.shape.slots.num_bytes)
+
+    def make_mainloop(self) -> DecodedFp8Mainloop:
+        return DecodedFp8Mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.decoding_warpgroups)
+
+    def _loaded_weights(self, storage: Any, mainloop: Any, sB: cute.Tensor) -> cute.Tensor:
+        layout = mainloop.narrow_layout
+        words = cute.recast_ptr(storage.narrow.data_ptr(), layout.inner, dtype=Int32)
+        return cute.make_tensor(words, layout.outer)
+
+    def mainloop_scales(
+        self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64
+    ) -> Scales:  # fmt: skip
+        (blocks_at,) = w_blocks
+        blocks = MXFP4_ROWS.num_scales(Int32(x.shape[1]))
+        return Scales(x_scale, BlockScales(blocks_at, inputs.w_scale, Int32(w.shape[1]), blocks, inputs.gate))

@@ -1,0 +1,224 @@
+"""The FP8 mainloop of weights in 4 bits: TMA brings rows of x and packed weights, warpgroups decode these to E4M3.
+
+Two rings of k-tiles:
+
+    stages    rows of x and packed weights. Full by TMA's bytes, and where rows come by index when the copies are there;
+              empty: 1 an MMA warp, and 1 a warp of the warpgroup that has decoded the weights.
+    decoded   weights as wgmma reads them. Full: 1 a thread of that warpgroup, after a fence that orders its writes
+              before wgmma's reads; empty: 1 an MMA warp.
+
+Warpgroups that decode take turns at k-tiles. A k-tile of 256 weight rows takes a warp of each scheduler 400
+instructions, and its MMAs with 64 rows of x 512 cycles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from ...decoding.rows_in_fp8 import BlockScales, RowsInFp8
+from ...device.invariant import Invariant
+from ...device.swizzle import SWIZZLE_BYTES, swizzled_layout
+from ...epilogue.fragments import TileShare, registers
+from ...epilogue.sizes import THREADS
+from ...formats import MXFP8_WIDE, WORD_ELEMENTS
+from ...memory.weights import ExpertAddress
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from .. import budget
+from ..gemm_policy import GemmPolicy
+from .base import WARPS_PER_GROUP, Operands
+from .fp8 import MMA_K, PIECE_N, PIECE_REGS, Fp8Mainloop, RowScales
+from .gathered_rows import row_indices
+
+WORD_BYTES = 4
+CHUNKS_AHEAD = {1: 3, 2: 4}
+"""That a decoding thread reads, by the number of warpgroups that decode, which share their registers."""
+
+
+class Scales(NamedTuple):
+    """The address of the scales of x's rows, and where those of weights lie."""
+
+    rows: Int64
+    weights: BlockScales
+
+
+class DecodedRing(Invariant):
+    """Full and empty barriers of the decoded k-tiles. A k-tile's number, of all that a CTA has, says where it is."""
+
+    def __init__(self, barriers: cute.Pointer, slots: int, mma_warps: int):
+        self.slots = slots
+        self.pipeline = pipeline.PipelineAsync.create(
+            barrier_storage=barriers,
+            num_stages=slots,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, THREADS),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, mma_warps),
+            defer_sync=True,
+        )
+
+    def slot(self, number: Int32) -> Int32:
+        return number % self.slots
+
+    def _phase(self, number: Int32) -> Int32:
+        return number // self.slots % 2
+
+    def wait_empty(self, number: Int32) -> None:
+        self.pipeline.sync_object_empty.wait(self.slot(number), self._phase(number) ^ 1)
+
+    def arrive_full(self, number: Int32) -> None:
+        """By each thread of a warpgroup that has decoded the k-tile."""
+        cute.arch.mbarrier_arrive(self.pipeline.sync_object_full.get_barrier(self.slot(number)))
+
+    def wait_full(self, number: Int32) -> None:
+        self.pipeline.sync_object_full.wait(self.slot(number), self._phase(number))
+
+    @cute.jit
+    def release(self, number: Int32):
+        """By all lanes of an MMA warp, whose wgmmas have read the k-tile."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.pipeline.sync_object_empty.get_barrier(self.slot(number)))
+
+
+class DecodedFp8Mainloop(Fp8Mainloop):
+    """A: E4M3 rows of x; B: ranges of an expert's weight rows of E2M1, words of 8, decoded to E4M3.
+
+    `scales` of the operands is a `Scales`. warpgroups: how many decode.
+    """
+
+    decoded_stages = budget.DECODED_STAGES
+
+    def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, warpgroups: int):
+        super().__init__(tile, parts, stages, policy, False)
+        self.warpgroups = warpgroups
+        self.b_layout = self._smem_layout(self.b_major, tile.n, self.decoded_stages)
+        self.w_box = self.part_n, tile.k // WORD_ELEMENTS
+        self.narrow_layout = swizzled_layout(Int32, (tile.n, self.w_box[1], stages))
+        self.packed_bytes = budget.packed_bytes(tile)
+        self.narrow_bytes = stages * self.packed_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile.m * self.tile.k + self.packed_bytes
+
+    def num_bytes(self, boxes: Int32) -> Int32:
+        return boxes * (self.tile.box_rows * self.tile.k) + self.packed_bytes
+
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Scales
+    ) -> Operands:  # fmt: skip
+        """Host side: the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi)."""
+        atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
+        load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled_layout(Int32, self.w_box)
+        atom_b, b = cpasync.make_tiled_tma_atom(load, w, layout, self.w_box, num_multicast=1)
+        return Operands(atom_a, a, atom_b, b, (address,), row_indices(rows, x), scales)
+
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        return cute.size(operands.b, mode=[1]) * WORD_BYTES
+
+    def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
+        """That of the stages; the ring of decoded weights has the barriers behind it."""
+        mma_warps = self.tile.warpgroups_per_tile * WARPS_PER_GROUP
+        self.decoded = DecodedRing(barriers + 2 * self.stages, self.decoded_stages, mma_warps)
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.producers(gathers)),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, mma_warps + WARPS_PER_GROUP),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+
+    def scales(self, operands: Operands, share: TileShare) -> RowScales:
+        """A thread's, for all of its tiles."""
+        k = cute.size(operands.a, mode=[1])
+        last = cute.ceil_div(k, self.tile.k) - 1
+        pitch = MXFP8_WIDE.num_scales(k)
+        return RowScales(
+            operands.scales.rows, operands.rows, self.first_row(share), 2 * self.tile.slabs, pitch, last
+        )  # fmt: skip
+
+    def lines(self, operands: Operands) -> RowsInFp8:
+        """Make the decoder of a thread of a decoding warpgroup."""
+        return RowsInFp8(operands.scales.weights, self.parts, self.part_n, CHUNKS_AHEAD[self.warpgroups])
+
+    def decoding_state(self) -> pipeline.PipelineState:
+        return self.consumer_state()
+
+    @cute.jit
+    def decode(
+        self, lines: RowsInFp8, operands: Operands, sB: cute.Tensor, narrow: Int32, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ):  # fmt: skip
+        """Decode the k-tiles of an output tile that are this warpgroup's, number `rank`. narrow: the address of the
+        stages' packed weights.
+
+        Turns count on from tile to tile: a warpgroup that came to a slot a third k-tile later could take a phase of its
+        barrier for one that is two older.
+        """
+        turns = self.warpgroups
+        first = (rank + turns - state.count % turns) % turns
+        lines.begin(work, first, first + turns)
+        wide, wide_bytes = Int32(sB.iterator.toint()), self.tile.n * SWIZZLE_BYTES
+        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+            if state.count % turns == rank:
+                slot = wide + self.decoded.slot(state.count) * wide_bytes
+                stages.consumer_wait(state)
+                self.decoded.wait_empty(state.count)
+                lines.decode(narrow + state.index * self.packed_bytes, slot)
+                cute.arch.fence_view_async_shared()
+                self.decoded.arrive_full(state.count)
+                cute.arch.sync_warp()
+                stages.consumer_release(state)
+                lines.turn(k_tile + 2 * turns)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
+        """Pass over a tile's stages, each once it is full."""
+        for _ in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            stages.consumer_release(state)
+            self.decoded.wait_full(state.count)
+            self.decoded.release(state.count)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _multiply(
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+    ):  # fmt: skip
+        tiled_mma = self.tiled_mma()
+        partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
+        wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            self.decoded.wait_full(state.count)
+            self.after_wait()
+            slot = self.decoded.slot(state.count)
+            taken = cute.make_rmem_tensor(scales.count, Float32)
+            for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
+                slab, columns = piece // self.pieces, piece % self.pieces
+                warpgroup.fence()
+                for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
+                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
+                    b = cute.append_ones(tCrB[None, columns, k_block, slot], 2)
+                    cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
+                warpgroup.commit_group()
+                if const_expr(piece == 0):
+                    taken.store(scales.take(k_tile).load())
+                warpgroup.wait_group(0)
+                if const_expr(piece == self.tile.slabs * self.pieces - 1):
+                    self.decoded.release(state.count)
+                    stages.consumer_release(state)
+                self._promote(registers(acc, piece * PIECE_REGS, PIECE_REGS), partial, scales, taken, slab, columns)
+            state.advance()
+        return state

@@ -1,0 +1,36 @@
+"""y = grouped_mm(x, w) of x in MXFP8 and w in MXFP4, decoded to FP8 on the way; its rows have powers of two, too."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...activation import no_params
+from ...epilogue.activation import LinearEpilogue
+from ...epilogue.base import Inputs, OptionalInputs
+from ...formats import OPERANDS
+from ...specs import GroupedMmSpec
+from ...tracing import DTYPES, Traced, traced
+from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm
+
+
+class Mm:
+    def __init__(self, gemm: GroupedDecodedFp8Gemm):
+        self.gemm = gemm
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32,
+        num_groups: Int32, tickets: Int64, x_scale: Int64, w_scale: Int64, w_global_scale: Int64, bias: Int64,
+        bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if y.shape[0] > 0:
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1], w_global_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(
+                x, w, (y,), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale, w_blocks=w_scale
+            )
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
+    return traced(spec, Mm(GroupedDecodedFp8Gemm(spec, epilogue)))
