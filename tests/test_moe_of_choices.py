@@ -228,7 +228,7 @@ def test_its_operator_has_no_gradient(name: str, anywhere: Any) -> None:
         ({"weights": torch.zeros(4, 3, dtype=torch.float64)}, TypeError, "weights is torch.float64"),
         ({"num_experts": 7}, ValueError, "num_experts is 7, but w1 has 6 experts"),
         ({"w2": torch.zeros(6, 64, 64, dtype=BF16)}, ValueError, r"w2 has shape \[6, 64, 64\]"),
-        ({"recipe": "mxfp4"}, ValueError, "recipe is 'mxfp4'; choose one of bf16, mxfp8"),
+        ({"recipe": "mxfp6"}, ValueError, "recipe is 'mxfp6'; choose one of bf16, mxfp8"),
         ({"transpose_w": 1}, (TypeError, ValueError), "transpose_w"),
         ({"out": torch.zeros(5, HIDDEN, dtype=BF16)}, ValueError, "out has shape"),
     ],

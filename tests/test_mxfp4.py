@@ -573,3 +573,109 @@ class TestModule:
             glulam.nn.GroupedMLP(2, 64, 32, recompute=True, recipe="mxfp4_weight_only")
         with pytest.raises(RuntimeError, match="weight"):
             glulam.nn.GroupedMLP(2, 64, 32, recipe="mxfp4_weight_only").load_state_dict({})
+
+
+def with_scales(*shape: int, spans: tuple[int, ...] = (0, 5, 12)) -> MXFP4Tensor:
+    """Elements of all kinds; block b of a row has a scale spans[b] binades under the row's greatest."""
+    experts, rows, k = shape
+    scale = 120 + torch.arange(rows)[:, None] % 7 - torch.tensor(spans)
+    data = random_tensor(*shape).data
+    return MXFP4Tensor(data, scale.to(torch.uint8).expand(experts, rows, k // 32).clone())
+
+
+class TestRebasing:
+    def test_a_row_s_power_of_two_is_that_of_its_greatest_scale(self) -> None:
+        w = with_scales(2, 9, 96)
+        for given_w in (w, w.clone().prepare_()):
+            got = glulam.prepare_mxfp4_weight(given_w)
+            assert torch.equal(got.row_scale.view(torch.uint8), w.scale.view(torch.uint8).amax(dim=-1) - 6)
+            assert torch.equal(got.data.view(torch.uint8), w.data) and got.shape == w.shape
+            assert torch.equal(got.dequantize(), w.dequantize())
+        assert glulam.prepare_mxfp4_weight(w).data.data_ptr() == w.data.data_ptr(), "a view"
+
+    def test_16_bits_are_quantised_first(self) -> None:
+        w = torch.randn(2, 32, 64)
+        assert torch.equal(glulam.prepare_mxfp4_weight(w).dequantize(), quantize_mxfp4(w).dequantize())
+
+    def test_scales_too_far_apart_are_refused_by_name(self) -> None:
+        w = with_scales(3, 8, 96)
+        w.scale.view(torch.uint8)[2, 5, 1] = 100
+        w.scale.view(torch.uint8)[2, 5, 0] = 113
+        with pytest.raises(glulam.FoldError, match="row 5 of expert 2 has scales 2\\^13 apart.*'mxfp4_weight_only'"):
+            glulam.prepare_mxfp4_weight(w)
+        w.data[2, 5, 16:32] = 0x80  # zeros, of either sign
+        assert int(glulam.prepare_mxfp4_weight(w).row_scale.view(torch.uint8)[2, 5]) == 107
+
+    def test_nan_is_refused(self) -> None:
+        w = with_scales(2, 8, 96)
+        w.scale.view(torch.uint8)[1, 3, 2] = 255
+        with pytest.raises(glulam.FoldError, match="row 3 of expert 1 has NaN among its scales"):
+            glulam.prepare_mxfp4_weight(w)
+
+    def test_zeros_and_the_least_scales(self) -> None:
+        w = MXFP4Tensor(torch.zeros(1, 2, 32, dtype=torch.uint8), torch.tensor([[[0, 200], [0, 3]]], dtype=torch.uint8))
+        w.data[0, 1] = 0x21
+        assert glulam.prepare_mxfp4_weight(w).row_scale.view(torch.uint8).tolist() == [[0, 0]]
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_round_trips(self, way: str) -> None:
+        w = glulam.prepare_mxfp4_weight(with_scales(2, 8, 96))
+        same(round_trip(w, way), w)
+
+    @pytest.mark.parametrize(
+        ("w", "error", "message"),
+        [
+            (3, TypeError, "w is int; give an MXFP4Tensor"),
+            (with_scales(2, 8, 96)[0], ValueError, r"shape \[8, 96\]; give the experts' weights together"),
+        ],
+    )
+    def test_refuses(self, w: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            glulam.prepare_mxfp4_weight(w)
+
+    def test_rows_that_do_not_fit(self) -> None:
+        w = glulam.prepare_mxfp4_weight(with_scales(2, 8, 96))
+        with pytest.raises(ValueError, match="they must be"):
+            type(w)(w.data, w.scale, w.row_scale[:, :4])
+
+
+class TestRebasedModule:
+    def test_its_state_is_that_of_weights_alone(self) -> None:
+        module, other = (
+            glulam.nn.GroupedMLP(3, 64, 32, recipe=recipe, dtype=BF16) for recipe in ("mxfp4", "mxfp4_weight_only")
+        )
+        assert module.state_dict().keys() == other.state_dict().keys()
+        other.load_state_dict(module.state_dict())
+        for layer, same_one in ((module.fc1, other.fc1), (module.fc2, other.fc2)):
+            assert torch.equal(layer.experts("weight").dequantize(), same_one.experts("weight").dequantize())
+        module.load_state_dict(other.state_dict())
+
+    def test_a_write_to_scales_is_seen(self) -> None:
+        module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4", dtype=BF16)
+        x = torch.randn(6, 64).to(BF16)
+        with torch.no_grad():
+            before = module(x, splits=[2, 2, 2])
+            module.fc2.weight_scale += 1
+            assert torch.equal(module(x, splits=[2, 2, 2]), 2 * before)
+
+    def test_what_fp8_does_not_hold_is_refused_as_it_loads(self) -> None:
+        module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4", dtype=BF16)
+        state = module.state_dict()
+        state["fc1.weight_scale"] = state["fc1.weight_scale"].clone()
+        state["fc1.weight_scale"][1, 2, 0] += 30
+        with pytest.raises(glulam.FoldError, match="row 2 of expert 1"):
+            module.load_state_dict(state)
+
+    @pytest.mark.parametrize("glu_layout", ["concat", "interleaved"])
+    def test_a_checkpoint_of_gpt_oss(self, glu_layout: str) -> None:
+        """As by weights alone, whose test compares it with its definition."""
+        state = gpt_oss_state(8, 96, 64)
+        first, second = (
+            glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout=glu_layout, recipe=recipe)
+            for recipe in ("mxfp4", "mxfp4_weight_only")
+        )
+        for module in (first, second):
+            module.load_state_dict(state)
+        for name in ("fc1", "fc2"):
+            one, other = (getattr(module.experts, name).experts("weight").dequantize() for module in (first, second))
+            assert torch.equal(one, other) and float(one.abs().max()) > 0

@@ -16,7 +16,7 @@ from .expert_lora import ExpertLora
 from .explanation import Explanation, explain
 from .formats.checkpoints import load_experts
 from .formats.fp8_block import FP8BlockTensor, quantize_fp8_block
-from .formats.mxfp4 import MXFP4Tensor, quantize_mxfp4
+from .formats.mxfp4 import MXFP4Tensor, prepare_mxfp4_weight, quantize_mxfp4
 from .formats.mxfp8 import (
     FoldError,
     MXFP8Tensor,
@@ -74,6 +74,7 @@ __all__ = [
     "nn",
     "permute",
     "preload",
+    "prepare_mxfp4_weight",
     "prepare_mxfp8_weight",
     "quantize_fp8_block",
     "quantize_mxfp4",

@@ -16,7 +16,7 @@ from cute_kernels.formats import OPERANDS
 from .calls.checks import PLAIN_RECIPE, runs_kernels
 from .formats.form import Form
 from .formats.fp8_block.form import FP8_BLOCK, FP8_BLOCK_IN_BF16, FP8_ROWS, Fp8Rows
-from .formats.mxfp4.form import MXFP4
+from .formats.mxfp4.form import MXFP4, MXFP4_REBASED
 from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, COLUMN_BLOCKS, FOLDED_COLUMNS, FOLDED_ROWS, Rows
 from .formats.nvfp4.form import NVFP4
 from .host import device as gpus
@@ -63,6 +63,7 @@ MXFP8_BLOCKS = Recipe("mxfp8_blocks", "mxfp8_blocks", "mxfp8_blocks", BY_32, BY_
 MXFP8_EXACT = Recipe(
     "mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, dtypes=("bfloat16",)
 )  # fmt: skip
+MXFP4_IN_FP8 = Recipe("mxfp4", "mxfp4", "mxfp4", BY_128, BY_128, MXFP4_REBASED)
 FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, FP8_BLOCK)
 
 
@@ -84,6 +85,7 @@ RECIPES: dict[str, Recipe] = {
         MXFP8_BLOCKS,
         MXFP8_EXACT,
         MXFP8_WEIGHT_ONLY,
+        MXFP4_IN_FP8,
         MXFP4_WEIGHT_ONLY,
         NVFP4_WEIGHT_ONLY,
         FP8_BLOCKS,

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
 EXPERTS, HIDDEN, INTER = 6, 352, 224  # multiples of 32, not of 64 or 128
 FEW, MANY = [5, 0, 64, 1, 0, 40], [130, 0, 257, 64, 1, 300]
-DTYPES = {"mxfp8": [BF16, F16], "mxfp8_exact": [BF16], "mxfp8_weight_only": [BF16], "mxfp4_weight_only": [BF16]}
+DTYPES = {
+    "mxfp8": [BF16, F16], "mxfp8_exact": [BF16], "mxfp8_weight_only": [BF16], "mxfp4": [BF16, F16],
+    "mxfp4_weight_only": [BF16],
+}  # fmt: skip
 RECIPES_AND_DTYPES = [(recipe, dtype) for recipe in RECIPES for dtype in DTYPES[recipe]]
 
 

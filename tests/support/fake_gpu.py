@@ -166,7 +166,9 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
     return _ends(c.groups, c.group_form, c.num_groups, rows)
 
 
-FP8_ROWS: dict[str, Any] = {"mxfp8": fake_mxfp8.Rows, "fp8_block": fake_fp8_block.Rows}
+FP8_ROWS: dict[str, Any] = {
+    "mxfp8": fake_mxfp8.Rows, "mxfp4": fake_mxfp8.Rows, "fp8_block": fake_fp8_block.Rows,
+}  # fmt: skip
 """Readers of rows, by operands whose rows are in FP8."""
 
 
@@ -179,6 +181,8 @@ def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:
         return fake_nvfp4.words(c)
     if spec.operands.startswith("fp8_block"):
         return fake_fp8_block.weights(c, layout, is_decoded=spec.operands in DECODED)
+    if spec.operands == "mxfp4":
+        return fake_mxfp8.rebased(c)
     readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.words}
     return readers.get(spec.operands, fake_mxfp8.blocked)(c.w, c.w_scale)
 

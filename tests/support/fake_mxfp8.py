@@ -6,6 +6,8 @@ too small, is a wrong result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,21 @@ def words(w: Tensor, scale: int) -> list[Tensor]:
     experts, rows, count = w.shape
     scales = read(scale, experts, rows, count // 4, dtype=torch.uint8)
     return list(mxfp4.values(mxfp4.bytes_of_words(w), scales))
+
+
+def rebased(c: Any) -> list[Tensor]:
+    """Experts of w in a checkpoint's bytes, as FP8 MMAs have them: times what a block's scale is more than its row's,
+    which is then a number of E4M3, and the row's power of two.
+    """
+    experts, rows, count = c.w.shape
+    scales = read(c.w_scale, experts, rows, count // 4, dtype=torch.uint8)
+    powers = read(c.w_global_scale, experts, rows, 1, dtype=torch.uint8)
+    assert bool((powers <= mxfp8.NAN_SCALE - 12).all())
+    binades = (scales.int() - powers.int()).clamp(min=-6)  # of blocks of zeros, any
+    assert int(binades.max()) <= 6
+    elements = mxfp4.values(c.w.view(torch.uint8), (binades + 127).to(torch.uint8))
+    assert torch.equal(elements.to(torch.float8_e4m3fn).double(), elements), "no numbers of E4M3"
+    return list(elements * torch.exp2(powers.double() - 127))
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -9,13 +9,16 @@ from torch import Tensor
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor
+from glulam.formats.mxfp4 import RebasedWeight
 from glulam.formats.mxfp8 import FoldedWeight
 
 from . import mxfp4, mxfp8, oracle
 from .criterion import FLOOR, MAX_TOLERANCE
 from .inputs import Case
 
-X_BLOCK = {"mxfp8": 128, "mxfp8_exact": 32, "mxfp8_weight_only": None, "mxfp4_weight_only": None}
+X_BLOCK = {
+    "mxfp8": 128, "mxfp8_exact": 32, "mxfp8_weight_only": None, "mxfp4": 128, "mxfp4_weight_only": None,
+}  # fmt: skip
 RECIPES = tuple(X_BLOCK)
 WORST_FLIP = 2.0**-4  # of an element that lies between two E4M3 numbers and may round to either
 TENSOR_CORE_RMS, TENSOR_CORE_ROW = 6e-3, 0.15
@@ -44,16 +47,18 @@ def prepared(w: Tensor, recipe: str) -> Any:
     """A weight [E, N, K] as a recipe takes it."""
     if recipe == "mxfp8":
         return glulam.prepare_mxfp8_weight(w)
+    if recipe == "mxfp4":
+        return glulam.prepare_mxfp4_weight(w)
     if recipe == "mxfp4_weight_only":
         return glulam.quantize_mxfp4(w)
     flat = glulam.quantize_mxfp8(w.flatten(0, 1))
     return MXFP8Tensor(flat.data.view(w.shape), flat.scale.view(*w.shape[:2], -1))
 
 
-def weight_values(weight: FoldedWeight | MXFP8Tensor | MXFP4Tensor) -> Tensor:
+def weight_values(weight: FoldedWeight | MXFP8Tensor | MXFP4Tensor | RebasedWeight) -> Tensor:
     """[E, N, K], float64."""
-    if isinstance(weight, MXFP4Tensor):
-        return mxfp4.values(weight.data, weight.scale)
+    if isinstance(weight, (MXFP4Tensor, RebasedWeight)):
+        return mxfp4.values(weight.data.view(torch.uint8), weight.scale)
     data, scale = weight.data, weight.scale
     if isinstance(weight, FoldedWeight):
         scale = scale.view(torch.uint8)[..., None].expand(*scale.shape, data.shape[-1] // mxfp8.BLOCK)
@@ -93,7 +98,7 @@ def check(c: Case, y: Tensor, recipe: str, weights: tuple[Any, Any], **options: 
     error, yardstick, of_zeros = (((one - exact) / scale).abs() for one in (got, same, torch.zeros_like(exact)))
     flips = 0.0 if X_BLOCK[recipe] is None else 3 * WORST_FLIP / weights[1].shape[-1] ** 0.5
     kinds = [("largest", Tensor.max, flips), ("rms", _rms, 0.0)]
-    if recipe == "mxfp8" and y.is_cuda:
+    if recipe in ("mxfp8", "mxfp4") and y.is_cuda:
         kinds = [("rms", _rms, TENSOR_CORE_RMS)]
         assert float(((got - exact).norm(dim=1) / exact.norm(dim=1)).max()) < TENSOR_CORE_ROW
     for kind, of, more in kinds:

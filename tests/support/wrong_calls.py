@@ -193,7 +193,8 @@ LEGAL: dict[str, dict[str, tuple[str, ...]]] = {
     "permute": {"routing": ("one less",)},  # of K = 1, whose rows past the end nobody writes
     "route": {"logits": ("on meta",)},  # where one tensor is all, the result is on meta
     **dict.fromkeys(
-        ("prepare_mxfp8_weight", "quantize_mxfp4", "quantize_nvfp4", "quantize_fp8_block"), {"w": ("on meta",)}
+        ("prepare_mxfp4_weight", "prepare_mxfp8_weight", "quantize_mxfp4", "quantize_nvfp4", "quantize_fp8_block"),
+        {"w": ("on meta",)},
     ),
 }
 
@@ -236,6 +237,10 @@ def _folded(good: Arguments) -> Arguments:
     return _quantised(good, "mxfp8", glulam.prepare_mxfp8_weight)
 
 
+def _rebased(good: Arguments) -> Arguments:
+    return _quantised(good, "mxfp4", glulam.prepare_mxfp4_weight)
+
+
 def _in_mxfp4(good: Arguments) -> Arguments:
     return _quantised(good, "mxfp4_weight_only", glulam.quantize_mxfp4)
 
@@ -274,7 +279,7 @@ def _16_bit_parameters(good: Arguments) -> Arguments:
 
 _RECIPES = {recipe: _recipe(recipe) for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")}
 _FORMATS = {
-    "folded": _folded, "in MXFP8": _in_mxfp8, "in MXFP4": _in_mxfp4, "in NVFP4": _in_nvfp4,
+    "folded": _folded, "rebased": _rebased, "in MXFP8": _in_mxfp8, "in MXFP4": _in_mxfp4, "in NVFP4": _in_nvfp4,
     "in FP8 blocks": _in_fp8_blocks,
 }  # fmt: skip
 _WEIGHTS = {"transposed": _transposed, "of lists": _of_lists}

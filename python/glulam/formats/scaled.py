@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ..calls.checks import shape_text
 
-NAMES = ("data", "scale", "global_scale")
-"""Names of the fields that are tensors; most formats have the first two."""
+NAMES = ("data", "scale", "global_scale", "row_scale")
+"""Names of the fields that are tensors; most formats have the first two, some one of the others."""
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantised."""
@@ -57,7 +57,9 @@ def bytes_of_floats(part: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """A weight of E experts: elements, scales, and where a format has one, what all of an expert's are multiplied by.
+    """A weight of E experts: elements, scales, and where a format has such, what all scales of an expert are multiplied
+    by, or what they are of a row's.
+
     `scale`: None of a weight in 16 bits, which is to be prepared.
     """
 
@@ -154,7 +156,12 @@ class Scaled:
     def check_parts(self) -> None:
         """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
         kind = type(self).__name__
-        dtypes_of = {"data": self.data_dtypes, "scale": (self.scale_dtype,), "global_scale": (torch.float32,)}
+        dtypes_of = {
+            "data": self.data_dtypes,
+            "scale": (self.scale_dtype,),
+            "global_scale": (torch.float32,),
+            "row_scale": (SCALE_DTYPE,),
+        }
         for name in self.names:
             tensor, dtypes = getattr(self, name), dtypes_of[name]
             if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:

@@ -20,7 +20,8 @@ from ..formats.e2m1 import MAGNITUDES
 from ..formats.form import Form
 from ..formats.fp8_block.form import Fp8Block
 from ..formats.mxfp4.codec import SCALE_BIAS
-from ..formats.mxfp4.form import Mxfp4
+from ..formats.mxfp4.form import Mxfp4, Mxfp4Rebased
+from ..formats.mxfp4.rebase import row_scales, words_of_bytes
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.mxfp8.reference import E4M3_MAX
 from ..formats.nvfp4.form import Nvfp4
@@ -78,6 +79,8 @@ class QuantizedLinear(GroupedLinear):
     """
 
     weight_names: tuple[str, ...] = ("weight", "weight_scale")
+    derived_names: tuple[str, ...] = ()
+    """Further parts of the tensor, buffers that are made of the others and in no state dict."""
     trained_names = ("bias",)
     loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
     """The dtypes in which state dicts may have each part."""
@@ -116,7 +119,7 @@ class QuantizedLinear(GroupedLinear):
     def experts(self, name: str) -> Any:
         if name != "weight":
             return held(self, self._parameters, name)
-        parts = [held(self, self._buffers, part) for part in self.weight_names]
+        parts = [held(self, self._buffers, part) for part in (*self.weight_names, *self.derived_names)]
         if is_dynamo_compiling():
             return self.form.tensor_of(Parts(*parts))
         kept = self._kept
@@ -230,6 +233,59 @@ class MXFP4Linear(FourBitsLinear):
         self.weight_scale.fill_(SCALE_BIAS + math.floor(math.log2(factor)))
 
 
+class RebasedLinear(MXFP4Linear):
+    """In MXFP4 for recipe "mxfp4": `weight` int32 [E, N, K/8] has a checkpoint's bytes, four a word, and a buffer
+    `weight_row_scale` uint8 [E, N] a power of two for each row.
+
+    The latter is made when the weight loads, and in an eager forward after a write to the others that their version
+    counters tell. Raises FoldError there as `prepare_mxfp4_weight` does.
+    """
+
+    derived_names = ("weight_row_scale",)
+    weight_row_scale: Tensor
+    _versions: tuple[int, ...] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_load_state_dict_post_hook(_rebase)  # type: ignore[no-untyped-call]
+
+    def make_weights(self, device: Any) -> None:
+        super().make_weights(device)
+        rows = torch.empty(self.num_experts, self.out_features, dtype=torch.uint8, device=device)
+        self.register_buffer("weight_row_scale", rows, persistent=False)
+
+    def reset_weights(self, bound: float) -> None:
+        super().reset_weights(bound)
+        self.rebase()
+
+    def experts(self, name: str) -> Any:
+        if name == "weight" and not is_dynamo_compiling() and self._versions != self._versions_now():
+            self.rebase()
+        return super().experts(name)
+
+    def rebase(self) -> None:
+        """Make the rows' powers of two anew."""
+        self.forget()
+        if not self.weight.is_meta:
+            rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
+            self.weight_row_scale = rows.to(self.weight.device)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        parts = [getattr(self, name) for name in self.weight_names]
+        return tuple(0 if part.is_inference() else part._version for part in parts)
+
+    def as_kept(self, name: str, part: Tensor) -> Tensor:
+        return words_of_bytes(part) if name == "weight" else bytes_of_floats(part)
+
+    def as_stored(self, name: str, part: Tensor) -> Tensor:
+        return part.view(torch.uint8) if name == "weight" else part
+
+
+def _rebase(layer: RebasedLinear, _: Any) -> None:
+    layer.rebase()
+
+
 class NVFP4Linear(FourBitsLinear):
     """In NVFP4: besides, `weight_global_scale` float32 [E], or [E, 2] where `halves` is 2: of a gated w1."""
 
@@ -276,7 +332,9 @@ class FP8BlockLinear(QuantizedLinear):
         self.weight_scale.fill_(bound / E4M3_MAX)
 
 
-LAYERS: dict[type, type[QuantizedLinear]] = {Mxfp4: MXFP4Linear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear}
+LAYERS: dict[type, type[QuantizedLinear]] = {
+    Mxfp4: MXFP4Linear, Mxfp4Rebased: RebasedLinear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear,
+}  # fmt: skip
 """Keyed by the class of the form in which recipes read weights."""
 
 

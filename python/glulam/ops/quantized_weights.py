@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import OPERANDS
+
 from .. import recipes
 from ..activations import is_in_halves
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
@@ -108,7 +110,8 @@ def look_at_scales(op: str, labels: Mapping[str, str], read: Mapping[str, Any]) 
 def global_counts(call: Any) -> dict[str, int]:
     """Return how many dimensions each weight's global scales have; kernels take this besides addresses."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
-    return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None}
+    has_counts = OPERANDS[recipes.RECIPES[call.recipe].operands].w.has_global
+    return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None and has_counts}
 
 
 def check_scale(

@@ -2,6 +2,7 @@
 
 from .codec import values_of
 from .quantize import quantize_mxfp4
+from .rebase import RebasedWeight, prepare_mxfp4_weight
 from .tensor import MXFP4Tensor
 
-__all__ = ["MXFP4Tensor", "quantize_mxfp4", "values_of"]
+__all__ = ["MXFP4Tensor", "RebasedWeight", "prepare_mxfp4_weight", "quantize_mxfp4", "values_of"]
