@@ -29,7 +29,7 @@ from .timing import Call
 CONTESTANTS = (BF16, *FP8_RECIPES, TORCH_FP8)
 # Of the result against BF16's: three quantised operands on the way to it, or two; a wrong scale or group is about 1.
 MAX_RELATIVE_ERROR = {
-    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4_weight_only": 0.3,
+    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4": 0.3, "mxfp4_weight_only": 0.3,
     "nvfp4_weight_only": 0.25, "fp8_block": 0.08, "fp8_block_weight_only": 0.06, TORCH_FP8: 0.08,
 }  # fmt: skip
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0

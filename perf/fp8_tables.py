@@ -8,8 +8,9 @@ from .cases import Case
 from .layer_cases import LayerCase
 from .targets import BF16, FP4_COPY, FP8_RECIPES, TORCH_FP8, fp8_targets
 
-WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25, "mxfp4_weight_only": 4.25,
-               "nvfp4_weight_only": 4.5, "fp8_block": 8.0, "fp8_block_weight_only": 8.0}  # fmt: skip
+WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25,
+               "mxfp4": 4.25, "mxfp4_weight_only": 4.25, "nvfp4_weight_only": 4.5,
+               "fp8_block": 8.0, "fp8_block_weight_only": 8.0}  # fmt: skip
 """Of a weight as it is stored, with its part of a scale."""
 
 Parts = tuple[str, tuple[str, ...], list[tuple[str, ...]]]

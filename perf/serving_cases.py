@@ -9,7 +9,7 @@ from .fp8_tables import WEIGHT_BITS
 from .layer_cases import LayerCase, layer_of
 
 TOKENS = (1, 16, 64, 256, 2048, 8192)
-RECIPES = ("bf16", "mxfp8", "fp8_block", "mxfp8_weight_only", "mxfp4_weight_only")
+RECIPES = ("bf16", "mxfp8", "fp8_block", "mxfp8_weight_only", "mxfp4", "mxfp4_weight_only")
 """Our recipes; a record has one of them and the peers that read such weights."""
 
 

@@ -50,7 +50,7 @@ SCHEMES = (
     Scheme("Humming W8A8", ("mxfp8", "fp8_block"), "fp8_block", True),
     Scheme("Humming W8A16", ("mxfp8_weight_only",), "mxfp8_weight_only", False),
     Scheme("Humming W4A16", ("mxfp4_weight_only",), "mxfp4_weight_only", False),
-    Scheme("Humming W4A8", ("mxfp4_weight_only",), "mxfp4_weight_only", True),
+    Scheme("Humming W4A8", ("mxfp4",), "mxfp4_weight_only", True),
 )
 
 

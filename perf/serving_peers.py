@@ -16,7 +16,7 @@ from .serving_data import ROWS_16_BITS, ROWS_FP8, Call, Contestant
 
 PACKAGES = {"humming": "serving_humming", "vllm": "serving_vllm"}
 """Packages and the modules that call them, each with a function `contestants` of models and recipes."""
-FP8_ROWS = ("mxfp8", "fp8_block")
+FP8_ROWS = ("mxfp8", "mxfp4", "fp8_block")
 
 
 def ours(recipe: str) -> Contestant:

@@ -35,6 +35,7 @@ FP8_RECIPES = (
     "mxfp8",
     "mxfp8_exact",
     "mxfp8_weight_only",
+    "mxfp4",
     "mxfp4_weight_only",
     "nvfp4_weight_only",
     "fp8_block",
