@@ -10,6 +10,7 @@ import itertools
 import pickle
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +27,14 @@ from support.routing import catalogue
 from torch import Tensor
 
 import glulam
+from cute_kernels.architectures import ARCHS
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import LARGE8, LARGE8_W4, LARGE_W8, MEDIUM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from cute_kernels.tiles import SpecError
 from glulam import MXFP8Tensor, recipes
 from glulam.formats import prepared as prepared_weights
+from glulam.host import device as gpus
 from glulam.recipes import BF16 as BF16_RECIPE
 from glulam.recipes import MXFP8, MXFP8_EXACT, Recipe
 
@@ -656,6 +659,20 @@ def test_a_warm_call_is_few_frames(fake_gpu: FakeGpu, recipe: str, most: int) ->
         finally:
             sys.setprofile(None)
     assert len(frames) <= most, "\n".join(frames)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_recipes_with_kernels_are_those_whose_operands_an_architecture_has(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    monkeypatch.setattr(gpus, "gpu", lambda index: SimpleNamespace(arch=arch))
+    x = torch.empty(1)
+    having = {name for name, recipe in recipes.RECIPES.items() if recipes.has_kernels(recipe, x)}
+    quantised = {"mxfp8", "mxfp4", "fp8_block"} if arch == "sm_90a" else set()
+    if ARCHS[arch].folder == "sm100":
+        quantised = {"mxfp8", "mxfp8_blocks"}
+    everywhere = {"bf16", "mxfp8_exact", *(name for name in recipes.RECIPES if name.endswith("weight_only"))}
+    assert having == everywhere | quantised
 
 
 def test_operands_that_an_architecture_lacks_are_refused_by_name(fake_gpu: FakeGpu) -> None:

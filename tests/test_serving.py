@@ -23,9 +23,10 @@ EXPERTS, HIDDEN, WIDTH, COUNT, K = 5, 160, 96, 19, 3
 SILU = gate_of("silu")
 FORMATS = {
     "bf16": "bf16", "fp8_block": "fp8_block", "mxfp8": "mxfp8", "mxfp8_wide": "mxfp8_weight_only",
-    "mxfp4": "mxfp4_weight_only", "nvfp4": "nvfp4_weight_only",
+    "mxfp4": "mxfp4_weight_only", "mxfp4_fp8": "mxfp4", "mxfp4_fp8_wide": "mxfp4_weight_only",
+    "nvfp4": "nvfp4_weight_only",
 }  # fmt: skip
-"""With the recipe that each is multiplied by on the CPU; scales of "mxfp8_wide" are too far apart to be folded."""
+"""With the recipe that each is multiplied by on the CPU; scales of "..._wide" are too far apart to be folded."""
 WEIGHT_ONLY = {name: recipe for name, recipe in FORMATS.items() if recipe.endswith("weight_only")}
 
 
@@ -194,12 +195,36 @@ def test_a_weight_that_cannot_be_folded_is_left_as_it_was() -> None:
     assert parts[0].view(torch.uint8).equal(narrow.parts[0].view(torch.uint8))
 
 
-def test_without_an_fp8_mma_weights_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "has_fp8_mma", lambda weight: False)
-    for kind in ("fp8_block", "mxfp8"):
+def test_mxfp4_elements_for_rows_in_fp8_are_a_view() -> None:
+    w13, w2 = pair("mxfp4_fp8")
+    parts = [part.clone() for part in (*w13.parts, *w2.parts)]
+    experts = ServedExperts.mxfp4_fp8(*parts, gate=SILU)
+    assert experts.w1.data.data_ptr() == parts[0].data_ptr() and experts.w2.data.data_ptr() == parts[2].data_ptr()
+    assert parts[0].equal(w13.parts[0]) and parts[2].equal(w2.parts[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "default", "kind"),
+    [(None, "bf16", "mxfp4"), ("", "fp8", "mxfp4_fp8"), ("BF16", "fp8", "mxfp4"), (" fp8", "bf16", "mxfp4_fp8")],
+)
+def test_a_variable_says_how_rows_are_multiplied_by_mxfp4(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, default: str, kind: str
+) -> None:
+    monkeypatch.delenv("GLULAM_MXFP4_ROWS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("GLULAM_MXFP4_ROWS", value)
+    assert serving.mxfp4_kind(default) == kind
+    monkeypatch.setenv("GLULAM_MXFP4_ROWS", "int8")
+    with pytest.raises(ValueError, match="GLULAM_MXFP4_ROWS is 'int8'; give bf16 or fp8"):
+        serving.mxfp4_kind(default)
+
+
+def test_where_no_kernels_quantise_rows_weights_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "has_kernels", lambda recipe, weight: False)
+    for kind in ("fp8_block", "mxfp8", "mxfp4_fp8"):
         w13, w2 = pair(kind)
         experts = made(kind, w13, w2)
-        assert experts.recipe.name == f"{kind}_weight_only"
+        assert experts.recipe.name == f"{kind.removesuffix('_fp8')}_weight_only"
         values = [one.values.to(BF16).double() for one in (w13, w2)]
         check(experts, Layer(*values))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.architectures import ARCHS
+from cute_kernels.architectures import ARCHS, Architecture
 from cute_kernels.formats import OPERANDS
 
 from .calls.checks import PLAIN_RECIPE, runs_kernels
@@ -115,11 +115,19 @@ def on_device(recipe: Recipe, x: Any) -> Recipe:
     """The recipe by which the GPU of x multiplies what a recipe says: `Architecture.recipes`. Itself on the CPU."""
     if recipe.name not in _VARYING:
         return recipe
-    data = x if isinstance(x, Tensor) else getattr(x, "data", None)
-    if not isinstance(data, Tensor) or not runs_kernels(data):
-        return recipe
-    names = ARCHS[gpus.gpu(data.get_device()).arch].recipes
-    return RECIPES[names.get(recipe.name, recipe.name)]
+    arch = _architecture(x if isinstance(x, Tensor) else getattr(x, "data", None))
+    return recipe if arch is None else RECIPES[arch.recipes.get(recipe.name, recipe.name)]
+
+
+def has_kernels(recipe: Recipe, x: Tensor) -> bool:
+    """Return True if the GPU of x has kernels that multiply a recipe's operands; the CPU computes any recipe."""
+    arch = _architecture(x)
+    return arch is None or on_device(recipe, x).operands not in arch.lacks
+
+
+def _architecture(x: Any) -> Architecture | None:
+    """That of a tensor's GPU; None on the CPU."""
+    return ARCHS[gpus.gpu(x.get_device()).arch] if isinstance(x, Tensor) and runs_kernels(x) else None
 
 
 def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int) -> None:

@@ -43,7 +43,7 @@ def expected(weights: Any, **options: Any) -> Layer:
     given: dict[str, Any] = {"b1": biases[0], "b2": biases[1], "rounds": rounding(RECIPES[weights.kind])}
     if weights.kind == "gpt_oss":
         given |= {"activation": "clamped_swiglu", "layout": "interleaved"}
-    return Layer(weights.w13.values, weights.w2.values, **{**given, **options})
+    return Layer(**{"w1": weights.w13.values, "w2": weights.w2.values, **given, **options})
 
 
 def check(
@@ -65,6 +65,20 @@ def test_a_forward_of_each_format_is_that_of_its_dequantised_weights(sglang: Mod
     assert layer.runner.runner_backend.value == "glulam"
     assert layer.quant_method.glulam_taken.experts(layer).recipe.name == RECIPES[kind]
     check(sglang, layer, expected(weights))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "mxfp4"])
+def test_a_variable_asks_for_rows_in_fp8(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """And weights of which scales alone are loaded anew are prepared anew."""
+    monkeypatch.setenv("GLULAM_MXFP4_ROWS", "fp8")
+    layer, weights = sglang.layer_of(kind), sglang.Weights(kind, form="mxfp4_fp8")
+    weights.load(layer)
+    assert layer.quant_method.glulam_taken.experts(layer).recipe.name == "mxfp4"
+    check(sglang, layer, expected(weights, rounds=rounding("mxfp4")))
+    scale = weights.w2.parts[1].view(torch.uint8)
+    scale += 2
+    weights.load(layer)
+    check(sglang, layer, expected(weights, w2=4 * weights.w2.values, rounds=rounding("mxfp4")))
 
 
 @each_kind

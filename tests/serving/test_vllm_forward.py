@@ -19,7 +19,7 @@ RECIPES = {
     "bf16": "bf16", "fp8": "fp8_block", "compressed_fp8": "fp8_block", "mxfp8": "mxfp8", "compressed_mxfp8": "mxfp8",
     "mxfp8_wide": "mxfp8_weight_only", "modelopt_fp4": "nvfp4_weight_only", "modelopt_mixed": "nvfp4_weight_only",
     "compressed_nvfp4": "nvfp4_weight_only", "deepseek_v4": "mxfp4_weight_only", "mxfp4": "mxfp4_weight_only",
-    "compressed_mxfp4": "mxfp4_weight_only", "compressed_mxfp4_fp8": "mxfp4_weight_only",
+    "compressed_mxfp4": "mxfp4_weight_only", "compressed_mxfp4_fp8": "mxfp4",
 }  # fmt: skip
 """By the names of `vllm_layers.CHECKPOINTS`; rows are rounded as the recipe does on the CPU."""
 
@@ -52,6 +52,16 @@ def test_each_checkpoint_is_the_layer_of_its_dequantised_weights(vllm: ModuleTyp
     kept = layer.quant_method.moe_kernel.fused_experts.held
     assert kept is None if name == "bf16" else kept.recipe.name == RECIPES[name]
     check(vllm, layer, Layer(w13.values, w2.values, rounds=rounding(RECIPES[name])))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "compressed_mxfp4"])
+def test_a_variable_asks_for_rows_in_fp8(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("GLULAM_MXFP4_ROWS", "fp8")
+    w13 = held("mxfp4_fp8", vllm.EXPERTS, 2 * vllm.WIDTH, vllm.HIDDEN, seed=1, halves=2)
+    w2 = held("mxfp4_fp8", vllm.EXPERTS, vllm.HIDDEN, vllm.WIDTH, seed=2)
+    layer = loaded(vllm, name, w13, w2)
+    assert layer.quant_method.moe_kernel.fused_experts.held.recipe.name == "mxfp4"
+    check(vllm, layer, Layer(w13.values, w2.values, rounds=rounding("mxfp4")))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])

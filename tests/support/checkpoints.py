@@ -49,8 +49,8 @@ def float_blocks(random: Random, shape: tuple[int, int], name: str) -> tuple[Par
     return {"weight": data, name: scale}, data.double() * spread(scale, shape, (128, 128))
 
 
-def powers(random: Random, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    bytes_ = torch.from_numpy(random.integers(110, 124, (shape[0], shape[1] // 32)).astype(np.uint8))
+def powers(random: Random, shape: tuple[int, int], binades: int = 14) -> tuple[Tensor, Tensor]:
+    bytes_ = torch.from_numpy(random.integers(124 - binades, 124, (shape[0], shape[1] // 32)).astype(np.uint8))
     return bytes_, spread(torch.exp2(bytes_.double() - 127), shape, (1, 32))
 
 
@@ -59,8 +59,8 @@ def mxfp8(random: Random, shape: tuple[int, int], name: str) -> tuple[Parts, Ten
     return {"weight": data, name: scale}, data.double() * wide
 
 
-def mxfp4_of_deepseek(random: Random, shape: tuple[int, int]) -> tuple[Parts, Tensor]:
-    (data, numbers), (scale, wide) = pairs(random, *shape), powers(random, shape)
+def mxfp4_of_deepseek(random: Random, shape: tuple[int, int], binades: int = 14) -> tuple[Parts, Tensor]:
+    (data, numbers), (scale, wide) = pairs(random, *shape), powers(random, shape, binades)
     return {"weight": data.view(torch.int8), "scale": scale.view(E8M0)}, numbers * wide
 
 

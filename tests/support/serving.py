@@ -35,7 +35,8 @@ def held(kind: str, experts: int, rows: int, columns: int, seed: int = 0, halves
     """A weight in a format.
 
     Args:
-        kind: "bf16", "fp8_block", "mxfp8", "mxfp8_wide" (which cannot be folded), "mxfp4" or "nvfp4".
+        kind: "bf16", "fp8_block", "mxfp8", "mxfp8_wide" (which cannot be folded), "mxfp4", "mxfp4_fp8" (whose scales
+            are a few binades apart), "mxfp4_fp8_wide" (whose are not) or "nvfp4".
         halves: how many projections the rows are, one over the other, each with parts of its own.
     """
     random, shape = np.random.default_rng(seed), (rows // halves, columns)
@@ -45,6 +46,8 @@ def held(kind: str, experts: int, rows: int, columns: int, seed: int = 0, halves
         "mxfp8": lambda: _narrow_mxfp8(random, shape),
         "mxfp8_wide": lambda: checkpoints.mxfp8(random, shape, "scale"),
         "mxfp4": lambda: checkpoints.mxfp4_of_deepseek(random, shape),
+        "mxfp4_fp8": lambda: checkpoints.mxfp4_of_deepseek(random, shape, binades=6),
+        "mxfp4_fp8_wide": lambda: checkpoints.mxfp4_of_deepseek(random, shape, binades=20),
         "nvfp4": lambda: checkpoints.nvfp4(random, shape, checkpoints.MODELOPT, False),
     }[kind]
     whole = _stacked(experts * halves, make)
@@ -76,7 +79,7 @@ def rounding(recipe: str) -> Rounding | None:
     """How a recipe rounds rows before a GEMM; None: not at all."""
     if recipe == "fp8_block":
         return lambda x: fp8_block.quantized_rows(x.float()).values()
-    return (lambda x: mxfp8_mlp.rounded(x, 128)) if recipe == "mxfp8" else None
+    return (lambda x: mxfp8_mlp.rounded(x, 128)) if recipe in ("mxfp8", "mxfp4") else None
 
 
 class Layer(NamedTuple):

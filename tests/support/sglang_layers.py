@@ -85,8 +85,9 @@ def layer_of(kind: str, *, quant_config: Any = None, **options: Any) -> FusedMoE
 class Weights:
     """A layer's weights as a checkpoint has them, and their values in float64."""
 
-    def __init__(self, kind: str, gated: bool = True, width: int = WIDTH) -> None:
-        halves, form = (2 if gated else 1), HELD.get(kind, kind)
+    def __init__(self, kind: str, gated: bool = True, width: int = WIDTH, form: str = "") -> None:
+        """form: of `serving.held`, where it is not the kind's."""
+        halves, form = (2 if gated else 1), form or HELD.get(kind, kind)
         self.kind, self.gated = kind, gated
         self.w13 = held(form, EXPERTS, halves * width, HIDDEN, seed=1, halves=halves)
         self.w2 = held(form, EXPERTS, HIDDEN, width, seed=2)

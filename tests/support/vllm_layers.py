@@ -102,7 +102,7 @@ CHECKPOINTS = {
         compressed(_numbers(4, 32, **_SCALES), None, "mxfp4-pack-quantized"),
     ),
     "compressed_mxfp4_fp8": Checkpoint(
-        "mxfp4", ("weight_packed", "weight_scale"), "compressed-tensors",
+        "mxfp4_fp8", ("weight_packed", "weight_scale"), "compressed-tensors",
         compressed(_numbers(4, 32, **_SCALES), _numbers(8, 32, dynamic=True), "mxfp4-pack-quantized"),
     ),
     "compressed_fp8": Checkpoint(

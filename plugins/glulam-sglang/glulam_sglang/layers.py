@@ -40,7 +40,7 @@ class Taken:
     def prepare(self, layer: Any) -> None:
         """Make the layer's experts of its tensors, after each time that these were loaded.
 
-        Elements that were prepared in place and not loaded again since are left alone.
+        Weights that were prepared in place and not loaded again since are left alone.
         """
         if getattr(layer, "inference_moe_w13_interleaved", False):
             raise NotServed("NVFP4 weights whose gates and up-projections are interleaved")
@@ -51,7 +51,7 @@ class Taken:
         dtype = {} if self.kind == "bf16" else {"dtype": self.dtype}
         self._experts = build(*self.method.tensors(layer), *biases, gate=self.gate, **dtype)
         self._elements = _elements_of(layer)
-        self._sample = sample_of(self._elements)
+        self._sample = sample_of(self.method.tensors(layer))
         for name in SWIZZLED:
             if getattr(layer, name, None) is not None:
                 setattr(layer, name, None)
@@ -59,7 +59,7 @@ class Taken:
     def _is_prepared(self, layer: Any) -> bool:
         if self._sample is None or self.kind in VIEWS or not self._are_in_place(layer):
             return False
-        return torch.equal(self._sample, sample_of(_elements_of(layer)))
+        return torch.equal(self._sample, sample_of(self.method.tensors(layer)))
 
     def _are_in_place(self, layer: Any) -> bool:
         """Return True if the layer's elements lie where they were prepared."""
@@ -97,7 +97,7 @@ def taken(method: Method, own: Any, layer: Any, config: Any) -> Taken:
     check_layer(own, layer, config)
     kind, gate = method.format_of(own), gate_of_config(config)
     hidden, width = layer.w2_weight.shape[1:]
-    if kind in ("mxfp4", "nvfp4"):
+    if kind.startswith(("mxfp4", "nvfp4")):
         width *= 2  # elements, two a byte
     if hidden != config.hidden_size:
         raise NotServed(f"weights are padded to {hidden} columns of {config.hidden_size}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from glulam.integrations.serving import NotServed
+from glulam.integrations.serving import NotServed, mxfp4_kind
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 FP8_BLOCK = [128, 128]
@@ -43,7 +43,7 @@ def _fp8_format(method: Any) -> str:
     if method.is_fp4_expert:
         if method.dequant_fp4_to_fp8:
             raise NotServed("MXFP4 experts are converted to FP8 (SGLANG_DSV4_FP4_DEQUANT)")
-        return "mxfp4"
+        return mxfp4_kind()
     if not config.is_checkpoint_fp8_serialized:
         raise NotServed("weights in 16 bits are quantised while they load")
     if method.use_mxfp8:
@@ -70,7 +70,7 @@ UNQUANTIZED = Method(
     f"{QUANTIZATION}.unquant.UnquantizedFusedMoEMethod", lambda method: "bf16", ("",), lambda method: "triton"
 )
 FP8 = Method(f"{QUANTIZATION}.fp8.Fp8MoEMethod", _fp8_format, FP8_PARTS, _fp8_fallback)
-MXFP4 = Method(f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod", lambda method: "mxfp4", MXFP4_PARTS, lambda method: "")
+MXFP4 = Method(f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod", lambda method: mxfp4_kind(), MXFP4_PARTS, lambda method: "")
 NVFP4 = Method(
     f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4FusedMoEMethod",
     _nvfp4_format,

@@ -8,14 +8,19 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.utils.math_utils import round_up
 
-from glulam.integrations.serving import NotServed, served_recipe
+from glulam.integrations.serving import NotServed, mxfp4_kind, served_recipe
 
-from .choice import FP8, chosen
+from .choice import FP8, MXFP4, chosen
 from .experts import WEIGHT_KEYS, GlulamExperts
 
-CONSTRUCTORS = {FP8: "fp8_block"}
-"""Of ServedExperts, by format; others have the format's name."""
 _log = init_logger(f"vllm.{__name__}")
+
+
+def constructor_of(format: str, rows: str = "bf16") -> str:
+    """Return the constructor of ServedExperts for a format. rows: what a checkpoint of MXFP4 says of activations."""
+    if format == MXFP4:
+        return mxfp4_kind(rows)
+    return "fp8_block" if format == FP8 else format
 
 
 def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multiple: int = 1) -> bool:
@@ -47,7 +52,7 @@ def _reason(moe: FusedMoEConfig, format: str, multiple: int) -> str | None:
     supported, reason = GlulamExperts.is_supported_config(GlulamExperts, moe, WEIGHT_KEYS.get(format), None, layout)
     if not supported:
         return reason
-    kind, width = CONSTRUCTORS.get(format, format), round_up(moe.intermediate_size_per_partition, multiple)
+    kind, width = constructor_of(format), round_up(moe.intermediate_size_per_partition, multiple)
     try:
         served_recipe(kind, moe.hidden_dim, width, moe.in_dtype, torch.empty(0, device=moe.device))
     except NotServed as error:

@@ -39,7 +39,7 @@ from glulam.integrations.serving import NotServed, ServedExperts
 
 from .choice import ENV, FP8, MXFP4, MXFP8, NVFP4
 from .experts import GlulamExperts
-from .layers import CONSTRUCTORS
+from .layers import constructor_of
 
 PACKED = "_packed"
 """How compressed-tensors' names of 4-bit elements end."""
@@ -54,9 +54,11 @@ class Served(FusedMoEMethodBase):
         format: of `choice.FORMATS`.
         tensors: names of the parameters that the constructor of ServedExperts takes.
         multiple: I is rounded up to a multiple of this number, with zeros.
+        rows: of MXFP4 weights, the dtype of rows that the checkpoint asks for.
     """
 
     format: ClassVar[str]
+    rows: ClassVar[str] = "bf16"
     tensors: ClassVar[tuple[str, ...]] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
     multiple: ClassVar[int] = 1
     supports_pre_processed_weights = False
@@ -112,7 +114,7 @@ class Served(FusedMoEMethodBase):
             _refill(experts.held, served)
 
     def experts_of(self, layer: Any, gate: Any) -> ServedExperts:
-        make = getattr(ServedExperts, CONSTRUCTORS.get(self.format, self.format))
+        make = getattr(ServedExperts, constructor_of(self.format, self.rows))
         tensors = [getattr(layer, name) for name in self.tensors]
         made: ServedExperts = make(*tensors, *_biases(layer), gate=gate, dtype=self.moe.in_dtype)
         return made
@@ -230,9 +232,10 @@ class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensors
 
 
 class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
-    """The checkpoint asks for rows in 8 bits; rows keep 16."""
+    """The checkpoint asks for rows in 8 bits."""
 
     format = MXFP4
+    rows = "fp8"
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe, weight_dtype="mxfp4")

@@ -12,22 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.arch import room
-
-from ..calls.checks import runs_kernels
 from ..formats.form import Form
 from ..formats.fp8_block.form import FP8_BLOCK
 from ..formats.mxfp8.forms import BLOCKS
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.mxfp8.square_blocks import mxfp8_of_square_blocks
 from ..formats.scaled import SCALE_DTYPE, Parts, scales_of
-from ..host import device as gpus
-from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Recipe
+from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Recipe, has_kernels
 from .experts import SCALE, parameter, weight_names
 
 SCALE_INV = "_scale_inv"
 """What FP8Experts calls a weight's scales, after the weight's name; values are elements times these."""
-FP8_BITS = 8
 FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS, torch.uint8: BLOCKS}
 """The form that reads a weight, by the dtype of the scales that kernels read."""
 
@@ -46,7 +41,7 @@ class Served(NamedTuple):
     """The recipes that multiply weights of a kind.
 
     Attributes:
-        recipe: on GPUs whose kernels have an FP8 MMA, and on the CPU. weight_only: on other GPUs.
+        recipe: on GPUs that have kernels for it, and on the CPU. weight_only: on other GPUs.
         make_scales: makes the scales that kernels read of a weight and its scales; None: kernels read those.
     """
 
@@ -124,14 +119,10 @@ def _refuse(what: str) -> None:
     raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
 
 
-def has_fp8_mma(weight: Tensor) -> bool:
-    """Return True if the GPU where a weight lies has kernels with an FP8 MMA; on the CPU torch computes any recipe."""
-    return not runs_kernels(weight) or bool(room(gpus.gpu(weight.get_device()).arch).all_tiles(FP8_BITS))
-
-
 def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
     """The recipe of a module's weights on the GPU where they lie."""
-    return fp8.served.recipe if has_fp8_mma(experts.down_proj) else fp8.served.weight_only
+    served = fp8.served
+    return served.recipe if has_kernels(served.recipe, experts.down_proj) else served.weight_only
 
 
 def has_scales(experts: Any) -> bool:

@@ -7,4 +7,5 @@ Glulam does not compute raises `NotServed` before weights are touched; the plugi
 from .experts import ServedExperts as ServedExperts
 from .gates import NotServed as NotServed
 from .gates import gate_of as gate_of
+from .weights import mxfp4_kind as mxfp4_kind
 from .weights import served_recipe as served_recipe

@@ -68,7 +68,15 @@ class ServedExperts:
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
         """E2M1 weights, two a byte (uint8 or int8), with a scale for 32 of a row: gpt-oss and DeepSeek-V4."""
-        return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
+        return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4"), b13, b2, gate, dtype)
+
+    @classmethod
+    def mxfp4_fp8(
+        cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
+        b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
+    ) -> ServedExperts:  # fmt: skip
+        """As `mxfp4`, and rows are quantised to FP8 where the GPU multiplies FP8 and the weights allow it."""
+        return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4_fp8"), b13, b2, gate, dtype)
 
     @classmethod
     def nvfp4(

@@ -2,12 +2,14 @@
 
 E experts, H hidden, I intermediate size of a rank. w13 [E, 2I, H] holds gate and up-projection, or [E, I, H] without a
 gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16 bits and FP8 blocks as they are; 4-bit and MXFP8 elements
-are put into the order or scale of kernels in place, so that an engine which loads weights again prepares them again.
+are put into the order or scale of kernels in place, if at all, so that an engine which loads weights again prepares
+them again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,11 @@ from ... import recipes
 from ...activations import Activation, is_in_halves
 from ...calls.checks import runs_kernels, shape_text
 from ...formats.fp8_block import FP8BlockTensor
-from ...formats.mxfp4 import MXFP4Tensor
+from ...formats.mxfp4 import MXFP4Tensor, prepare_mxfp4_weight
 from ...formats.mxfp8 import FoldedWeight, FoldError, MXFP8Tensor, prepare_mxfp8_weight
 from ...formats.nvfp4 import NVFP4Tensor
 from ...formats.scaled import F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, scales_of
 from ...recipes import Recipe
-from ..fp8_experts import has_fp8_mma
 from .gates import NotServed
 
 MULTIPLE = 8
@@ -32,9 +33,14 @@ RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
     "mxfp8": (recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY),
     "mxfp4": (recipes.MXFP4_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY),
+    "mxfp4_fp8": (recipes.MXFP4_IN_FP8, recipes.MXFP4_WEIGHT_ONLY),
     "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
 }
-"""By format, which is the name of a constructor of ServedExperts: on GPUs that multiply FP8, and on others."""
+"""By format, which is the name of a constructor of ServedExperts: on GPUs with kernels for the first, and on others."""
+MXFP4_ROWS = "GLULAM_MXFP4_ROWS"
+"""The variable that says how plugins multiply rows by MXFP4 weights: a key of MXFP4_KINDS."""
+MXFP4_KINDS = {"bf16": "mxfp4", "fp8": "mxfp4_fp8"}
+"""The formats of MXFP4 experts, by the dtype of rows."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,7 +74,7 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
         NotServed: no kernels for rows of this dtype, or experts of this width.
     """
     recipe, weight_only = RECIPES[kind]
-    recipe = recipe if has_fp8_mma(weight) else weight_only
+    recipe = recipe if recipes.has_kernels(recipe, weight) else weight_only
     if recipe is not recipes.BF16:
         _check_fits(recipe, dtype, hidden, width)
     elif dtype not in SOURCE_DTYPES or (runs_kernels(weight) and dtype == torch.float32):
@@ -76,6 +82,18 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
     elif runs_kernels(weight) and (hidden % MULTIPLE or width % MULTIPLE):
         raise NotServed(f"expert weights have H = {hidden} and I = {width}; kernels read multiples of {MULTIPLE}")
     return recipe
+
+
+def mxfp4_kind(default: str = "bf16") -> str:
+    """Return the format of MXFP4 experts that GLULAM_MXFP4_ROWS asks for. default: its value where it is not set.
+
+    Raises:
+        ValueError: it names no dtype of rows.
+    """
+    rows = os.environ.get(MXFP4_ROWS, "").strip().lower() or default
+    if rows not in MXFP4_KINDS:
+        raise ValueError(f"{MXFP4_ROWS} is {rows!r}; give {' or '.join(MXFP4_KINDS)}")
+    return MXFP4_KINDS[rows]
 
 
 def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
@@ -95,13 +113,13 @@ def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weigh
 
 
 def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
-    """Fold E4M3 elements in place to one power of two a row, where the GPU multiplies FP8 and folding is accurate; else
-    return views, for 16-bit rows. Scales are E8M0, one for 32 of a row.
+    """Fold E4M3 elements in place to one power of two a row, where the GPU multiplies FP8 without the scales of blocks
+    and folding is accurate; else return views. Scales are E8M0, one for 32 of a row.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
     recipe = served_recipe("mxfp8", w2.shape[1], w2.shape[2], dtype, w2)
-    if recipe is recipes.MXFP8:
+    if recipe is recipes.MXFP8 and recipes.on_device(recipe, w2) is recipe:
         try:
             first, second = (prepare_mxfp8_weight(w) for w in exact)
         except FoldError as error:
@@ -113,16 +131,27 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
     return Weights(exact[0], exact[1], recipe)
 
 
-def mxfp4(given: Checkpoint, dtype: torch.dtype) -> Weights:
+def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
     """Put E2M1 elements, two a byte, into kernels' order in place. Scales, one for 32 of a row: E8M0, or float32 that
     are powers of two, of which E8M0 copies are made.
+
+    Of kind "mxfp4_fp8", for rows in FP8: elements stay as they are, and each row gets a power of two, where kernels
+    multiply FP8 and no row's scales are too far apart; else as above.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
-    recipe = served_recipe("mxfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
+    hidden, width = w2.shape[1], 2 * w2.shape[2]
+    recipe = served_recipe(kind, hidden, width, dtype, w2)
     first, second = (
         MXFP4Tensor(w.view(torch.uint8), _power_scales(name, scale))
         for name, w, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
     )
+    if recipe is recipes.MXFP4_IN_FP8:
+        try:
+            return Weights(prepare_mxfp4_weight(first), prepare_mxfp4_weight(second), recipe)
+        except FoldError as error:
+            _log.info("MXFP4 experts keep 16-bit rows: %s", error)
+            recipe = recipes.MXFP4_WEIGHT_ONLY
+            _check_fits(recipe, dtype, hidden, width)
     return Weights(first.prepare_(), second.prepare_(), recipe)
 
 
