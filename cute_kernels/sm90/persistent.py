@@ -11,6 +11,7 @@ multicast.
                                      ring (tile), stages (empty)        stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
+                                             decoded (full)             decoded (empty)
     the others           decode weights, where the mainloop has such warpgroups, which take turns at k-tiles
                                      ring (tile), stages (empty)        stages (full, 1 a thread), ring (empty)
                          or packed ones of stages into a ring of their own (sm90/mainloop/decoded_fp8.py)
@@ -21,7 +22,7 @@ multicast.
     other tile each; one's epilogue runs while the other's MMAs do.
 
     ring    WorkRing, 4 slots, or 2 where tickets are drawn. full: 1 arrival (scheduler); empty: 1 a consumer warp. All
-            warpgroups read it.
+            warpgroups read it, and each role that waits for a tile frees its slot.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
     tickets a cluster's, where it draws them, sent to its second CTA through slots (schedule/tickets.py).

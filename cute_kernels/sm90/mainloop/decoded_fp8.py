@@ -159,7 +159,8 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         stages' packed weights.
 
         Turns count on from tile to tile: a warpgroup that came to a slot a third k-tile later could take a phase of its
-        barrier for one that is two older.
+        barrier for one that is two older. So could one that waited for a stage first, whose k-tile before may be the
+        other warpgroup's and on its way: room among decoded weights says that it was multiplied.
         """
         turns = self.warpgroups
         first = (rank + turns - state.count % turns) % turns
@@ -168,8 +169,8 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
             if state.count % turns == rank:
                 slot = wide + self.decoded.slot(state.count) * wide_bytes
-                stages.consumer_wait(state)
                 self.decoded.wait_empty(state.count)
+                stages.consumer_wait(state)
                 lines.decode(narrow + state.index * self.packed_bytes, slot)
                 cute.arch.fence_view_async_shared()
                 self.decoded.arrive_full(state.count)

@@ -1,8 +1,10 @@
-"""How ranks of the symmetric transport exchange rows, as a model, and a search through every order of its events.
+"""How ranks of the symmetric transport exchange rows and how roles of a kernel hand over tiles, as models, and a search
+through every order of their events.
 
-Each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines), ids, and
-words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that it is done with all ops
-before, `abort` that it gave up. Ranks run one list of ops, each rank on one stream, and an op's words carry its epoch:
+Of ranks: each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines),
+ids, and words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that it is done with
+all ops before, `abort` that it gave up. Ranks run one list of ops, each rank on one stream, and an op's words carry its
+epoch:
 
     D1    dispatch, which makes handle 1: ids and rows to X, then `data`; wait for `data` of all; read
     B1    backward's dispatch by handle 1: the same without ids
@@ -12,7 +14,8 @@ There is one X and one Y: what an op overwrites must have been read. X is read u
 if that comes first, the next dispatch; Y within its op. So `sums` of the latest dispatch's combine let a rank dispatch,
 and `data` let it combine. Where the op before gave no such word, ranks first exchange `enter`.
 
-To be read in this order: ops.py (rules, and what a rank's stream does), ranks.py (windows and stores on their way),
-ctas.py (one rank's kernels), search.py. `python -m tests.support.protocol` runs the sizes that tests/test_protocol.py
-has no time for.
+Of ranks, to be read in this order: ops.py (rules, and what a rank's stream does), ranks.py (windows and stores on their
+way), ctas.py (one rank's kernels), search.py. `python -m tests.support.protocol` runs the sizes that
+tests/test_protocol.py has no time for. Of roles: gemm.py (each protocol of persistent kernels, and ways to break it),
+barriers.py.
 """

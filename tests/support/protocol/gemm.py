@@ -1,0 +1,368 @@
+"""The protocols of persistent GEMMs' roles, each by itself: what waits for what, and who arrives where.
+
+Each function builds what its kernel's docstring tables, and takes a way to break it. `n` items come, more than twice as
+many as there are slots, so that a wait can meet the phase two rounds before.
+"""
+
+from __future__ import annotations
+
+from .barriers import Machine, Pipeline, Role
+
+LOADS, SCHEDULER, EPILOGUE_LOADS, GATHER, SCALES, MMA, DECODE, EPILOGUE = (
+    "TMA loads", "scheduler", "epilogue loads", "gather", "bring scales", "MMA", "decode", "epilogue"
+)  # fmt: skip
+
+
+WARPS = "warps"
+"""The named barrier of a warpgroup's warps."""
+PAIR = range(2)
+"""The CTAs of a cluster."""
+
+
+def produce(role: Role, to: Pipeline, number: int) -> None:
+    """Hand over one item that a role writes itself."""
+    role.acquire(to, number)
+    role.write(to, number)
+    role.commit(to, number)
+
+
+def consume(role: Role, of: Pipeline, number: int) -> None:
+    """Wait for an item, use it, and give its slot back."""
+    role.await_full(of, number)
+    role.use(of, number)
+    role.release(of, number)
+
+
+def ring(n: int = 5, slots: int = 2, consumers: tuple[str, ...] = (LOADS, MMA), broken: str = "") -> Machine:
+    """`schedule.work.WorkRing`: tiles from the scheduler to all other warps.
+
+    broken: "few arrivals", "no wait", "early", "parity".
+    """
+    made = Machine()
+    ring = made.pipeline("ring", slots, full=1, empty=len(consumers) - (broken == "few arrivals"))
+    scheduler = made.role(SCHEDULER)
+    for tile in range(n):
+        if broken != "no wait":
+            scheduler.acquire(ring, tile, parity=0 if broken == "parity" else 1)
+        if broken == "early":
+            scheduler.commit(ring, tile)
+            scheduler.write(ring, tile)
+        else:
+            scheduler.write(ring, tile)
+            scheduler.commit(ring, tile)
+    for name in consumers:
+        consumer = made.role(name)
+        for tile in range(n):
+            consume(consumer, ring, tile)
+    return made
+
+
+def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> Machine:
+    """Stages of the pipeline of k-tiles in one CTA: weights by TMA, rows of x by TMA or by the role `gathers`.
+
+    broken: "bytes", which a full barrier does not count; "released early", before its MMAs have ended; "one gatherer",
+    which does not wait for room.
+    """
+    made = Machine()
+    counted = 2 - (broken == "bytes")
+    stages = made.pipeline("stages", slots, full=1 + counted, empty=2, parts=2)
+    loads = made.role(LOADS)
+    for k_tile in range(n):
+        loads.acquire(stages, k_tile)
+        loads.commit(stages, k_tile)  # with the number of bytes to expect
+        loads.send(stages, k_tile, part=0)
+        if not gathers:
+            loads.send(stages, k_tile, part=1)
+    if gathers:
+        gather = made.role(gathers)
+        for k_tile in range(n):
+            if broken != "one gatherer":
+                gather.acquire(stages, k_tile)
+            gather.send(stages, k_tile, part=1)
+    for _ in range(2):
+        mma = made.role(MMA)
+        for k_tile in range(n):
+            mma.await_full(stages, k_tile)
+            if broken == "released early":
+                mma.release(stages, k_tile)
+                mma.use(stages, k_tile)
+            else:
+                mma.use(stages, k_tile)
+                mma.release(stages, k_tile)
+    return made
+
+
+def shared_stages(n: int = 3, slots: int = 1, broken: str = "") -> Machine:
+    """Stages of a cluster of two CTAs, each of which loads half of a tile into both.
+
+    broken: "own room", where a CTA asks for room in its own stages alone; "no tail", where it does not stay until its
+    peer's last arrivals.
+    """
+    made = Machine()
+    stages = _stages_of_pair(made, slots, empty=1 if broken == "own room" else 2)
+    for cta in PAIR:
+        loads, mma = made.role(LOADS, cta), made.role(MMA, cta)
+        for k_tile in range(n):
+            _load_for_both(loads, stages, k_tile)
+        if broken != "no tail":
+            _tail(loads, stages[cta], n)
+        for k_tile in range(n):
+            mma.await_full(stages[cta], k_tile)
+            mma.use(stages[cta], k_tile)
+            for to in (cta,) if broken == "own room" else PAIR:
+                mma.release(stages[to], k_tile)
+    return made
+
+
+def _stages_of_pair(made: Machine, slots: int, empty: int = 2) -> list[Pipeline]:
+    return [made.pipeline("stages", slots, full=3, empty=empty, cta=cta, parts=2) for cta in PAIR]
+
+
+def _load_for_both(loads: Role, stages: list[Pipeline], k_tile: int) -> None:
+    """Load a CTA's half of a k-tile into both."""
+    mine = stages[loads.cta]
+    loads.acquire(mine, k_tile)
+    loads.commit(mine, k_tile)
+    for to in stages:
+        loads.send(to, k_tile, part=loads.cta)
+
+
+def _tail(loads: Role, stages: Pipeline, n: int) -> None:
+    """Wait until all stages of n k-tiles are empty."""
+    for k_tile in range(n, n + stages.slots):
+        loads.acquire(stages, k_tile)
+
+
+def turns(tiles: int = 4, k_tiles: int = 2, slots: int = 2, role: str = MMA, broken: str = "") -> Machine:
+    """Pingpong: two warpgroups have every other tile each, and its k-tiles of the one pipeline (`sm90/turns.py`).
+
+    broken: "no turns".
+    """
+    made = Machine()
+    stages = made.pipeline("stages", slots, full=2, empty=1)
+    turn = [made.named("turns") for _ in range(2)]
+    loads = made.role(LOADS)
+    for k_tile in range(tiles * k_tiles):
+        loads.acquire(stages, k_tile)
+        loads.commit(stages, k_tile)
+        loads.send(stages, k_tile)
+    for index in range(2):
+        mma = made.role(role)
+        if index == 1 and broken != "no turns":
+            mma.arrive(turn[0])
+        for tile in range(index, tiles, 2):
+            if broken != "no turns":
+                mma.sync(turn[index])
+            for k_tile in range(tile * k_tiles, (tile + 1) * k_tiles):
+                consume(mma, stages, k_tile)
+            if broken != "no turns":
+                mma.arrive(turn[1 - index])
+    return made
+
+
+def loads(chunks: int = 5, slots: int = 2, role: str = MMA, broken: str = "") -> Machine:
+    """What an epilogue reads beside its accumulators, and overwrites with what it stores (`sm90/epilogue/preact.py`).
+
+    Two warps read a slot and write their results there; the storing one of them, once both have, sends these off and
+    frees the slot when that has been read. broken: "freed early", before the store has read the slot; "alone", without
+    the barrier between the two.
+    """
+    made = Machine()
+    loads = made.pipeline("loads", slots, full=2, empty=1, parts=1)
+    both = made.named(WARPS)
+    load = made.role(EPILOGUE_LOADS)
+    for chunk in range(chunks):
+        load.acquire(loads, chunk)
+        load.commit(loads, chunk)
+        load.send(loads, chunk)
+    for stores in (True, False):
+        warp = made.role(role)
+        for chunk in range(chunks):
+            warp.await_full(loads, chunk)
+            warp.read(loads, chunk)
+            if broken == "freed early" and stores:
+                warp.release(loads, chunk)
+            warp.read(loads, chunk)
+            if broken != "alone":
+                warp.sync(both)
+            if stores:
+                warp.read(loads, chunk)  # the bulk store, until its group has read the slot
+                if broken != "freed early":
+                    warp.release(loads, chunk)
+    return made
+
+
+def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
+    """Tickets that the first CTA of a cluster draws and sends to the second (`schedule/tickets.py`); all but the last
+    are tiles, of one k-tile here, which both CTAs load for both.
+
+    So the first CTA stays until the second has multiplied its last tile, and with it until all tickets but the last are
+    answered. broken: "no wait", where the first sends without room; "released last", where the second answers its last
+    ticket, too; "no tail", as of `shared_stages`.
+    """
+    made = Machine()
+    # Full in the second CTA, empty in the first.
+    broadcast = made.pipeline("broadcast", slots, full=2, empty=1, cta=1)
+    for slot in range(slots):
+        made.barriers[broadcast.empty(slot)] = made.barriers[broadcast.empty(slot)]._replace(cta=0)
+    stages = _stages_of_pair(made, slots=1)
+    for cta in PAIR:
+        ring = made.pipeline("ring", 1, full=1, empty=1, cta=cta)
+        scheduler, loads, mma = (made.role(name, cta) for name in (SCHEDULER, LOADS, MMA))
+        for ticket in range(n):
+            is_tile = ticket < n - 1
+            if cta == 0:
+                if broken != "no wait":
+                    scheduler.acquire(broadcast, ticket)
+                scheduler.send(broadcast, ticket)
+            else:
+                scheduler.commit(broadcast, ticket)
+                scheduler.await_full(broadcast, ticket)
+                scheduler.read(broadcast, ticket)
+                if is_tile or broken == "released last":
+                    scheduler.release(broadcast, ticket)
+            if is_tile:
+                produce(scheduler, ring, ticket)
+                loads.await_full(ring, ticket)
+                loads.read(ring, ticket)
+                loads.release(ring, ticket)
+                _load_for_both(loads, stages, ticket)
+                mma.await_full(stages[cta], ticket)
+                for to in stages:
+                    mma.release(to, ticket)
+        if broken != "no tail":
+            _tail(loads, stages[cta], n - 1)
+    return made
+
+
+def decoded(
+    tiles: int = 2, k_tiles: int = 3, slots: int = 3, warpgroups: int = 2, broken: str = ""
+) -> Machine:  # fmt: skip
+    """Packed weights that warpgroups decode in turns to a second ring (`sm90/mainloop/decoded_fp8.py`).
+
+    broken: "rows forgotten", where the MMA's own arrival is not counted at a stage; "turns by tile", where each tile's
+    turns begin with the same warpgroup; "no room", where decoding does not wait for the slot; "packed first", where it
+    waits for the packed weights before, so that nothing says that the stage's older phase is over.
+    """
+    made = Machine()
+    counted = 1 if broken == "rows forgotten" else 2
+    stages = made.pipeline("stages", slots, full=2, empty=counted)
+    ring = made.pipeline("decoded", 2, full=1, empty=1)
+    loads = made.role(LOADS)
+    numbers = range(tiles * k_tiles)
+    for number in numbers:
+        loads.acquire(stages, number)
+        loads.commit(stages, number)
+        loads.send(stages, number)
+    for rank in range(warpgroups):
+        decode = made.role(DECODE)
+        for number in numbers:
+            turn = number % k_tiles if broken == "turns by tile" else number
+            if turn % warpgroups != rank:
+                continue
+            if broken == "packed first":
+                decode.await_full(stages, number)
+            if broken != "no room":
+                decode.acquire(ring, number)
+            if broken != "packed first":
+                decode.await_full(stages, number)
+            decode.read(stages, number)
+            decode.write(ring, number)
+            decode.commit(ring, number)
+            decode.release(stages, number)
+    mma = made.role(MMA)
+    for number in numbers:
+        mma.await_full(stages, number)
+        mma.await_full(ring, number)
+        mma.use(stages, number)
+        mma.use(ring, number)
+        mma.release(ring, number)
+        mma.release(stages, number)
+    return made
+
+
+def decoding(n: int = 7, slots: int = 2, broken: str = "") -> Machine:
+    """Weights that warpgroups decode in turns into the very stages (`sm90/mainloop/decoded_lines.py`).
+
+    broken: "no wait", where they do not wait for room.
+    """
+    made = Machine()
+    stages = made.pipeline("stages", slots, full=3, empty=1, parts=2)
+    loads = made.role(LOADS)
+    for k_tile in range(n):
+        loads.acquire(stages, k_tile)
+        loads.commit(stages, k_tile)
+        loads.send(stages, k_tile, part=0)
+    for rank in range(2):
+        decode = made.role(DECODE)
+        for k_tile in range(rank, n, 2):
+            if broken != "no wait":
+                decode.acquire(stages, k_tile)
+            decode.write(stages, k_tile, part=1)
+            decode.commit(stages, k_tile)
+    mma = made.role(MMA)
+    for k_tile in range(n):
+        consume(mma, stages, k_tile)
+    return made
+
+
+def accumulators(tiles: int = 5, broken: str = "") -> Machine:
+    """Two accumulators in tensor memory, one for each warpgroup that finishes tiles (`sm100/persistent.py`).
+
+    broken: "freed early", before the last slab is read; "no commit", where a warpgroup is told before its MMAs ended.
+    """
+    made = Machine()
+    two = made.pipeline("accumulators", 2, full=1, empty=1)
+    mma = made.role(MMA)
+    for tile in range(tiles):
+        mma.acquire(two, tile)
+        if broken == "no commit":
+            mma.commit(two, tile)
+            mma.write(two, tile)
+        else:
+            mma.send(two, tile)  # MMAs end some time later, and a commit arrives then
+    for index in range(2):
+        epilogue = made.role(EPILOGUE)
+        for tile in range(index, tiles, 2):
+            epilogue.await_full(two, tile)
+            epilogue.read(two, tile)
+            if broken == "freed early":
+                epilogue.release(two, tile)
+                epilogue.read(two, tile)
+            else:
+                epilogue.read(two, tile)
+                epilogue.release(two, tile)
+    return made
+
+
+Table = dict[str, tuple[set[str], set[str]]]
+"""Of each role, the barriers that it waits for and those that it signals."""
+
+
+def hopper() -> Table:
+    """What `sm90/persistent.py` tables."""
+    of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, GATHER, MMA, DECODE))
+    return _table(of_ring, stages(), stages(gathers=GATHER), turns(), loads(), decoding(), decoded())
+
+
+def blackwell() -> Table:
+    """What `sm100/persistent.py` tables."""
+    of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, MMA, EPILOGUE, GATHER, SCALES))
+    by_role = (stages(gathers=role) for role in (GATHER, SCALES))
+    made = _table(of_ring, stages(), *by_role, accumulators(), loads(role=EPILOGUE))
+    of_turns = _table(turns(role=EPILOGUE))[EPILOGUE]  # at the slots of epilogues: what they guard there is no stage
+    for mine, turn in zip(made[EPILOGUE], of_turns, strict=True):
+        mine |= turn & {"turns"}
+    return made
+
+
+def _table(*machines: Machine) -> Table:
+    """Of all machines together. That each consumer frees the ring's slots is said of the ring."""
+    found: Table = {}
+    for machine in machines:
+        for role, sides in machine.table().items():
+            for mine, names in zip(found.setdefault(role, (set(), set())), sides, strict=True):
+                mine |= names - {WARPS}
+    for _, signals in found.values():
+        signals.discard("ring (empty)")
+    return found
