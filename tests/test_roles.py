@@ -35,7 +35,7 @@ HOLDS: list[tuple[Build, dict[str, Any]]] = [
     (gemm.decoded, {"tiles": 4, "k_tiles": 1}),
     (gemm.decoded, {"warpgroups": 1}),
     (gemm.decoding, {}),
-    (gemm.decoding, {"slots": 3, "n": 8}),
+    (gemm.decoding, {"slots": 3}),
     (gemm.accumulators, {}),
 ]
 BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
@@ -59,6 +59,8 @@ BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
     (gemm.decoded, "no room", {}, {READS, WAITS}),
     (gemm.decoded, "packed first", {}, {READS}),
     (gemm.decoding, "no wait", {}, {READS, WAITS}),
+    (gemm.decoding, "turns by tile", {}, {READS}),
+    (gemm.decoding, "all stages", {}, {WAITS}),
     (gemm.accumulators, "freed early", {}, {READS}),
     (gemm.accumulators, "no commit", {}, {READS}),
 ]

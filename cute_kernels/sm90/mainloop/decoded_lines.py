@@ -114,19 +114,24 @@ class DecodedLinesMainloop(Mainloop):
     ):  # fmt: skip
         """Fill the weights of every stage of one output tile that is this warpgroup's, number `rank`. slots: the
         address of its slots.
+
+        Turns count on from tile to tile, so that room for a warpgroup's k-tile says that all before the other's last
+        one were multiplied: it then takes no later phase of a stage's barrier for an earlier one, whose stage it never
+        waited for.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
         stage_bytes = self.tile.n * self.tile.k * self.dtype.width // 8
         turns = DECODING_WARPGROUPS
+        first = (rank + turns - state.count % turns) % turns
         last = slots + (SLOTS - 1) * lines.slot_bytes
         slot_before = last
         for i in cutlass.range_constexpr(SLOTS - 1):
-            self._begin(lines, sources, slots + i * lines.slot_bytes, rank + i * turns, num_k_tiles, slot_before)
+            self._begin(lines, sources, slots + i * lines.slot_bytes, first + i * turns, num_k_tiles, slot_before)
             slot_before = slots + i * lines.slot_bytes
         slot, free = slots, last
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            if k_tile % turns == rank:
+            if state.count % turns == rank:
                 self._begin(lines, sources, free, k_tile + (SLOTS - 1) * turns, num_k_tiles, slot_before)
                 slot_before = free
                 cute.arch.cp_async_wait_group(SLOTS - 1)
@@ -137,8 +142,6 @@ class DecodedLinesMainloop(Mainloop):
                 cute.arch.mbarrier_arrive(stages.sync_object_full.get_barrier(state.index))
                 free = slot
                 slot = select(slot == last, slots, slot + lines.slot_bytes)
-            else:  # a warpgroup that passed stages by could take a later phase of their barriers for an earlier one
-                stages.sync_object_empty.wait(state.index, state.phase)
             state.advance()
         return state
 

@@ -281,28 +281,33 @@ def decoded(
     return made
 
 
-def decoding(n: int = 7, slots: int = 2, broken: str = "") -> Machine:
+def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "") -> Machine:
     """Weights that warpgroups decode in turns into the very stages (`sm90/mainloop/decoded_lines.py`).
 
-    broken: "no wait", where they do not wait for room.
+    broken: "no wait", where they do not wait for room; "turns by tile", where each tile's turns begin with the same
+    warpgroup; "all stages", where each also waits for room in the other's, which may be taken before it looks.
     """
     made = Machine()
     stages = made.pipeline("stages", slots, full=3, empty=1, parts=2)
+    numbers = range(tiles * k_tiles)
     loads = made.role(LOADS)
-    for k_tile in range(n):
-        loads.acquire(stages, k_tile)
-        loads.commit(stages, k_tile)
-        loads.send(stages, k_tile, part=0)
+    for number in numbers:
+        loads.acquire(stages, number)
+        loads.commit(stages, number)
+        loads.send(stages, number, part=0)
     for rank in range(2):
         decode = made.role(DECODE)
-        for k_tile in range(rank, n, 2):
-            if broken != "no wait":
-                decode.acquire(stages, k_tile)
-            decode.write(stages, k_tile, part=1)
-            decode.commit(stages, k_tile)
+        for number in numbers:
+            turn = number % k_tiles if broken == "turns by tile" else number
+            is_mine = turn % 2 == rank
+            if broken != "no wait" and (is_mine or broken == "all stages"):
+                decode.acquire(stages, number)
+            if is_mine:
+                decode.write(stages, number, part=1)
+                decode.commit(stages, number)
     mma = made.role(MMA)
-    for k_tile in range(n):
-        consume(mma, stages, k_tile)
+    for number in numbers:
+        consume(mma, stages, number)
     return made
 
 
