@@ -6,30 +6,60 @@ import dataclasses
 import math
 from typing import Any
 
-SCHEDULES = {
-    "cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1", "warps": "warps",
-    "tensor_memory": "tm",
-}  # fmt: skip
 # Float32 accumulators a thread can hold beside an epilogue, and in turns, where a forward's takes them chunk by chunk.
 MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
+SLAB_ROWS = 64
+"""Rows of the MMA that a warpgroup computes at once."""
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
-# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has one or two slabs of weight rows.
-SWAPPED_TILE_M = (16, 32, 64, 128, 256)
-SWAPPED_TILE_N = (128, 256)
-SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
-# Tiles with an accumulator in tensor memory: 128 lanes; the columns of two accumulators are a power of two.
-TENSOR_MEMORY_TILE_M, TENSOR_MEMORY_TILE_N = (128,), (128, 256)
-# Of warps that share a tile: one slab of 64 rows, of which the first 16 are some, or two.
-WARPS_TILE_M, WARPS_TILE_N = (16, 128), (128,)
 # One 128-byte row of an operand's shared memory, by the width of an element.
 TILE_K = {16: 64, 8: 128}
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
-TILES = dict.fromkeys(SWAPPED_SLABS, (SWAPPED_TILE_M, SWAPPED_TILE_N)) | {
-    "warps": (WARPS_TILE_M, WARPS_TILE_N), "tensor_memory": (TENSOR_MEMORY_TILE_M, TENSOR_MEMORY_TILE_N),
-}  # fmt: skip
-"""Rows and weight rows of a tile, by schedules that have their own; these have no clusters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the warps of a CTA share its tiles, and which tiles it can have.
+
+    Attributes:
+        short: its name in names of specs.
+        heights, widths: rows and weight rows of a tile. clusters: (m, n) of these.
+        slabs: slabs that an MMA warpgroup has of a tile. None: all of them.
+        warpgroups: MMA warpgroups that take turns, with a tile each; 1: they share a tile.
+        swapped: whether weights are the rows of the MMA and rows of x its columns.
+        by_warps: whether warps multiply, without TMA or wgmma.
+        in_tensor_memory: whether accumulators are in tensor memory.
+        paired: tiles (m, n) of which an SM has two CTAs, so that one decodes while the other stores or waits for its
+            first loads.
+    """
+
+    short: str
+    heights: tuple[int, ...] = TILE_M
+    widths: tuple[int, ...] = TILE_N
+    clusters: tuple[tuple[int, int], ...] = CLUSTERS[:1]
+    slabs: int | None = None
+    warpgroups: int = 1
+    swapped: bool = False
+    by_warps: bool = False
+    in_tensor_memory: bool = False
+    paired: tuple[tuple[int, int], ...] = ()
+
+
+# The columns of a swapped tile's wgmma are rows of x.
+_SWAPPED = Schedule(short="swap", heights=(16, 32, 64, 128, 256), widths=(128, 256), slabs=2, swapped=True)
+SCHEDULES = {
+    "cooperative": Schedule(short="coop", clusters=CLUSTERS, slabs=1),
+    "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
+    "swapped": _SWAPPED,
+    "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128),)),
+    # One slab, of which the first 16 rows are some, or two.
+    "warps": Schedule(short="warps", heights=(16, 128), widths=(128,), by_warps=True),
+    # An accumulator has 128 lanes; the columns of two are a power of two.
+    "tensor_memory": Schedule(
+        short="tm", heights=(128,), widths=(128, 256), warpgroups=PINGPONG_WARPGROUPS, in_tensor_memory=True
+    ),
+}
 
 
 class SpecError(ValueError):
@@ -69,33 +99,34 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         require("schedule", self.schedule, SCHEDULES)
-        heights, widths = TILES.get(self.schedule, (TILE_M, TILE_N))
-        require("tile m", self.m, heights)
-        require("tile n", self.n, widths)
+        require("tile m", self.m, self.rules.heights)
+        require("tile n", self.n, self.rules.widths)
         require("tile k", self.k, TILE_K.values())
-        clusters = CLUSTERS[:1] if self.schedule in TILES else CLUSTERS
-        require("cluster (m, n)", (self.cluster_m, self.cluster_n), clusters)
+        require("cluster (m, n)", (self.cluster_m, self.cluster_n), self.rules.clusters)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
         check_accumulators(self, MAX_TURN_ACCUMULATORS if self.takes_turns else self.max_accumulators)
 
     @property
+    def rules(self) -> Schedule:
+        return SCHEDULES[self.schedule]
+
+    @property
     def takes_turns(self) -> bool:
         """True if each of two warpgroups has every other tile alone."""
-        return self.schedule in ("pingpong", "tensor_memory")
+        return self.rules.warpgroups > 1
 
     @property
     def by_warps(self) -> bool:
-        return self.schedule == "warps"
+        return self.rules.by_warps
 
     @property
     def in_tensor_memory(self) -> bool:
-        """True if accumulators are in tensor memory."""
-        return self.schedule == "tensor_memory"
+        return self.rules.in_tensor_memory
 
     @property
     def swapped(self) -> bool:
-        return self.schedule in SWAPPED_SLABS
+        return self.rules.swapped
 
     @property
     def mma_rows(self) -> int:
@@ -110,31 +141,28 @@ class TileConfig:
     @property
     def warpgroups_per_tile(self) -> int:
         """MMA warpgroups that share a tile."""
-        if self.swapped:
-            return self.n // (SWAPPED_SLABS[self.schedule] * 64)
-        return 1 if self.takes_turns or self.by_warps else self.m // 64
+        return 1 if self.rules.slabs is None else self.mma_rows // (self.rules.slabs * SLAB_ROWS)
 
     @property
     def warpgroups(self) -> int:
         """MMA warpgroups of a CTA."""
-        return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
+        return self.rules.warpgroups * self.warpgroups_per_tile
 
     @property
     def ctas_per_sm(self) -> int:
-        """Two of a small swapped tile, so that one decodes while the other stores or waits for its first loads."""
-        return 2 if self.schedule == "swapped_single" and (self.m, self.n) == (16, 128) else 1
+        return 2 if (self.m, self.n) in self.rules.paired else 1
 
     @property
     def slabs(self) -> int:
         """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
-        return math.ceil(self.mma_rows / 64) // self.warpgroups_per_tile
+        return math.ceil(self.mma_rows / SLAB_ROWS) // self.warpgroups_per_tile
 
     @property
     def slab_step(self) -> int:
         """Rows from a slab's first to the next slab's. Row r of a tile is in lane r of tensor memory, a warp has 32
         lanes, and slab s the lanes 16 s to 16 s + 15 of each warp's.
         """
-        return 16 if self.in_tensor_memory else 64
+        return 16 if self.in_tensor_memory else SLAB_ROWS
 
     @property
     def accumulators(self) -> int:
@@ -179,7 +207,7 @@ class TileConfig:
     @property
     def name(self) -> str:
         cluster = f"c{self.cluster_m}x{self.cluster_n}{'a' if self.adaptive else ''}"
-        return f"t{self.m}x{self.n}x{self.k}_{cluster}_{SCHEDULES[self.schedule]}"
+        return f"t{self.m}x{self.n}x{self.k}_{cluster}_{self.rules.short}"
 
 
 def check_accumulators(tile: TileConfig, most: int) -> None:

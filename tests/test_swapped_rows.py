@@ -10,7 +10,7 @@ import pytest
 from cute_kernels import formats
 from cute_kernels.formats import E8M0, MXFP8, Format
 from cute_kernels.sm90.swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
-from cute_kernels.tiles import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
+from cute_kernels.tiles import SCHEDULES, SpecError, TileConfig
 
 THREADS = 128
 PAIR = 2
@@ -19,11 +19,12 @@ LANES_OF_A_ROW = 4
 
 def swapped_tiles() -> list[TileConfig]:
     tiles = []
-    for m, n, schedule in product(SWAPPED_TILE_M, SWAPPED_TILE_N, SWAPPED_SLABS):
-        try:
-            tiles.append(TileConfig(m=m, n=n, k=128, schedule=schedule))
-        except SpecError:
-            continue
+    for name, schedule in SCHEDULES.items():
+        for m, n in product(schedule.heights, schedule.widths) if schedule.swapped else ():
+            try:
+                tiles.append(TileConfig(m=m, n=n, k=128, schedule=name))
+            except SpecError:
+                continue
     return tiles
 
 
