@@ -6,6 +6,7 @@ After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_ge
 from __future__ import annotations
 
 import ast
+import dataclasses
 import gc
 import linecache
 import os
@@ -292,9 +293,9 @@ def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGp
             assert source.kind != launch.ABSENT or may_be_absent, (plan.op, argument.name)
 
 
-DECLARED: dict[str, tuple[str, Any]] = {
-    r"constant.*given.*give the kernel's argument 'w2'": ("constants", lambda call, problem: {"w2": 0}),
-    "nothing gives mid, which the function needs": ("scratch", {}),
+DECLARED: dict[str, dict[str, Any]] = {
+    r"constant.*given.*give the kernel's argument 'w2'": {"constants": (lambda call: {"w2": 0},)},
+    "nothing gives mid, which the function needs": {"scratch": ()},
 }
 
 
@@ -302,7 +303,8 @@ DECLARED: dict[str, tuple[str, Any]] = {
 def test_arguments_with_two_sources_or_none_are_named(
     message: str, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
 ) -> None:
-    monkeypatch.setattr(GroupedMlpCall, *DECLARED[message])
+    declared = dataclasses.replace(GroupedMlpCall.definition, **DECLARED[message])
+    monkeypatch.setattr(GroupedMlpCall, "definition", declared)
     with pytest.raises(TypeError, match=message):
         mlp()
     assert not fake_gpu.launches

@@ -58,20 +58,39 @@ class Form(NamedTuple):
 def _forms(kind: type[Call]) -> dict[str, Form]:
     """Those of a kind of call: for each set of results, one that makes them all, and one that is given a buffer."""
     found = {}
-    for variant, (returns, settled) in kind.torch_results.items():
-        out_settled = dict(settled)
+    for variant, count, settled in _variants(kind):
+        out_settled = {**settled, **kind.settled_with_out}
         if kind.outputs:
             settled = {**settled, **dict.fromkeys(kind.outputs), **kind.settled_without_out}
-            out_settled.update(kind.settled_with_out)
-        found[f"{kind.torch_op}{variant}"] = _form(kind, returns, settled)
+        found[f"{kind.torch_op}{variant}"] = _form(kind, _tensors(count), settled)
         if kind.outputs and kind.has_torch_out:
-            others = {"Tensor": "()", "(Tensor, Tensor)": "Tensor"}.get(returns, returns)
-            found[f"{kind.torch_op}{variant}_out"] = _form(kind, kind.torch_returns_with_out or others, out_settled)
+            others = 0 if count is None else count - 1
+            found[f"{kind.torch_op}{variant}_out"] = _form(kind, _tensors(others), out_settled)
     return found
+
+
+def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
+    """Return the sets of results that a kind of call has: the suffix to the operator's name, the number of results,
+    None for a list of them, and the arguments that this settles.
+    """
+    if kind.returns_list():
+        return [("", None, {})]
+    count, optional = sum(made.returned for made in kind.definition.results), kind.optional_results()
+    without = [("", count - 1, {made.when: False}) for made in optional]
+    return [*without, *[(made.form, count, {made.when: True}) for made in optional]] or [("", count, {})]
+
+
+def _tensors(count: int | None) -> str:
+    """Return a schema's text for so many tensors; None: a list."""
+    if count is None:
+        return "Tensor[]"
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
 def _type(kind: type[Call], name: str) -> str:
     """The type of an argument in a schema: the operator's own, or that of its role."""
+    if name in kind.gradients:
+        return "Tensor(a!)[]"
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
 
 

@@ -112,8 +112,10 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[boo
             out[expert].add_(dw.to(out[expert].dtype))
 
 
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], with indices clamped: those behind the last group may be anything."""
+def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    """x[rows], with indices clamped: those after the last group may be anything. x itself if rows is None."""
+    if rows is None:
+        return x
     matrix = x.view(torch.uint8) if x.element_size() == 1 else x  # torch takes no rows of FP8
     taken = matrix.index_select(0, rows.clamp(0, max(x.shape[0] - 1, 0)))
     return taken.view(x.dtype)

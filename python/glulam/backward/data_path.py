@@ -115,7 +115,7 @@ class DataPath(Path):
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
-            options = {**self.form, "step": self.problem, "is_small": self.is_small, "trained": trained}
+            options = {**self.form, "step": self.problem, "is_large": not self.is_small, "trained": trained}
             return forward_kind(self.kind), options
 
         y, preact = self.part("forward", call)(**given, out=out)

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import packed
-from ..calls.roles import SUFFIXES
+from ..calls.roles import SUFFIXES, WEIGHTS
 from ..errors import GradientNotSupported
 from ..formats.scaled import Parts
 from ..host import device as gpus
 from ..host.groups import caller, is_after_groups
 from ..ops.gate import gate, gate_gradients
-from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.mlp_training import DataGradients
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import FORMS
 from .data_path import BEHIND_THE_ACTIVATION, DataPath
-from .parts import Targets, scale_of_bias_grad
+from .mm import MmPath
+from .parts import Targets
 from .path import Declared, Path
 
 
@@ -47,6 +47,11 @@ class Frozen(Path):
     """GEMMs of 16-bit rows and quantised weights. `recipe`: its name."""
 
     recipe: str
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        """All parts of the weights that the path of 16-bit weights reads."""
+        read = super().reads(wanted)
+        return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
     def product(
         self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
@@ -81,10 +86,8 @@ class Frozen(Path):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrozenMm(Frozen):
+class FrozenMm(Frozen, MmPath):
     """The gradient of grouped_mm with a quantised weight."""
-
-    inputs: ClassVar = ("x", "w", "bias", "bias_scale")
 
     @classmethod
     def of(cls, call: Any) -> FrozenMm:
@@ -97,21 +100,8 @@ class FrozenMm(Frozen):
         w = parts_of(given, "w")
         return self.product("forward", given["x"], w, given["groups"], self.transpose_w, **addends, out=out), {}
 
-    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        of_w = dict.fromkeys(part_names("w"), "x" in wanted)
-        return {**of_w, "x": False, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
-
-    def gradients(
-        self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
-    ) -> dict[str, Any]:  # fmt: skip
-        (d_y,), groups, result = dy, saved["groups"], {}
-        if "x" in wanted:
-            result["x"] = self.input_gradient(targets, d_y, parts_of(saved, "w"), groups, not self.transpose_w)
-        if "bias" in wanted:
-            result["bias"] = grouped_bias_grad(d_y, row_scale=saved.get("bias_scale"), **self.sizes(groups))
-        if "bias_scale" in wanted and saved["bias"] is not None:
-            result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], self.sizes(groups))
-        return result
+    def gradient_of_x(self, saved: dict[str, Any], targets: Targets, dy: Tensor) -> Tensor:
+        return self.input_gradient(targets, dy, parts_of(saved, "w"), saved["groups"], not self.transpose_w)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,18 +113,6 @@ class FrozenPath(Frozen, DataPath):
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         return self.tokens is not None
-
-    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        behind = bool(wanted & self.need_preact)
-        again = self.recompute and behind
-        return {
-            **dict.fromkeys(part_names("w1"), again or "x" in wanted),
-            **dict.fromkeys(part_names("w2"), behind),
-            "x": again,
-            "b1": again,
-            "b2": "row_scale" in wanted,
-            "residual": False,
-        }
 
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None

@@ -33,7 +33,7 @@ class MmPath(Path):
     ) -> dict[str, Any]:  # fmt: skip
         (d_y,), groups, result = dy, saved["groups"], {}
         if "x" in wanted:
-            result["x"] = self.data_gradient(targets, d_y, saved["w"], groups)
+            result["x"] = self.gradient_of_x(saved, targets, d_y)
         if "w" in wanted:
             result["w"] = self.weight_gradient(targets, "w", d_y, saved["x"], groups)
         if "bias" in wanted:
@@ -41,3 +41,6 @@ class MmPath(Path):
         if "bias_scale" in wanted and saved["bias"] is not None:
             result["bias_scale"] = scale_of_bias_grad(d_y, saved["bias"], self.sizes(groups))
         return result
+
+    def gradient_of_x(self, saved: dict[str, Any], targets: Targets, dy: Tensor) -> Tensor:
+        return self.data_gradient(targets, dy, saved["w"], saved["groups"])

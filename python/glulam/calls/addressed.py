@@ -32,7 +32,8 @@ from .checks import (
     runs_kernels,
     shape_text,
 )
-from .launch import MATRIX, OWN_NAMES, Made, Plan, Shape, code_of
+from .definition import Before, Definition, Part
+from .launch import OWN_NAMES, Made, Plan, Shape, code_of
 
 MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,6 +51,18 @@ Like = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
 
 
+def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+    size = call.own_sizes.get("workspace", 0)
+    return {"workspace": ((1, size), torch.float32)} if size else {}
+
+
+def _before(call: Any, problem: Problem) -> Before:
+    absent = [name for name in call.reads if getattr(call, name) is None]
+    if not call.own_sizes.get("workspace"):
+        absent.append("workspace")
+    return Before(values={"stream": "raw_stream(index)", **dict.fromkeys(absent, "0")})
+
+
 class Serving(kernels.Fixed):
     """The one function for calls that differ in their rows alone, and the shapes of its launches with their code."""
 
@@ -62,7 +75,8 @@ class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain, and its reference.
 
     A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
-    (`on_cpu`), and what the kernel takes besides addresses and numeric options (`constants`, `numbers_of_rows`).
+    (`on_cpu`), and by its `definition` what the kernel takes besides addresses and numeric options. The size
+    "workspace" is float32 elements of memory.
 
     Attributes:
         family, kernel: of the spec, and of the name of torch's operator.
@@ -88,7 +102,7 @@ class AddressedCall(Call):
     on_cpu: ClassVar[Callable[..., Any]]
     numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
 
-    torch_results = {"": ("Tensor[]", {})}
+    definition = Definition(scratch=(_scratch,), before=(_before,))
     has_torch_out = False
 
     def check_inputs(self) -> None:
@@ -106,10 +120,6 @@ class AddressedCall(Call):
         """The results by the reference, all or those that are wanted."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
-
-    def numbers_of_rows(self, gpu: gpus.Gpu) -> dict[str, Any]:
-        """What rows change, besides tokens, of what the kernel takes; "workspace": float32 elements of it."""
-        return {}
 
     def spec(self, arch: str) -> Spec:
         raise NotImplementedError
@@ -185,23 +195,20 @@ class AddressedCall(Call):
     def _made_likes(self) -> list[Like | None]:
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
-    def _fresh(self) -> list[Tensor | None]:
-        return [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
+    def asked(self) -> list[tuple[str, bool]]:
+        return list(zip(self.returns, self.wanted(), strict=True))
 
-    def _returned(self, results: Sequence[Tensor | None]) -> Any:
-        return tuple(results) if len(self.returns) > 1 else results[0]
+    def new_results(self, problem: Problem) -> list[Any]:
+        return [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
         """Those given, with the place of their results."""
         given = [getattr(self, name) if name in self.outputs else None for name in self.returns]
         return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
 
-    def results(self, problem: Problem) -> Any:
-        return self._returned(self._fresh())
-
     def without_rows(self, problem: Problem) -> Any:
         """Sums over no tokens are zero."""
-        return self._into_buffers([None if result is None else result.zero_() for result in self._fresh()])
+        return self._into_buffers([None if one is None else one.zero_() for one in self.new_results(problem)])
 
     def reference(self, problem: Problem) -> Any:
         computed = self.compute()
@@ -212,16 +219,12 @@ class AddressedCall(Call):
     def _into_buffers(self, results: list[Tensor | None]) -> Any:
         for place, buffer in self._buffers():
             results[place] = buffer.copy_(results[place])  # type: ignore[arg-type]
-        return self._returned(results)
+        return self.returned(results)
 
     def dispatch(self) -> Any:
         if not is_dynamo_compiling():
             self.check_buffers()
         return super().dispatch()
-
-    def assembled(self, returned: Any) -> Any:
-        made = iter(returned)
-        return self._into_buffers([next(made) if is_wanted else None for is_wanted in self.wanted()])
 
     # Launches:
 
@@ -238,35 +241,23 @@ class AddressedCall(Call):
             makes.append(Made(name, name, sizes, self.leads, other, wanted=like is not None))
         return tuple(makes)
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         dtypes = {f"{name}_dtype": like[1] for name, like in zip(self.returns, self._made_likes(), strict=True) if like}
         options = {name: of(getattr(self, name)) for name, of in self.numeric.items()}
-        return {**options, **dtypes, "raw_stream": gpus.raw_stream}
+        return {**super().constants(), **options, **dtypes, "raw_stream": gpus.raw_stream}
 
-    def dims(self) -> dict[str, Any]:
-        sizes = {"tokens": self.num_rows, "rank": len(self.lead_sizes), **self._numbers}
+    def of_rows(self) -> dict[str, Any]:
+        sizes = {"tokens": self.num_rows, "rank": len(self.lead_sizes), **self.own_sizes}
         sizes.pop("workspace", None)
         for name, like in zip(self.returns, self.likes(), strict=True):
             for place, length in enumerate(like[0] if like else ()):
                 sizes[f"{name}_{place}"] = length
         return sizes
 
-    def memory(self, problem: Problem) -> list[Any]:
-        size = self._numbers.get("workspace", 0)
-        return [((1, size), torch.float32)] if size else []
-
     @functools.cached_property
-    def _numbers(self) -> dict[str, Any]:
-        return self.numbers_of_rows(gpus.gpu(self.lead.get_device()))
-
-    def texts(self, problem: Problem) -> dict[str, str]:
-        absent = [name for name in self.reads if getattr(self, name) is None]
-        if not self._numbers.get("workspace"):
-            absent.append("workspace")
-        return {"stream": "raw_stream(index)", **dict.fromkeys(absent, "0")}
-
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return {"workspace": MATRIX} if self._numbers.get("workspace") else {}
+    def own_sizes(self) -> dict[str, Any]:
+        """Values of the definition's `of_rows`, computed once."""
+        return super().of_rows()
 
     def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
         """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""

@@ -23,6 +23,7 @@ from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
 from . import sharding
 from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
+from .launch import Made
 from .planning import Launching
 
 ENV_CHECK = "GLULAM_CHECK"
@@ -36,8 +37,8 @@ def checking() -> bool:
 class Call(Launching):
     """A call of an operator.
 
-    A subclass says what its arguments mean (`check`), how the CPU computes it (`reference`) and what its launch is made
-    of (`makes`, `scratch`, `constants`). The rest follows from the operator's parameters (`declare`).
+    A subclass says what its arguments mean (`check`), and has a `definition`. The rest follows from the operator's
+    parameters (`declare`).
 
     Attributes:
         explains: whether `glulam.explain` tells which kernel serves a call. public: the function that users call, where
@@ -59,9 +60,7 @@ class Call(Launching):
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 
     # As an operator of torch's, see `library`:
-    torch_results: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {"": ("Tensor", {})}
     torch_types: ClassVar[dict[str, str]] = {}
-    torch_returns_with_out: ClassVar[str] = ""
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
     is_torch_op: ClassVar[bool] = True
@@ -87,11 +86,10 @@ class Call(Launching):
         return choose(problem, arch, gpu)
 
     def reference(self, problem: Problem) -> Any:
-        raise NotImplementedError
-
-    def reference_rows(self, out: Tensor) -> Tensor:
-        """Of an MLP: `out`, with its result of each row."""
-        raise NotImplementedError
+        """The results, computed on the CPU."""
+        results = self.new_results(problem)
+        self.definition.reference(self, problem, *results)
+        return self.returned(results)
 
     def without_rows(self, problem: Problem) -> Any:
         """The result for T = 0, where that takes work that a kernel without rows would not do."""
@@ -222,21 +220,39 @@ class Call(Launching):
             changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)
         return changed(self, **changes) if changes else self
 
-    @property
-    def variant(self) -> str:
-        """Which of `torch_results` this call has."""
-        return ""
+    @classmethod
+    def optional_results(cls) -> tuple[Made, ...]:
+        """Return results that an option leaves out, which torch's schemas do not have: an operator with one of them is
+        two of torch's, without it and with it; one with more returns a list of the results that are made.
+        """
+        return tuple([made for made in cls.definition.results if made.when in cls.options])
+
+    @classmethod
+    def returns_list(cls) -> bool:
+        """Return True if torch's operator returns a list of the results that are made."""
+        return not cls.definition.results or len(cls.optional_results()) > 1
 
     @property
     def form(self) -> str:
         """The name of this call as an operator of torch's: `library.FORMS` lists them."""
+        optional = () if self.returns_list() else self.optional_results()
+        variant = "".join([made.form for made in optional if self.makes(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None
-        return f"{self.torch_op}{self.variant}" + "_out" * writes
+        return f"{self.torch_op}{variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
         """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
-        out = getattr(self, "out", None)
-        return returned if out is None else out
+        if isinstance(out := getattr(self, "out", None), (list, tuple)):  # of all results
+            return out
+        fresh = iter(returned if isinstance(returned, (list, tuple)) else (returned,))
+
+        def result(name: str) -> Any:
+            buffer = getattr(self, name) if name in self.outputs else None
+            if buffer is None:
+                return next(fresh)
+            return buffer if self.has_torch_out else buffer.copy_(next(fresh))
+
+        return self.returned([result(name) if is_wanted else None for name, is_wanted in self.asked()])
 
     def dispatch(self) -> Any:
         """Through torch's dispatcher, as an operator that traces see as one."""

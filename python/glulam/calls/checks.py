@@ -64,15 +64,6 @@ def any_requires_grad(*arguments: Any) -> bool:
     return False
 
 
-def requiring_grad(*arguments: Any) -> tuple[bool, ...] | None:
-    """Which arguments require a gradient, or hold a tensor that does; None where none does."""
-    try:
-        flags = tuple([argument is not None and argument.requires_grad for argument in arguments])
-    except AttributeError:  # a list, or what is refused elsewhere
-        flags = tuple(any_requires_grad(argument) for argument in arguments)
-    return flags if True in flags else None
-
-
 def refuse_gradients(op: str, **arguments: Any) -> None:
     """Called where grad mode is on, by operators without a gradient; raises GradientNotSupported for what needs one."""
     for name, value in arguments.items():
@@ -310,6 +301,23 @@ def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> 
     if gate != up:
         mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")
     return gate
+
+
+def check_contraction(
+    op: str, name: str, shape: tuple[int, ...], columns: int, transpose_w: bool, over_rows: bool
+) -> int:
+    """Return the columns of [T, columns] times an expert's weight.
+
+    Args:
+        shape: [E, N, K]. over_rows: whether rows are multiplied with w_e, and not with its transpose.
+    """
+    experts, n, k = shape
+    contracted, width = (n, k) if over_rows else (k, n)
+    if contracted != columns:
+        wanted = (experts, columns, k) if over_rows else (experts, n, columns)
+        other = f", or give transpose_w={not transpose_w}" if width == columns else ""
+        mismatch(op, name, shape, wanted, f"{leading(op)} has {columns} columns{other}")
+    return width
 
 
 def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:

@@ -39,6 +39,7 @@ class Made(NamedTuple):
         dtype: the name of a constant, where it has another.
         zeros: whether rows behind the last group are zero, which the function writes.
         returned: False of what only the function needs.
+        when: the flag of a call that must be set for it; empty: it is always made.
         wanted: False of a result that is None, for which the function gets 0.
     """
 
@@ -49,7 +50,13 @@ class Made(NamedTuple):
     dtype: str = ""
     zeros: bool = False
     returned: bool = True
+    when: str = ""
     wanted: bool = True
+
+    @property
+    def form(self) -> str:
+        """Suffix to the names of torch's operators that make this result, which an option leaves out."""
+        return f"_{self.kernel.removeprefix('d_')}"
 
 
 class Source(NamedTuple):

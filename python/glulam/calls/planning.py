@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -15,17 +15,19 @@ from ..host import device as gpus
 from ..host import groups, workspace
 from ..host.experts import ExpertList, GateUp
 from .arguments import Arguments
+from .definition import Before, Definition, Part
 from .launch import (
     ABSENT,
+    BYTES,
     CONSTANT,
     GIVEN,
+    MATRIX,
     RESULT,
     TABLE,
     TEXT,
     TICKETS,
     UP,
     Bare,
-    Line,
     Made,
     Plan,
     Shape,
@@ -40,59 +42,65 @@ class Launching(Arguments):
 
     Attributes:
         sources: by the kernel's names of arguments, the operator's, where they differ.
-        makes: what a launch makes. `scratch`: memory that it needs besides, by the kernel's names: MATRIX or BYTES.
+        definition: what the operator makes, and of what.
     """
 
     sources: ClassVar[dict[str, str]] = {}
-    makes: tuple[Made, ...] = ()
-    scratch: ClassVar[dict[str, str]] = {}
+    definition: ClassVar[Definition]
 
     def made(self) -> tuple[Made, ...]:
-        """Which of `makes` this call makes."""
-        return self.makes
+        """Return what this call makes: nothing that is like an absent argument, or whose flag is not set."""
+        results, is_none = self.definition.results, self.definition.returns is not None
+        made = [one if self.makes(one) else one._replace(wanted=False) for one in results]
+        return tuple([one for one in made if one.wanted or is_none])
 
-    def dims(self) -> dict[str, Any]:
-        """Dimensions that the problem does not know."""
-        return {}
+    def makes(self, made: Made) -> bool:
+        """Return True if this call makes one of its definition's results."""
+        has_model = not made.like or getattr(self, made.like) is not None
+        return has_model and (not made.when or bool(getattr(self, made.when)))
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        """What the launch needs by name besides dimensions, and no number of rows changes."""
-        return {}
+    def asked(self) -> list[tuple[str, bool]]:
+        """Return the names of the results that are returned, and whether each is made."""
+        return [(made.name, made.wanted) for made in self.made() if made.returned]
 
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        """What of `scratch` this call needs."""
-        return self.scratch
+    @property
+    def gpu(self) -> gpus.Gpu:
+        return gpus.gpu(self.lead.get_device())
 
-    def memory(self, problem: Problem) -> list[Any]:
-        """Parts for `scratch_of`: shapes and dtypes, or bytes."""
-        return []
+    def constants(self) -> dict[str, Any]:
+        """Return values by name that a launch needs besides the problem's dimensions, and no number of rows changes."""
+        return _merged([part(self) for part in self.definition.constants])
 
-    def kernels(self, problem: Problem) -> dict[str, Any]:
-        """Functions besides the problem's own, by name."""
-        return {}
+    def of_rows(self) -> dict[str, Any]:
+        """Return further values by name, which another number of rows may change."""
+        return _merged([part(self) for part in self.definition.of_rows])
 
-    def texts(self, problem: Problem) -> dict[str, str]:
-        """Values of kernel arguments, as Python source, in place of arguments of the same names."""
-        return {}
+    def scratch(self, problem: Problem) -> dict[str, Part]:
+        """Return the memory that a launch takes from the workspace, by the kernel's names."""
+        return _merged([part(self, problem) for part in self.definition.scratch])
 
-    def before(self, problem: Problem) -> tuple[Line, ...]:
-        """Lines in front of the function's call."""
-        return ()
+    def before(self, problem: Problem) -> list[Before]:
+        """Return the steps before the function's call."""
+        return [one for part in self.definition.before if (one := part(self, problem)) is not None]
 
-    def values(self, problem: Problem, names: tuple[str, ...], constants: Collection[str]) -> dict[str, Source]:
+    def values(
+        self, names: tuple[str, ...], constants: Collection[str], texts: Mapping[str, str], scratch: Mapping[str, Part]
+    ) -> dict[str, Source]:
         """Return the sources of kernel arguments by the kernel's names.
 
         Args:
             names: of the kernel's arguments.
             constants: names of the plan's constants.
+            texts: values of kernel arguments, as Python, in place of arguments of the same names.
+            scratch: see `Definition`.
 
         Raises:
             TypeError: two sources give one argument.
         """
-        texts, made = self.texts(problem), [made for made in self.made() if made.kernel in names]
+        made = [made for made in self.made() if made.kernel in names]
         renamed, results = {of: name for name, of in self.sources.items()}, {made.name for made in made}
         stated = [(name, Source(TEXT, text)) for name, text in texts.items()]
-        stated += [(name, Source(kind, name)) for name, kind in self.scratch_of(problem).items()]
+        stated += [(name, Source(BYTES if isinstance(part, int) else MATRIX, name)) for name, part in scratch.items()]
         stated += [(made.kernel, Source(RESULT, made.name) if made.wanted else Source(ABSENT)) for made in made]
         stated += [(name, Source(CONSTANT, name)) for name in constants]
         stated.append(("tickets", Source(TICKETS)))
@@ -121,14 +129,23 @@ class Launching(Arguments):
         for name, value in given:
             for label, tensor in () if value.__class__ is ExpertList else tensors_of(name, value):
                 check_alignment(op, label, tensor)
+        for check in cls.definition.looks:
+            check(cls, outs, read)
 
     def results(self, problem: Problem) -> Any:
         """What is returned: tensors that were given, or new ones, uninitialised."""
-        known = {**problem.dims, **self.dims(), **self.constants(problem)}
-        made = [self._result(one, known) for one in self.made() if one.returned]
-        if "result" in known:
-            return known["result"](*made)
-        return made[0] if len(made) == 1 else tuple(made)
+        return self.returned(self.new_results(problem))
+
+    def new_results(self, problem: Problem) -> list[Any]:
+        """Return the results one by one."""
+        known = {**problem.dims, **self.of_rows(), **self.constants()}
+        return [self._result(one, known) for one in self.made() if one.returned]
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """Return results as the call does: one alone, several in a tuple or as its definition says."""
+        if self.definition.returns is not None:
+            return self.definition.returns(*results)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _result(self, made: Made, known: dict[str, Any]) -> Any:
         if not made.wanted:
@@ -160,9 +177,10 @@ class Launching(Arguments):
             "device": self.lead.device,
             "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
             "num_sms": gpu.sm_count,
+            **({} if self.definition.returns is None else {"result": self.definition.returns}),
             **problem.dims,
             **self._constants_of_rows(problem, serving),
-            **self.constants(problem),
+            **self.constants(),
         }
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
         return self._plan(shape, constants, serving)
@@ -193,19 +211,18 @@ class Launching(Arguments):
         return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
-        served = serving.at(problem.rows)
-        memory = self.memory(problem)
+        served, memory = serving.at(problem.rows), self.scratch(problem).values()
         return {
-            "num_rows": problem.rows, **self.dims(), **self.kernels(problem), "draws_tickets": served.draws_tickets,
+            "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
             "function": served.function if problem.rows else launch_nothing,
-            "memory": workspace.Layouts(*map(self._part, memory)) if memory else None,
+            "memory": self._layouts(memory) if memory else None,
+            **self.of_rows(), **_merged([one.names for one in self.before(problem)]),
         }  # fmt: skip
 
-    def _part(self, part: Any) -> Any:
-        if isinstance(part, int):
-            return part
-        shape, dtype = part
-        return workspace.Layout(shape, dtype, self.lead.device, self.lead.get_device())
+    def _layouts(self, parts: Collection[Part]) -> workspace.Layouts:
+        where = self.lead.device, self.lead.get_device()
+        layouts: list[Any] = [one if isinstance(one, int) else workspace.Layout(*one, *where) for one in parts]
+        return workspace.Layouts(*layouts)
 
     def _read_extents(self) -> tuple[int, ...]:
         loose = self._loose()
@@ -219,7 +236,9 @@ class Launching(Arguments):
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
         values = {name: getattr(self, name) for name in self._present()}
         makes = tuple(made for made in self.made() if made.kernel in signature.names or not made.wanted)
-        sources = self.values(problem, signature.names, constants)
+        scratch, before = self.scratch(problem), self.before(problem)
+        texts = {name: text for one in before for name, text in one.values.items()}
+        sources = self.values(signature.names, constants, texts, scratch)
         unpacks = "out" if values.get("out").__class__ is list else ""
         kinds = {
             kind: frozenset(name for name, v in values.items() if v.__class__ is kind) for kind in (ExpertList, GateUp)
@@ -234,15 +253,22 @@ class Launching(Arguments):
             arguments=signature.arguments,
             values=tuple(self._source(argument, sources) for argument in signature.arguments),
             makes=makes,
-            scratch=tuple(self.scratch_of(problem)),
-            before=self.before(problem),
+            scratch=tuple(scratch),
+            before=tuple([one.line for one in before if one.line is not None]),
             checked=checked,
             single_gpu=gpus.is_only_one(),
             aligned=checked and (problem.rows == 1 or self.may_read_fewer),
-            result="result" if "result" in constants else "",
+            result="" if self.definition.returns is None else "result",
         )
 
     def _source(self, argument: Argument, sources: dict[str, Source]) -> Source:
         if argument.name not in sources and not argument.optional:
             raise TypeError(f"{self.op}: nothing gives {argument.name}, which the function needs")
         return sources.get(argument.name, Source(ABSENT))
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in parts:
+        found.update(part)
+    return found

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from ..activations import Numbers
 from ..calls.front import operator
-from ..calls.launch import Made
 from ..calls.quantized import Quantized
 from ..choose.problem import changed
 from ..expert_lora import ExpertLora
 from ..lora.call import AdaptedMlpCall
 from ..lora.mlp import checked, rows_with_lora
 from ..lora.products import Rows
-from .of_tokens import OfTokens
+from .of_tokens import OfTokens, of_tokens
 from .routing import Routing
 from .rows import combine, permute
 
@@ -26,7 +25,7 @@ class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
     torch_op = "adapted_moe"
     labels = {**OfTokens.labels, **AdaptedMlpCall.labels}
     added = ("b2", "residual")
-    makes: tuple[Made, ...] = (Made("out", "out", ("tokens", "out_features")),)
+    definition = of_tokens(AdaptedMlpCall.definition)
 
 
 @operator(AdaptedMoeCall)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,17 +14,17 @@ from cute_kernels.chains import SORTED_EXPERTS
 from ..activations import NamedNumbers, Numbers, named_numbers
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
+from ..calls.definition import Definition, Part
 from ..calls.front import operator, passed_to
-from ..calls.launch import BYTES, MATRIX
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import OFFS_OF_CALL
 from ..recipes import Recipe
-from . import reference
 from .checks import check_choices, experts_of_world, forms_of_choices, num_mapped
 from .moe import MoeCall, QuantizedMoeCall, moe
 from .of_tokens import OfTokens
+from .reference import sort
 from .routing import MOST_SORTED, Routing
 
 if TYPE_CHECKING:
@@ -87,12 +88,37 @@ def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int
     )
 
 
+def _constants(call: Any) -> dict[str, Any]:
+    wide, weight_form = forms_of_choices(call.ids, call.id_weights)
+    return {
+        "wide_ids": wide, "weight_form": weight_form, "group_form": OFFS_OF_CALL,
+        "num_mapped": num_mapped(call.expert_map),
+    }  # fmt: skip
+
+
+def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+    """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
+    of_rows = dict.fromkeys(("rows", "scale", "row_of"), 4 * problem.rows)
+    return {"y": ((problem.rows, problem.out_features), call.result_dtype), "groups": 4 * problem.experts, **of_rows}
+
+
+def of_choices(layer: Definition) -> Definition:
+    """Return the definition of a layer that sorts choices itself, made of that of a layer with a routing."""
+
+    def reference(call: Any, problem: Problem, out: Tensor) -> None:
+        made = sort(call.ids, call.id_weights, None, call.expert_map, call.num_experts, 0)
+        routing = dict(zip(("offs", "rows", "row_of", "row_scale"), made, strict=True))
+        layer.reference(changed(call, **routing), problem, out)
+
+    own = layer.extended(constants=(_constants,), scratch=(_scratch,), reference=reference)
+    return dataclasses.replace(own, results=layer.results[1:])
+
+
 class OfChoices(OfTokens):
     """What such a call has beside moe's: a routing that it makes."""
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
-    torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int", "world_experts": "int"}
     offs = splits = rows = row_of = row_scale = residual = None
     recompute = False
     may_read_fewer = True
@@ -119,26 +145,6 @@ class OfChoices(OfTokens):
         if self.num_experts != experts:
             raise ValueError(f"{self.op}: num_experts is {self.num_experts}, but {counted} has {experts} experts")
 
-    def reference(self, problem: Problem) -> Tensor:
-        names = "offs", "rows", "row_of", "row_scale"
-        made = reference.sort(self.ids, self.id_weights, None, self.expert_map, self.num_experts, 0)
-        return OfTokens.reference(changed(self, **dict(zip(names, made, strict=True))), problem)
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        wide, weight_form = forms_of_choices(self.ids, self.id_weights)
-        of_ids = {"wide_ids": wide, "weight_form": weight_form, "group_form": OFFS_OF_CALL}
-        return {**super().constants(problem), **of_ids, "num_mapped": num_mapped(self.expert_map)}
-
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
-        routing = dict.fromkeys(("groups", "rows", "scale", "row_of"), BYTES)
-        return {**super().scratch_of(problem), "y": MATRIX, **routing}
-
-    def memory(self, problem: Problem) -> list[Any]:
-        y = (problem.rows, problem.out_features), self.result_dtype
-        words = problem.experts, problem.rows, problem.rows, problem.rows
-        return [*super().memory(problem), y, *[4 * count for count in words]]
-
     def refuse_gradients(self) -> None:
         if any_requires_grad(*(getattr(self, name) for name in self.reads)):
             raise GradientNotSupported(
@@ -154,14 +160,14 @@ class MoeOfChoicesCall(OfChoices, MoeCall):
     """In 16 bits."""
 
     torch_op = "moe_of_choices"
-    makes = MoeCall.makes[1:]
+    definition = of_choices(MoeCall.definition)
 
 
 class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
     """By a recipe that quantises."""
 
     torch_op = "moe_of_choices_mxfp8"
-    makes = QuantizedMoeCall.makes[1:]
+    definition = of_choices(QuantizedMoeCall.definition)
 
 
 @operator(MoeOfChoicesCall, quantized=QuantizedMoeOfChoicesCall)

@@ -14,7 +14,7 @@ from cute_kernels.specs import LayerSpec, Spec
 from ..calls.addressed import Like, check_dtype, check_vectors, forms
 from ..calls.checks import KERNEL_DTYPES, any_requires_grad, mismatch, runs_kernels
 from ..calls.front import operator
-from ..choose.problem import Problem, dtype_name
+from ..choose.problem import dtype_name
 from . import reference
 from .checks import LOGITS_DTYPES, check_matrix
 from .routing import RouteCall, Routing, capacity_of
@@ -69,6 +69,11 @@ def route_few(
     return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, weight.shape[0], logits=logits, score=score)
 
 
+def _constants(call: Any) -> dict[str, Any]:
+    forms_of = {"weight_form": forms(call.weight), "bias_form": forms(call.weight_bias)}
+    return {**forms_of, "width": call.x.shape[1]}
+
+
 class RouterCall(RouteCall):
     """The same of tokens and a router's parameters: logits are one of its results."""
 
@@ -78,6 +83,7 @@ class RouterCall(RouteCall):
     unaligned = frozenset(("weight_bias", "bias", "num_tokens"))
     differentiable = False
     on_cpu: ClassVar[Callable[..., Any]] = staticmethod(reference.router)
+    definition = RouteCall.definition.extended(constants=(_constants,))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -101,10 +107,6 @@ class RouterCall(RouteCall):
 
     def likes(self) -> Sequence[Like | None]:
         return [(self.sizes, self.logits_dtype), *super().likes()]
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        codes = {"weight_form": forms(self.weight), "bias_form": forms(self.weight_bias), "width": self.x.shape[1]}
-        return {**super().constants(problem), **codes}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, dtype_name(self.x.dtype), capacity_of(self.sizes[1]), arch)

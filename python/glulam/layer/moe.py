@@ -12,7 +12,6 @@ from .. import recipes
 from ..activations import NamedNumbers, Numbers, named_numbers, packed
 from ..calls.checks import any_requires_grad
 from ..calls.front import operator, passed_to
-from ..calls.launch import Made
 from ..expert_lora import ExpertLora
 from ..host.groups import part_of
 from ..lora.mlp import check_goes_with_lora, has_kernels, lora_arguments
@@ -21,7 +20,7 @@ from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .adapted import adapted_moe, moe_with_lora
 from .expert_rows import expert_rows, rows_of_experts
-from .of_tokens import OfTokens
+from .of_tokens import OfTokens, of_tokens
 from .routing import Routing
 from .rows import combine, row_indices
 
@@ -153,20 +152,14 @@ class MoeCall(OfTokens, GroupedMlpCall):
     """A call of moe in 16 bits."""
 
     added = ("b2", "residual")
-    makes: tuple[Made, ...] = (
-        GroupedMlpCall.makes[0]._replace(name="y", returned=False),
-        Made("out", "out", ("tokens", "out_features")),
-    )
+    definition = of_tokens(GroupedMlpCall.definition)
 
 
 class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
     """The same by a recipe that quantises."""
 
     torch_op = "moe_mxfp8"
-    makes: tuple[Made, ...] = (
-        QuantizedMlpCall.makes[0]._replace(name="y", returned=False),
-        Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
-    )
+    definition = of_tokens(QuantizedMlpCall.definition)
 
 
 @operator(MoeCall, quantized=QuantizedMoeCall)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.checks import check_alignment, mismatch, shape_text
+from ..calls.definition import Definition
+from ..calls.launch import Made
 from ..choose.problem import Problem
 from .checks import check_row_of
 from .expert_rows import OP, OfWorld
@@ -52,6 +55,32 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
             f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "
             f"routing.token_of_row has {rows} rows; route the tokens again"
         )
+
+
+def of_tokens(rows: Definition) -> Definition:
+    """Return the definition of a layer's operator, made of that of its rows' grouped_mlp."""
+    y = rows.results[0]
+
+    def reference(call: Any, problem: Problem, out: Tensor) -> None:
+        made = call.x.new_zeros(problem.rows, problem.out_features, dtype=call.result_dtype)
+        rows.reference(call, problem, made)
+        _sums(made, call.row_of, call.residual, out)
+
+    sums = Made("out", "out", ("tokens", "out_features"), dtype=y.dtype)
+    own = rows.extended(of_rows=(_sizes,), looks=(_look,), reference=reference)
+    return dataclasses.replace(own, results=(y._replace(name="y", returned=False), sums))
+
+
+def _sizes(call: Any) -> dict[str, int]:
+    tokens, k = call.choices.shape
+    return {"tokens": tokens, "k": k}
+
+
+def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
+    given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
+    check_tokens(kind.op, choices.shape[0], x=read["x"], residual=read.get("residual"), **given)
+    if "row_of" in read:
+        _check_choices_of_rows(kind.op, read["row_of"], read["rows"].shape[0])
 
 
 class OfTokens(OfWorld):
@@ -102,19 +131,3 @@ class OfTokens(OfWorld):
         for name, tensor in (("residual", self.residual), ("out", self.out)):
             if tensor is not None:
                 check_like(self.op, name, tensor, shape, like, why)
-
-    def reference(self, problem: Problem) -> Tensor:
-        rows = self.x.new_zeros(problem.rows, problem.out_features, dtype=self.result_dtype)
-        return _sums(self.reference_rows(rows), self.row_of, self.residual, self.out)
-
-    def dims(self) -> dict[str, Any]:
-        tokens, k = self.choices.shape
-        return {"tokens": tokens, "k": k}
-
-    @classmethod
-    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
-        super().look(op, outs, **read)
-        given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
-        check_tokens(op, choices.shape[0], x=read["x"], residual=read.get("residual"), **given)
-        if "row_of" in read:
-            _check_choices_of_rows(op, read["row_of"], read["rows"].shape[0])

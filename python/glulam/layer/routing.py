@@ -16,7 +16,6 @@ from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype
 from ..calls.checks import check_tensor, runs_kernels, shape_text
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
-from ..host.device import Gpu
 from ..host.groups import with_spare_rows
 from ..host.plans import Plans
 from . import reference
@@ -176,11 +175,34 @@ class LayerCall(AddressedCall):
         return LayerSpec(self.kernel, arch=arch)
 
 
+def _rule(call: Any) -> dict[str, int]:
+    """Softmax over the k largest is softmax with its weights normalised."""
+    is_normalized = call.normalize or call.score == "topk_softmax"
+    rule = {"score": int(call.score == "sigmoid"), "normalize": int(is_normalized)}
+    return {**rule, "forms": PARAM_FORMS[dtype_name(call.logits_dtype)], "experts": call.sizes[1]}
+
+
+def _chunks_of_route(call: Any) -> dict[str, int]:
+    tokens, experts = call.sizes
+    is_one = tokens <= MOST_CHOOSING and tokens * call.k <= MOST_SORTED
+    chunk, counts = _chunks(is_one, tokens, experts, call.gpu.sm_count)
+    return {"chunk": chunk, "workspace": counts}
+
+
+def _sizes_of_sort(call: Any) -> dict[str, int]:
+    (tokens, k), experts = call.ids.shape, call.num_experts
+    chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, call.gpu.sm_count)
+    wide, weight_form = forms_of_choices(call.ids, call.id_weights)
+    of_ids = {"wide": wide, "weight_form": weight_form, "num_mapped": num_mapped(call.expert_map)}
+    return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
+
+
 class _Choosing(LayerCall):
-    """What kernels of both directions take: softmax over the k largest is softmax with its weights normalised."""
+    """What kernels of both directions take."""
 
     op = "route"
     leads = "logits"
+    definition = LayerCall.definition.extended(constants=(_rule,))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -193,12 +215,6 @@ class _Choosing(LayerCall):
         dtype: torch.dtype = self.logits.dtype
         return dtype
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        is_normalized = self.normalize or self.score == "topk_softmax"
-        rule = {"score": int(self.score == "sigmoid"), "normalize": int(is_normalized)}
-        sizes = {"forms": PARAM_FORMS[dtype_name(self.logits_dtype)], "experts": self.sizes[1]}
-        return {**super().constants(problem), **sizes, **rule}
-
 
 class RouteCall(_Choosing):
     kernel = "route"
@@ -210,6 +226,7 @@ class RouteCall(_Choosing):
     saves = ("logits", "ids", "row_of")
     integers = ("ids", "offs", "token_of_row", "row_of")
     on_cpu: ClassVar[Callable[..., Any]] = staticmethod(reference.route)
+    definition = _Choosing.definition.extended(of_rows=(_chunks_of_route,))
 
     def check_inputs(self) -> None:
         check_matrix(self.op, "logits", self.logits, "N, E")
@@ -239,12 +256,6 @@ class RouteCall(_Choosing):
         of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
         return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        tokens, experts = self.sizes
-        is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
-        chunk, counts = _chunks(is_one, tokens, experts, gpu.sm_count)
-        return {"chunk": chunk, "workspace": counts}
-
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, experts=capacity_of(self.sizes[1]), arch=arch)
 
@@ -261,9 +272,7 @@ class RouteBackwardCall(_Choosing):
     returns = ("d_logits",)
     unaligned = frozenset(("d_weights", "logits", "ids"))
     on_cpu = staticmethod(reference.route_backward)
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "k": self.ids.shape[1]}
+    definition = _Choosing.definition.extended(constants=(lambda call: {"k": call.ids.shape[1]},))
 
 
 class SortCall(LayerCall):
@@ -277,6 +286,7 @@ class SortCall(LayerCall):
     saves = ("row_of",)
     integers = ("offs", "token_of_row", "row_of")
     on_cpu = staticmethod(reference.sort)
+    definition = LayerCall.definition.extended(of_rows=(_sizes_of_sort,))
 
     def check_inputs(self) -> None:
         check_choices(self.op, self.ids, self.id_weights, self.expert_map, self.num_experts, self.first)
@@ -285,13 +295,6 @@ class SortCall(LayerCall):
         ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
         floats = torch.promote_types(self.id_weights.dtype, torch.float32)
         return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, floats)]
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        (tokens, k), experts = self.ids.shape, self.num_experts
-        chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, gpu.sm_count)
-        of_ids = dict(zip(("wide", "weight_form"), forms_of_choices(self.ids, self.id_weights), strict=True))
-        of_ids["num_mapped"] = num_mapped(self.expert_map)
-        return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, experts=capacity_of(self.num_experts), arch=arch)
@@ -307,15 +310,12 @@ class RowWeightsBackwardCall(LayerCall):
     returns = ("d_weights",)
     unaligned = frozenset(("d_rows", "row_of"))
     on_cpu = staticmethod(reference.row_weights_backward)
+    definition = LayerCall.definition.extended(
+        of_rows=(lambda call: {"bound": call.d_rows.numel(), "k": call.row_of.shape[1]},)
+    )
 
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        return {"bound": self.d_rows.numel()}
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "k": self.row_of.shape[1]}
 
 
 @operator(RouteCall)

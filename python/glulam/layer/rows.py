@@ -13,10 +13,9 @@ from ..calls.addressed import Gradients, Like, check_dtype, check_like, check_ve
 from ..calls.checks import check_tensor
 from ..calls.front import operator
 from ..calls.sharding import SUM, Split
-from ..choose.problem import Problem, dtype_name
+from ..choose.problem import dtype_name
 from ..errors import ARGUMENT_ERRORS
 from ..formats.mxfp8 import MXFP8Tensor
-from ..host.device import Gpu
 from . import reference
 from .checks import check_matrix, check_row_of
 from .routing import LayerCall, Routing
@@ -108,6 +107,10 @@ def _row_of(op: str, routing: Any) -> Tensor:
     return row_of
 
 
+def _constants(call: Any) -> dict[str, int]:
+    return {"k": call.row_of.shape[1], "width": call.lead.shape[-1], "position": 0}
+
+
 class _Moving(LayerCall):
     """What permute and combine have in common: a thread for each 16 bytes of a token."""
 
@@ -116,6 +119,7 @@ class _Moving(LayerCall):
     unaligned = frozenset(("row_of",))
     differentiable = True
     saves = ("row_of",)
+    definition = LayerCall.definition.extended(constants=(_constants,))
 
     def check_rows(self) -> None:
         name, rows, device = self.leads, self.lead, self.lead.device
@@ -124,10 +128,6 @@ class _Moving(LayerCall):
         check_row_of(self.op, ROW_OF, self.row_of)
         if self.row_of.device != device:
             raise ValueError(f"{self.op}: routing is on {self.row_of.device}, {name} on {device}; route on {device}")
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        numbers = {"k": self.row_of.shape[1], "width": self.lead.shape[-1], "position": 0}
-        return {**super().constants(problem), **numbers}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, dtype_name(self.lead.dtype), arch=arch)
@@ -154,10 +154,7 @@ class CombineCall(_Moving):
     op = kernel = "combine"
     leads = "y"
     trailing = 2
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        return {"bound": self.y.shape[:-1].numel()}
-
+    definition = _Moving.definition.extended(of_rows=(lambda call: {"bound": call.y.shape[:-1].numel()},))
     on_cpu = staticmethod(reference.combine)
 
     def served_splits(self) -> tuple[Split, ...]:

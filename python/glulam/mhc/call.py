@@ -11,7 +11,12 @@ from cute_kernels.specs import MhcSpec
 
 from ..calls.addressed import MAX_TOKENS, AddressedCall, check_dtype, check_vectors, forms
 from ..calls.checks import check_number, check_tensor, runs_kernels, shape_text
-from ..choose.problem import Problem, dtype_name
+from ..choose.problem import dtype_name
+
+
+def _constants(call: Any) -> dict[str, Any]:
+    parameters = [getattr(call, name) for name in call.formed]
+    return {"forms": forms(*parameters), "width": call.lead.shape[-1]}
 
 
 class MhcCall(AddressedCall):
@@ -21,10 +26,7 @@ class MhcCall(AddressedCall):
     trailing = 2
     shared = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
     formed: ClassVar[tuple[str, ...]] = ()
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        parameters = [getattr(self, name) for name in self.formed]
-        return {**super().constants(problem), "forms": forms(*parameters), "width": self.lead.shape[-1]}
+    definition = AddressedCall.definition.extended(constants=(_constants,))
 
     def spec(self, arch: str) -> MhcSpec:
         dtype = "float32" if "sinkhorn" in self.kernel else dtype_name(self.lead.dtype)

@@ -12,8 +12,6 @@ from cute_kernels.mhc.shapes import CTAS_PER_SM
 from ..calls.addressed import Gradients, Like, check_like, like
 from ..calls.checks import check_flag
 from ..calls.front import operator
-from ..choose.problem import Problem
-from ..host.device import Gpu
 from . import reference
 from .call import MhcCall, check_param, check_streams
 
@@ -52,9 +50,7 @@ class _Mixing(MhcCall):
     op = "post_mix"
     leads = "residual"
     formed = ("h_res", "h_post", "bias")
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "transpose": int(self.transpose_res)}
+    definition = MhcCall.definition.extended(constants=(lambda call: {"transpose": int(call.transpose_res)},))
 
 
 class PostMixCall(_Mixing):
@@ -82,14 +78,16 @@ class PostMixCall(_Mixing):
         return made
 
 
+def _partial_sums(call: Any) -> dict[str, int]:
+    partials = min(call.num_rows, CTAS_PER_SM * call.gpu.sm_count) * call.residual.shape[-1]
+    return {"workspace": partials if call.of_bias else 0}
+
+
 class PostMixBackwardCall(_Mixing):
     kernel = "post_mix_backward"
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     on_cpu = staticmethod(reference.post_mix_backward)
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        partials = min(self.num_rows, CTAS_PER_SM * gpu.sm_count) * self.residual.shape[-1]
-        return {"workspace": partials if self.of_bias else 0}
+    definition = _Mixing.definition.extended(of_rows=(_partial_sums,))
 
 
 @operator(AggregateCall)

@@ -132,11 +132,26 @@ def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu) -> shapes.Slic
     )
 
 
+def _cut(call: Any) -> dict[str, Any]:
+    cut = project_cut(call.x, call.weight, call.num_rows, call.gpu)
+    workspace = shapes.project_workspace(call.x.shape[-2], cut.slices, call.num_rows)
+    return {**cut._asdict(), "workspace": workspace}
+
+
+def _cut_of_backward(call: Any) -> dict[str, Any]:
+    (n, width), tokens, itemsize, sms = call.x.shape[-2:], call.num_rows, call.x.element_size(), call.gpu.sm_count
+    ctas = shapes.gate_ctas(tokens, sms)
+    parts = shapes.spread_splits(n, itemsize, width, tokens, sms, call.weight.dtype is torch.float32)
+    end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
+    return {"ctas": ctas, "parts": parts, "workspace": end // 4}
+
+
 class Projecting(MhcCall):
     """What project, its backward and pre have in common."""
 
     formed = ("weight", "alpha_pre", "bias")
     unaligned = frozenset(ALPHAS)
+    definition = MhcCall.definition.extended(of_rows=(_cut,))
 
     @property
     def alphas(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,11 +166,6 @@ class Projecting(MhcCall):
         """Results with these dimensions behind those of tokens, as precise as sums over x."""
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        cut = project_cut(self.x, self.weight, self.num_rows, gpu)
-        workspace = shapes.project_workspace(self.x.shape[-2], cut.slices, self.num_rows)
-        return {**cut._asdict(), "workspace": workspace}
 
 
 class ProjectCall(Projecting):
@@ -190,6 +200,7 @@ class ProjectBackwardCall(Projecting):
 
     op, kernel = "project", "project_backward"
     returns = ("d_x", "d_weight", "d_sums")
+    definition = MhcCall.definition.extended(of_rows=(_cut_of_backward,))
 
     def check_inputs(self) -> None:
         """Nothing, as in other backward operators."""
@@ -205,13 +216,6 @@ class ProjectBackwardCall(Projecting):
         if self.of_x and self.d_aggregate is not None:
             d_x = reference.add_uses(d_x, self.d_aggregate, self.h_pre, self.d_residual)
         return d_x, d_weight, sums
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        (n, width), tokens, itemsize = self.x.shape[-2:], self.num_rows, self.x.element_size()
-        ctas = shapes.gate_ctas(tokens, gpu.sm_count)
-        parts = shapes.spread_splits(n, itemsize, width, tokens, gpu.sm_count, self.weight.dtype is torch.float32)
-        end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
-        return {"ctas": ctas, "parts": parts, "workspace": end // 4}
 
     def spec(self, arch: str) -> MhcSpec:
         spec = super().spec(arch)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..calls.addressed import Gradients, Like, check_dtype, like
 from ..calls.checks import check_tensor
 from ..calls.front import operator
-from ..host.device import Gpu
 from . import reference
 from .call import MhcCall, check_count, check_eps, check_iters
 
@@ -24,6 +23,7 @@ class _Normalising(MhcCall):
     op = "sinkhorn"
     leads = "logits"
     formed = ("logits",)
+    definition = MhcCall.definition.extended(of_rows=(lambda call: {"matrices": call.num_rows},))
 
     def check_inputs(self) -> None:
         logits = check_tensor(self.op, "logits", self.logits, "a tensor [..., n, n]")
@@ -36,9 +36,6 @@ class _Normalising(MhcCall):
 
     def likes(self) -> Sequence[Like | None]:
         return [like(self.logits)]
-
-    def numbers_of_rows(self, gpu: Gpu) -> dict[str, Any]:
-        return {"matrices": self.num_rows}
 
 
 class SinkhornCall(_Normalising):

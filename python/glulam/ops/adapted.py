@@ -68,7 +68,7 @@ class Adapted(Call):
 
     def reference(self, problem: Problem) -> Any:
         """Compute one GEMM of operands that lie side by side, so that the sum is rounded once, as by kernels."""
-        lead = self.lead if self.rows is None else take_rows(self.lead, self.rows)
+        lead = take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1
         if isinstance(w, Tensor):
             both: Any = torch.cat((w, self.low_w), dim=1 + dim)
@@ -99,14 +99,8 @@ class AdaptedGluCall(Adapted, GroupedGluCall):
     op, serves, weight = "adapted_glu", "grouped_glu", "w1"
     tabled = ("w1",)
     return_preact = True
-    has_torch_out = False
     outputs = ()
     out = None
-    torch_results: ClassVar = {"": ("(Tensor, Tensor)", {})}
-
-    @property
-    def variant(self) -> str:
-        return ""
 
     def _width(self, problem: Problem) -> int:
         return problem.w1_rows

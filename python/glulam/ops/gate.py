@@ -24,6 +24,10 @@ def width_of(columns: int, activation: str) -> int:
     return columns // 2 if is_gated(activation) else columns
 
 
+def _constants(call: Any) -> dict[str, Any]:
+    return {"width": width_of(call.preact.shape[1], call.activation), **call.function.kernel_params}
+
+
 class _OfRows(AddressedCall):
     """A CTA for each row."""
 
@@ -31,14 +35,11 @@ class _OfRows(AddressedCall):
     leads = "preact"
     trailing = 1
     unaligned = frozenset(("row_scale",))
+    definition = AddressedCall.definition.extended(constants=(_constants,))
 
     def check_inputs(self) -> None:
         check_dtype(self.op, "preact", self.preact)
         check_vectors(self.op, "preact", "2I", self.preact)
-
-    def constants(self, problem: Any) -> dict[str, Any]:
-        width = width_of(self.preact.shape[1], self.activation)
-        return {**super().constants(problem), "width": width, **self.function.kernel_params}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, dtype_name(self.preact.dtype), arch=arch)

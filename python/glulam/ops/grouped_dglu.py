@@ -11,9 +11,18 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_experts, check_rows_like, check_width, intermediate_width, mismatch, runs_kernels
+from ..calls.checks import (
+    check_contraction,
+    check_experts,
+    check_rows_like,
+    check_width,
+    intermediate_width,
+    mismatch,
+    runs_kernels,
+)
+from ..calls.definition import Definition, Part
 from ..calls.front import operator
-from ..calls.launch import MATRIX, Made
+from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
@@ -39,9 +48,20 @@ class GluGradients(NamedTuple):
     d_row_scale: Tensor | None = None
 
 
-def partials_shape(rows: int, intermediate: int) -> tuple[int, int]:
-    """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
-    return -(-intermediate // PARTIAL_COLUMNS), rows
+def _reference(call: Any, problem: Problem, dpreact: Tensor, act: Tensor, d_row_scale: Tensor | None) -> None:
+    given = take_rows(call.dy, call.rows), call.w2, call.preact, call.host_ends(), call.row_scale, call.function
+    reference.grouped_dglu(*given, dpreact, act, d_row_scale, call.transpose_w)
+
+
+DPREACT = Made("dpreact", "dpreact", ("num_rows", "preact_width"))
+ACT = Made("act", "act", ("num_rows", "intermediate"))
+D_ROW_SCALE = Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True, when="row_scale_grad")
+
+
+def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
+    """Memory for parts of d_row_scale: one a tile of any width."""
+    shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
+    return {"partials": (shape, torch.float32)} if call.makes(D_ROW_SCALE) and problem.rows else {}
 
 
 class GroupedDgluCall(Call):
@@ -52,66 +72,28 @@ class GroupedDgluCall(Call):
     leads = "dy"
     after_groups = UNINITIALISED
     outputs = ()
-    torch_results = {
-        "": ("(Tensor, Tensor)", {"row_scale_grad": False}),
-        "_scale": ("(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
-    }
     sources = {"scale": "row_scale"}
-    makes = (
-        Made("dpreact", "dpreact", ("num_rows", "preact_width")),
-        Made("act", "act", ("num_rows", "intermediate")),
-        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True),
+    definition = Definition(
+        results=(DPREACT, ACT, D_ROW_SCALE),
+        returns=GluGradients,
+        constants=(lambda call: call.function.params,),
+        scratch=(partial_sums,),
+        reference=_reference,
     )
-    scratch = {"partials": MATRIX}
-
-    @property
-    def wants_d_row_scale(self) -> bool:
-        return self.row_scale is not None and self.row_scale_grad
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
         self.check_options()
         shape = check_experts(self.op, "w2", self.w2, self.dy, "E I H" if self.transpose_w else "E H I")
-        experts, hidden, width = (shape[0], shape[2], shape[1]) if self.transpose_w else shape
-        if hidden != columns:
-            wanted = (experts, width, columns) if self.transpose_w else (experts, columns, width)
-            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
-            mismatch(self.op, "w2", shape, wanted, f"dy has {columns} columns{other}")
+        width = check_contraction(self.op, "w2", shape, columns, self.transpose_w, not self.transpose_w)
         check_width(self.op, "w2", width, runs_kernels(self.dy))
         preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
         inner = intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
         if inner != width:
             preact = (self.num_rows, width * preact_width // inner)
             mismatch(self.op, "preact", self.preact.shape, preact, f"w2 gives I = {width}")
-        self.check_addends(experts, "w2", like)
-        return self.problem(experts, columns, intermediate=width)
-
-    @property
-    def variant(self) -> str:
-        return "_scale" if self.wants_d_row_scale else ""
-
-    def assembled(self, returned: Any) -> GluGradients:
-        return GluGradients(*returned)
-
-    def reference(self, problem: Problem) -> GluGradients:
-        results: GluGradients = self.results(problem)
-        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
-        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, self.function)
-        reference.grouped_dglu(*given, *results, self.transpose_w)
-        return results
-
-    def made(self) -> tuple[Made, ...]:
-        return self.makes if self.wants_d_row_scale else self.makes[:2]
-
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return self.scratch if self.wants_d_row_scale and problem.rows else {}
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {"result": GluGradients, **self.function.params}
-
-    def memory(self, problem: Problem) -> list[Any]:
-        shape = partials_shape(problem.rows, problem.intermediate)
-        return [(shape, torch.float32)] if self.scratch_of(problem) else []
+        self.check_addends(shape[0], "w2", like)
+        return self.problem(shape[0], columns, intermediate=width)
 
 
 @operator(GroupedDgluCall)

@@ -11,6 +11,7 @@ from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_out, check_w1
+from ..calls.definition import Definition, numbers_of_activation
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..calls.sharding import Split, split_of_width
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def _reference(call: Any, problem: Problem, out: Tensor, preact: Tensor | None = None) -> None:
+    x, how = take_rows(call.x, call.rows), (call.bias, call.row_scale, call.function)
+    reference.grouped_glu(x, call.w1, call.host_ends(), *how, out, preact, call.transpose_w)
+
+
 class GroupedGluCall(Call):
     """A call of grouped_glu."""
 
@@ -29,12 +35,15 @@ class GroupedGluCall(Call):
     explains = True
     after_groups = UNINITIALISED
     differentiable = True
-    torch_results = {
-        "": ("Tensor", {"return_preact": False}),
-        "_preact": ("(Tensor, Tensor)", {"return_preact": True}),
-    }
     sources = {"w": "w1", "scale": "row_scale"}
-    makes = (Made("out", "act", ("num_rows", "intermediate")), Made("preact", "preact", ("num_rows", "preact_width")))
+    definition = Definition(
+        results=(
+            Made("out", "act", ("num_rows", "intermediate")),
+            Made("preact", "preact", ("num_rows", "preact_width"), when="return_preact"),
+        ),
+        constants=(numbers_of_activation,),
+        reference=_reference,
+    )
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
@@ -47,29 +56,6 @@ class GroupedGluCall(Call):
 
     def served_splits(self) -> tuple[Split, ...]:
         return (split_of_width(self, {"w1": 2 if self.transpose_w else 1, "bias": 1}, 1, "bias"),)
-
-    @property
-    def variant(self) -> str:
-        return "_preact" if self.return_preact else ""
-
-    def assembled(self, returned: Any) -> Any:
-        if self.out is None:
-            return returned
-        return (self.out, returned) if self.return_preact else self.out
-
-    def made(self) -> tuple[Made, ...]:
-        return self.makes if self.return_preact else self.makes[:1]
-
-    def reference(self, problem: Problem) -> Any:
-        results = self.results(problem)
-        out, preact = results if self.return_preact else (results, None)
-        x = self.x if self.rows is None else take_rows(self.x, self.rows)
-        ends = self.host_ends()
-        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, self.function, out, preact, self.transpose_w)
-        return results
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return self.function.kernel_params
 
 
 @operator(GroupedGluCall)

@@ -11,8 +11,9 @@ from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
+from ..calls.definition import Definition, Part, numbers_of_activation
 from ..calls.front import operator
-from ..calls.launch import MATRIX, Made
+from ..calls.launch import Made
 from ..calls.sharding import SUM, Split, split_of_width
 from ..choose.problem import Problem
 from ..expert_lora import ExpertLora
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor | FP8BlockTensor
 
 
+def mid(call: Any, problem: Problem) -> dict[str, Part]:
+    """The activation between the two GEMMs."""
+    return {"mid": ((problem.rows, problem.intermediate), call.lead.dtype)}
+
+
+def _reference(call: Any, problem: Problem, out: Tensor) -> None:
+    x, how = take_rows(call.x, call.rows), (call.b1, call.b2, call.row_scale, call.function)
+    reference.grouped_mlp(x, call.w1, call.w2, call.host_ends(), *how, out, call.transpose_w)
+
+
 class GroupedMlpCall(Call):
     """A call of grouped_mlp in 16 bits."""
 
@@ -39,8 +50,12 @@ class GroupedMlpCall(Call):
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "row_scale"}
-    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features")),)
-    scratch = {"mid": MATRIX}
+    definition = Definition(
+        results=(Made("out", "y", ("num_rows", "out_features")),),
+        constants=(numbers_of_activation,),
+        scratch=(mid,),
+        reference=_reference,
+    )
     added: tuple[str, ...] = ("b2",)
     """Arguments that are added to the result."""
     with_lora: ClassVar[Callable[..., Any]]  # set by `lora.mlp`, which is made of operators, and so of calls
@@ -87,22 +102,6 @@ class GroupedMlpCall(Call):
         return (
             split_of_width(self, {"w1": rows, "w2": columns, "b1": 1, **dict.fromkeys(self.added, SUM)}, SUM, "b1"),
         )
-
-    def reference(self, problem: Problem) -> Tensor:
-        return self.reference_rows(self.results(problem))
-
-    def reference_rows(self, out: Tensor) -> Tensor:
-        ends = self.host_ends()
-        x = self.x if self.rows is None else take_rows(self.x, self.rows)
-        biases, how = (self.b1, self.b2), (self.row_scale, self.function)
-        reference.grouped_mlp(x, self.w1, self.w2, ends, *biases, *how, out, self.transpose_w)
-        return out
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return self.function.kernel_params
-
-    def memory(self, problem: Problem) -> list[Any]:
-        return [((problem.rows, problem.intermediate), self.lead.dtype)]
 
 
 @operator(GroupedMlpCall, quantized=QuantizedMlpCall, beside=("lora",))

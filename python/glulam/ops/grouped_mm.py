@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from .. import reference
 from ..calls.call import Call
-from ..calls.checks import check_experts, check_halves, check_out, check_width, mismatch, runs_kernels
+from ..calls.checks import check_contraction, check_experts, check_halves, check_out, check_width, runs_kernels
+from ..calls.definition import Definition
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..calls.sharding import SUM, Split
@@ -20,6 +22,11 @@ from ..reference import take_rows
 from .quantized_mm import QuantizedMmCall
 
 
+def _reference(call: Any, problem: Problem, out: Tensor) -> None:
+    x, how = take_rows(call.x, call.rows), (call.bias, call.bias_scale, call.transpose_w)
+    reference.grouped_mm(x, call.w, call.host_ends(), *how, out)
+
+
 class GroupedMmCall(Call):
     """A call of grouped_mm in 16 bits."""
 
@@ -28,23 +35,18 @@ class GroupedMmCall(Call):
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "bias_scale"}
-    makes = (Made("out", "y", ("num_rows", "out_features")),)
+    definition = Definition(results=(Made("out", "y", ("num_rows", "out_features")),), reference=_reference)
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
         self.check_options()
         in_halves = isinstance(self.w, GateUp)
         shape = self._check_halves() if in_halves else check_experts(self.op, "w", self.w, self.x, "E N K")
-        experts, n, k = shape
-        contracted, width = (n, k) if self.transpose_w else (k, n)
-        if contracted != columns:
-            wanted = (experts, columns, k) if self.transpose_w else (experts, n, columns)
-            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
-            mismatch(self.op, "w", shape, wanted, f"x has {columns} columns{other}")
+        width = check_contraction(self.op, "w", shape, columns, self.transpose_w, self.transpose_w)
         check_width(self.op, "w", width, runs_kernels(self.x))
-        self.check_addends(experts, "w", like, bias=width)
+        self.check_addends(shape[0], "w", like, bias=width)
         check_out(self.op, "out", self.out, like, width)
-        return self.problem(experts, columns, out_features=width, in_halves=in_halves)
+        return self.problem(shape[0], columns, out_features=width, in_halves=in_halves)
 
     def served_splits(self) -> tuple[Split, ...]:
         contracted, width = (1, 2) if self.transpose_w else (2, 1)
@@ -62,12 +64,6 @@ class GroupedMmCall(Call):
         experts, n, k = check_halves(self.op, "w", self.w, self.x, "E N K")
         check_width(self.op, "w.gate", n, runs_kernels(self.x))
         return experts, 2 * n, k
-
-    def reference(self, problem: Problem) -> Tensor:
-        out: Tensor = self.results(problem)
-        x = self.x if self.rows is None else take_rows(self.x, self.rows)
-        reference.grouped_mm(x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
-        return out
 
 
 @operator(GroupedMmCall, quantized=QuantizedMmCall, when="w.__class__ in classes", recipe="w.weight_only")

@@ -19,12 +19,23 @@ from ..calls.checks import (
     check_x,
     count_groups,
 )
+from ..calls.definition import Definition
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem, dtype_name
 from ..host.experts import ExpertList
 from ..host.groups import REACH_NO_RESULT, Splits
 from ..reference import take_rows
+
+
+def _constants(call: Any) -> dict[str, Any]:
+    return {"dtype": call.result_dtype, "accumulate": int(call.accumulate)}
+
+
+def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> None:
+    adds = [call.accumulate] * problem.experts if call.mask is None else call.mask.tolist()
+    dy, x = take_rows(call.dy, call.dy_rows), take_rows(call.x, call.x_rows)
+    reference.grouped_wgrad(dy, x, call.host_ends(), adds, out)
 
 
 class GroupedWgradCall(Call):
@@ -34,10 +45,13 @@ class GroupedWgradCall(Call):
     explains = True
     after_groups = REACH_NO_RESULT
     gradients = ("out",)
-    torch_types = {"out": "Tensor(a!)[]"}
     settled_without_out = {"accumulate": False, "mask": None}
     settled_with_out = {"out_dtype": None}
-    makes = (Made("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),)
+    definition = Definition(
+        results=(Made("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),),
+        constants=(_constants,),
+        reference=_reference,
+    )
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -104,17 +118,6 @@ class GroupedWgradCall(Call):
             else:
                 one.masked_fill_(~self.mask[expert], 0)
         return out
-
-    def reference(self, problem: Problem) -> Any:
-        out = self.results(problem)
-        adds = [self.accumulate] * problem.experts if self.mask is None else self.mask.tolist()
-        dy = self.dy if self.dy_rows is None else take_rows(self.dy, self.dy_rows)
-        x = self.x if self.x_rows is None else take_rows(self.x, self.x_rows)
-        reference.grouped_wgrad(dy, x, self.host_ends(), adds, out)
-        return out
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {"dtype": self.result_dtype, "accumulate": int(self.accumulate)}
 
 
 @overload

@@ -8,10 +8,11 @@ along columns.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cute_kernels.formats import OPERANDS
@@ -20,8 +21,9 @@ from .. import recipes
 from ..activations import NamedNumbers
 from ..calls.call import Call
 from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
+from ..calls.definition import Before, Definition, Part, numbers_of_activation
 from ..calls.front import operator
-from ..calls.launch import BYTES, MATRIX, Line, Made
+from ..calls.launch import Line, Made
 from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
 from ..formats.form import Form
@@ -30,9 +32,10 @@ from ..formats.scaled import Parts
 from ..host import workspace
 from ..recipes import Recipe
 from ..reference import take_rows
-from .grouped_dglu import partials_shape
+from .grouped_dglu import ACT, D_ROW_SCALE, DPREACT, partial_sums
+from .grouped_mlp import mid
 from .grouped_wgrad import GroupedWgradCall
-from .quantized_mlp import QuantizedMlpCall, part_of_workspace
+from .quantized_mlp import QuantizedMlpCall, quantised, reference_of_rows
 from .quantized_weights import check_weight
 
 if TYPE_CHECKING:
@@ -67,61 +70,69 @@ def _form(recipe: str, which: str) -> Form:
     return form
 
 
-_READ = {
-    "w1": "read_w1.data", "w1_scale": "read_w1.scale.data_ptr()",
-    "w2": "read_w2.data", "w2_scale": "read_w2.scale.data_ptr()",
-}  # fmt: skip
+def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
+    """Return the step that prepares trained weights. `w1`: as Python, None if it is not read."""
+    name = prepare.__name__
+    return Before(
+        Line(f"read_w1, read_w2 = {name}({call.recipe!r}, {w1}, w2, trained)"),
+        {
+            "w1": "read_w1.data", "w1_scale": "read_w1.scale.data_ptr()",
+            "w2": "read_w2.data", "w2_scale": "read_w2.scale.data_ptr()",
+        },
+        {"trained": call.trained, name: prepare},
+    )  # fmt: skip
+
+
+def _reads_rows(call: Any, problem: Problem) -> Before:
+    return _read(call, weights_forward)
+
+
+def _reads_columns(call: Any, problem: Problem) -> Before:
+    return _read(call, weights_backward, "w1" if call.input_grad else "None")
 
 
 SMALL_BYTES = workspace.GRANULE
 """Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
-LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False)
+LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
+
+
+def _small_mid(call: Any, problem: Problem) -> dict[str, Part]:
+    return {} if call.is_large else mid(call, problem)
 
 
 class KeepsPreact(Call):
-    """Of a forward in 16 bits. `is_small`: whether its activation is."""
+    """A forward that keeps h. `is_large`: whether its activation is, in 16 bits."""
 
-    is_small: Any = True
+    is_large: Any = False
 
     def check(self) -> Problem:
         return training_parts(self.step).forward
 
-    def made(self) -> tuple[Made, ...]:
-        return self.makes if self.is_small else (*self.makes, LARGE)
 
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return super().scratch_of(problem) if self.is_small else {}
-
-    def memory(self, problem: Problem) -> list[Any]:
-        return super().memory(problem) if self.is_small else []
-
-
-class PreparesRows(Call):
-    """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
+class PreparesRows(KeepsPreact):
+    """The same in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
-
-    def check(self) -> Problem:
-        return training_parts(self.step).forward
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "trained": self.trained, "weights_forward": weights_forward}
-
-    def before(self, problem: Problem) -> tuple[Line, ...]:
-        return (Line(f"read_w1, read_w2 = weights_forward({self.recipe!r}, w1, w2, trained)"),)
-
-    def texts(self, problem: Problem) -> dict[str, str]:
-        return _READ
 
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
     """The kind of calls that are like those of an MLP or a layer, and keep h."""
-    how = PreparesRows if issubclass(kind, QuantizedMlpCall) else KeepsPreact
-    made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
+    if issubclass(kind, QuantizedMlpCall):
+        how: Any = PreparesRows
+        own = kind.definition.extended(results=(PREACT,), before=(_reads_rows,))
+    else:
+        how = KeepsPreact
+        own = dataclasses.replace(kind.definition.extended(results=(PREACT, LARGE)), scratch=(_small_mid,))
+    made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"definition": own})
     made.declare(kind.names)
     return made
+
+
+def _forward_reference(call: Any, problem: Problem, out: Tensor, preact: Tensor) -> None:
+    read, form = weights_forward(call.recipe, call.w1, call.w2, call.trained), _form(call.recipe, "weights")
+    reference_of_rows(call, (Weight(form, read[0]), Weight(form, read[1])), out, preact)
 
 
 class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
@@ -129,31 +140,19 @@ class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
 
     torch_op = "grouped_mlp_mxfp8_preact"
     differentiable = False
-    torch_results = {"": ("(Tensor, Tensor)", {})}
-    makes = (*QuantizedMlpCall.makes, PREACT)
+    definition = QuantizedMlpCall.definition.extended(
+        results=(PREACT,), before=(_reads_rows,), reference=_forward_reference
+    )  # fmt: skip
     recompute = False
 
     def refuse_gradients(self) -> None:
         Call.refuse_gradients(self)
 
-    def assembled(self, returned: Any) -> Any:
-        return returned if self.out is None else (self.out, returned)
-
     def check(self) -> Problem:
-        return changed(super(PreparesRows, self).check(), save_preact=True)
+        return changed(QuantizedMlpCall.check(self), save_preact=True)
 
     def prepared(self) -> Any:
-        return super(QuantizedMlpCall, self).prepared()
-
-    def reference(self, problem: Problem) -> Any:
-        out, preact = self.results(problem)
-        read = weights_forward(self.recipe, self.w1, self.w2, self.trained)
-        first, second = (Weight(_form(self.recipe, "weights"), parts) for parts in read)
-        mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], self.taken(), (first, second), self.host_ends(), (self.b1, self.b2),
-            self.row_scale, self.function, out, preact,
-        )  # fmt: skip
-        return out, preact
+        return Call.prepared(self)
 
 
 @operator(Mxfp8ForwardCall)
@@ -166,17 +165,26 @@ def forward(
     raise NotImplementedError  # `front` writes the body
 
 
+DX = Made("out", "dx", ("num_rows", "out_features"), zeros=True, when="input_grad")
+
+
+def _tokens(call: Any) -> dict[str, int]:
+    tokens, k = (0, 0) if call.row_of is None else call.row_of.shape
+    return {"tokens": tokens, "k": k}
+
+
 class GradientsCall(Call):
     """Data gradients in 16 bits. `out`: where dx goes; where `input_grad` is not set, there is none."""
 
     op = "grouped_mlp_backward"
     leads = "dy"
     sources = {"scale": "row_scale"}
-    makes: tuple[Made, ...] = (
-        Made("dpreact", "dpreact", ("num_rows", "preact_width")),
-        Made("act", "act", ("num_rows", "intermediate")),
-        Made("out", "dx", ("num_rows", "out_features"), zeros=True),
-        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True),
+    definition = Definition(
+        results=(DPREACT, ACT, DX, D_ROW_SCALE),
+        returns=DataGradients,
+        constants=(numbers_of_activation,),
+        of_rows=(_tokens,),
+        scratch=(partial_sums,),
     )
 
     row_of: Any = None
@@ -184,66 +192,48 @@ class GradientsCall(Call):
     def check(self) -> Problem:
         return training_parts(self.step, self.input_grad).data_gradients
 
-    @property
-    def wants_d_row_scale(self) -> bool:
-        return self.row_scale is not None and self.row_scale_grad
-
     def made(self) -> tuple[Made, ...]:
-        dpreact, act, dx, d_row_scale = self.makes
-        dx_of: tuple[Made, ...] = (dx._replace(wanted=self.input_grad),)
-        if self.row_of is not None:  # rows, and the sums of a token's
-            dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "out_features"))
-        return dpreact, act, *dx_of, d_row_scale._replace(wanted=self.wants_d_row_scale)
+        made = super().made()
+        if self.row_of is None:
+            return made
+        dpreact, act, dx, d_row_scale = made  # rows' dx, and the sums of a token's
+        sums = Made("out", "dx_tokens", ("tokens", "out_features"))
+        return dpreact, act, dx._replace(name="dx", returned=False), sums, d_row_scale
 
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return {"partials": MATRIX} if self.wants_d_row_scale and problem.rows else {}
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**self.function.kernel_params, "result": DataGradients}
-
-    def dims(self) -> dict[str, Any]:
-        tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
-        return {"tokens": tokens, "k": k}
-
-    def memory(self, problem: Problem) -> list[Any]:
-        shapes = {"dy8": (self.dy.shape[0], problem.in_features), "dpreact8": (problem.rows, problem.w1_rows)}
-        parts: list[Any] = []
-        for name, kind in self.scratch_of(problem).items():
-            if name == "partials":
-                parts.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
-            else:
-                rows = OPERANDS[problem.operands].x
-                parts.append(part_of_workspace(rows, shapes[name.removesuffix("_scale")], kind))
-        return parts
+def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
+    """dy and the gradient of h in MXFP8."""
+    rows = OPERANDS[problem.operands].x
+    dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
+    return {**dy8, **(quantised(rows, "dpreact8", (problem.rows, problem.w1_rows)) if call.input_grad else {})}
 
 
 class PreparesColumns(GradientsCall):
     """The same in MXFP8. `trained`: whether a weight is."""
 
     tabled = ()
+    definition = dataclasses.replace(
+        GradientsCall.definition, scratch=(_quantised, partial_sums), before=(_reads_columns,)
+    )  # fmt: skip
 
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        """dy and the gradient of h in MXFP8, and partial sums of d_row_scale."""
-        names = ["dy8", *(["dpreact8"] if self.input_grad else [])]
-        quantised = {key: kind for name in names for key, kind in ((name, MATRIX), (f"{name}_scale", BYTES))}
-        return {**quantised, **super().scratch_of(problem)}
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "trained": self.trained, "weights_backward": weights_backward}
-
-    def before(self, problem: Problem) -> tuple[Line, ...]:
-        w1 = "w1" if self.input_grad else "None"
-        return (Line(f"read_w1, read_w2 = weights_backward({self.recipe!r}, {w1}, w2, trained)"),)
-
-    def texts(self, problem: Problem) -> dict[str, str]:
-        return _READ
+def _gradients_reference(call: Any, problem: Problem, *results: Any) -> None:
+    if call.out is not None:
+        call.out.zero_()
+    form = _form(call.recipe, "gradient_weights")
+    first, second = weights_backward(call.recipe, call.w1 if call.input_grad else None, call.w2, call.trained)
+    w1, w2 = first and Weight(form, first), Weight(form, second)
+    mlp_reference.data_gradients(
+        recipes.RECIPES[call.recipe], take_rows(call.dy, call.rows), (w1, w2), call.preact, call.host_ends(),
+        call.row_scale, call.function, *results,
+    )  # fmt: skip
 
 
 class Mxfp8GradientsCall(PreparesColumns):
     """The same as an operator, of rows."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
-    torch_results = {"": ("Tensor[]", {})}
+    definition = PreparesColumns.definition.extended(reference=_gradients_reference)
     torch_types = {"w1": "Tensor[]?"}
     has_torch_out = False  # torch functionalises no operator that returns a list and writes a buffer
     w1_scale = w2_scale = w1_global_scale = w2_global_scale = None  # weights are not in MXFP8
@@ -270,27 +260,6 @@ class Mxfp8GradientsCall(PreparesColumns):
             mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")
         return shape[2]
 
-    def assembled(self, returned: Any) -> DataGradients:
-        dpreact, act, *others = returned
-        dx = others.pop(0) if self.input_grad else None
-        if dx is not None and self.out is not None:
-            dx = self.out.copy_(dx)
-        return DataGradients(dpreact, act, dx, others[0] if others else None)
-
-    def reference(self, problem: Problem) -> DataGradients:
-        results: DataGradients = self.results(problem)
-        if self.out is not None:
-            self.out.zero_()
-        form = _form(self.recipe, "gradient_weights")
-        first, second = weights_backward(self.recipe, self.w1 if self.input_grad else None, self.w2, self.trained)
-        w1, w2 = first and Weight(form, first), Weight(form, second)
-        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
-        mlp_reference.data_gradients(
-            recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale,
-            self.function, *results,
-        )  # fmt: skip
-        return results
-
 
 class WeightGradientCall(GroupedWgradCall):
     """A weight's, of which an MLP has two by one kernel."""
@@ -299,8 +268,9 @@ class WeightGradientCall(GroupedWgradCall):
         gathers = self.dy_rows is not None or self.x_rows is not None
         return training_parts(self.step, gathers=gathers).weight_gradients
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "out_features": self.dy.shape[1], "in_features": self.x.shape[1]}
+    definition = GroupedWgradCall.definition.extended(
+        constants=(lambda call: {"out_features": call.dy.shape[1], "in_features": call.x.shape[1]},)
+    )
 
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")

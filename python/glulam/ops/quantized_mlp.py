@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -19,30 +21,27 @@ from ..calls.checks import (
     mismatch,
     runs_kernels,
 )
-from ..calls.launch import BYTES, MATRIX, Line, Made, launch_nothing
-from ..calls.quantized import Quantized
+from ..calls.definition import Before, Definition, Part, numbers_of_activation
+from ..calls.launch import Line, Made, launch_nothing
 from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..formats import mlp_reference
+from ..formats.mlp_reference import Weight
 from ..formats.mxfp8 import MXFP8Tensor, rebase_mxfp8
 from ..formats.mxfp8.forms import Rows as MXFP8Rows
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import BLOCK
-from ..host import device as gpus
-from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_weights import (
-    READY_AS,
+    ReadsQuantized,
     check_scale,
     check_weight,
     global_counts,
     look_at_scales,
-    ready,
     weight_as_read,
     weight_parts,
-    with_parts_as_read,
 )
 
 
@@ -100,27 +99,108 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
-def part_of_workspace(rows: Format, shape: tuple[int, int], kind: str, dtype: torch.dtype = DATA_DTYPE) -> Any:
-    """Rows' elements, or where `kind` is BYTES their scales, as `Launching.memory` lists them."""
+def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
+    """Memory for rows' elements and scales."""
     count, columns = shape
-    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8 if kind == BYTES else (shape, dtype)
+    scales = count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
+    return {name: (shape, DATA_DTYPE), f"{name}_scale": scales}
 
 
-class QuantizedMlpCall(Quantized):
+def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+    """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
+    operands, dtype = OPERANDS[problem.operands], call.result_dtype
+    x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
+    if operands.has_scaled_rows:
+        x8 = {} if problem.quantized else quantised(operands.x, "x8", x)
+        return {**x8, **quantised(operands.x, "mid", mid)}
+    found: dict[str, Part] = {"mid": (mid, dtype)}
+    if _rounds(problem):
+        found["rounded"] = x, dtype
+    if _copies(call, problem):
+        found["copied"] = (problem.rows, problem.in_features), dtype
+    return found
+
+
+def _rounds(problem: Problem) -> bool:
+    """Return True if x is rounded to values of MXFP8 before a GEMM."""
+    return problem.operands == "mxfp8_exact"
+
+
+def _copies(call: Any, problem: Problem) -> bool:
+    """Return True if a layer's rows are copied: kernels that decode weights read none by index."""
+    return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
+
+
+def _rounding(call: Any, problem: Problem) -> Before | None:
+    """Return the step that rounds x, up to the last group where rows lie in order and offs tell its end."""
+    if not _rounds(problem):
+        return None
+    until = call.offs is not None and call.rows is None
+    return Before(_line_that_rounds(until), {"x": "rounded_memory"}, {"round": _function_that_rounds(call, problem)})
+
+
+@functools.cache
+def _line_that_rounds(until_last_group: bool) -> Line:
+    end = {"offs": "groups_at", "num_groups": "num_groups"} if until_last_group else {"offs": "0", "num_groups": "1"}
+    given = signature_of(QuantizeMxfp8Spec(rounded=True)).pack(x="aligned_row(x)", out="rounded_memory", **end)
+    return Line(f"round({', '.join(given)})", ("groups",) if until_last_group else ())
+
+
+def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
+    if not problem.rows:
+        return launch_nothing
+    rows, columns = call.x.shape
+    wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
+    found: Callable[..., None] = kernels.serving(wanted, call.gpu).at(rows).function
+    return found
+
+
+def _copying(call: Any, problem: Problem) -> Before | None:
+    """Return the step before kernels copy rows, from tokens that are contiguous."""
+    if not _copies(call, problem):
+        return None
+    if _rounds(problem):
+        return Before(values={"x": "copied_memory", "x_tokens": "rounded_memory.data_ptr()"})
+    line = Line("x = x if x.is_contiguous() else x.contiguous()")
+    return Before(line, {"x": "copied_memory", "x_tokens": "x.data_ptr()"})
+
+
+def _look_at_x_scale(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
+    x, scale = read["x"], read.get("x_scale")
+    if scale is not None and scale.shape[0] != x.shape[0]:
+        mismatch(kind.op, "x's scale", scale.shape, (x.shape[0], scale.shape[1]), "x has so many rows")
+
+
+def _reference(call: Any, problem: Problem, out: Tensor) -> None:
+    reference_of_rows(call, (weight_as_read(call, "w1"), weight_as_read(call, "w2")), out)
+
+
+def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, preact: Tensor | None = None) -> None:
+    """Compute `out`, and `preact` if it is given. weights: w1 and w2 as kernels read them."""
+    mlp_reference.grouped_mlp(
+        recipes.RECIPES[call.recipe], call.taken(), weights, call.host_ends(), (call.b1, call.b2), call.row_scale,
+        call.function, out, preact,
+    )  # fmt: skip
+
+
+class QuantizedMlpCall(ReadsQuantized):
     """A call by a recipe that quantises. `dtype`: of the result, where x is in MXFP8."""
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
     unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
 
     op = "grouped_mlp"
-    after_groups = UNINITIALISED
     torch_op = "grouped_mlp_mxfp8"
-    differentiable = True
     sources = {"scale": "row_scale"}
-    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
-    ready, ready_as = staticmethod(ready), READY_AS
+    definition = Definition(
+        results=(Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),),
+        constants=(lambda call: {"out_dtype": call.result_dtype}, numbers_of_activation, global_counts),
+        scratch=(_scratch,),
+        before=(_rounding, _copying),
+        looks=(look_at_scales, _look_at_x_scale),
+        reference=_reference,
+    )
     on_device = staticmethod(recipes.on_device)
-    recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -205,82 +285,7 @@ class QuantizedMlpCall(Quantized):
         if not self.x.is_contiguous():
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
-    def prepared(self) -> Any:
-        """As for any operator, with weights as the kernels read them."""
-        return super(QuantizedMlpCall, with_parts_as_read(self)).prepared()
-
-    def reference(self, problem: Problem) -> Tensor:
-        return self.reference_rows(self.results(problem))
-
-    def reference_rows(self, out: Tensor) -> Tensor:
-        recipe, biases = recipes.RECIPES[self.recipe], (self.b1, self.b2)
-        first, second = (weight_as_read(self, name) for name in self.weights)
-        mlp_reference.grouped_mlp(
-            recipe, self.taken(), (first, second), self.host_ends(), biases, self.row_scale, self.function, out
-        )
-        return out
-
     def taken(self) -> tuple[Tensor, Tensor | None]:
         """x and its scales by rows."""
-        rows, scale = self.rows, self.x_scale
-        if rows is None:
-            return self.x, scale
-        return take_rows(self.x, rows), None if scale is None else take_rows(scale, rows)
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {"out_dtype": self.result_dtype, **self.function.kernel_params, **global_counts(self)}
-
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        return self._rows_between(problem)
-
-    def _rows_between(self, problem: Problem) -> dict[str, str]:
-        """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
-        if OPERANDS[problem.operands].has_scaled_rows:
-            quantised = {"mid": MATRIX, "mid_scale": BYTES}
-            return quantised if problem.quantized else {"x8": MATRIX, "x8_scale": BYTES, **quantised}
-        rows = {"rounded": MATRIX} if problem.operands == "mxfp8_exact" else {}
-        return {"mid": MATRIX, **rows, **({"copied": MATRIX} if self.of_tokens else {})}
-
-    def memory(self, problem: Problem) -> list[Any]:
-        x, of_rows = (self.x.shape[0], problem.in_features), (problem.rows, problem.in_features)
-        shapes = {"x8": x, "rounded": x, "copied": of_rows, "mid": (problem.rows, problem.intermediate)}
-        rows = OPERANDS[problem.operands].x
-        dtype = DATA_DTYPE if rows.scale else self.result_dtype
-        return [
-            part_of_workspace(rows, shapes[name.removesuffix("_scale")], kind, dtype)
-            for name, kind in self._rows_between(problem).items()
-        ]
-
-    def texts(self, problem: Problem) -> dict[str, str]:
-        names = self.scratch_of(problem)
-        rows = "rounded_memory" if "rounded" in names else "x"
-        if "copied" in names:
-            return {"x": "copied_memory", "x_tokens": f"{rows}.data_ptr()"}
-        return {"x": rows} if "rounded" in names else {}
-
-    def before(self, problem: Problem) -> tuple[Line, ...]:
-        names = self.scratch_of(problem)
-        if "rounded" in names:
-            until = self.offs is not None and self.rows is None
-            end = {"offs": "groups_at", "num_groups": "num_groups"} if until else {"offs": "0", "num_groups": "1"}
-            given = signature_of(QuantizeMxfp8Spec(rounded=True)).pack(x="aligned_row(x)", out="rounded_memory", **end)
-            return (Line(f"round({', '.join(given)})", ("groups",) if until else ()),)
-        return (Line("x = x if x.is_contiguous() else x.contiguous()"),) if "copied" in names else ()
-
-    def kernels(self, problem: Problem) -> dict[str, Any]:
-        """`round`: what rounds x to values of MXFP8."""
-        if problem.operands != "mxfp8_exact":
-            return {}
-        if not problem.rows:
-            return {"round": launch_nothing}
-        rows, columns = self.x.shape
-        wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
-        return {"round": kernels.serving(wanted, gpus.gpu(self.lead.get_device())).at(rows).function}
-
-    @classmethod
-    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
-        super().look(op, outs, **read)
-        look_at_scales(op, cls.labels, read)
-        x, scale = read["x"], read.get("x_scale")
-        if scale is not None and scale.shape[0] != x.shape[0]:
-            mismatch(op, "x's scale", scale.shape, (x.shape[0], scale.shape[1]), "x has so many rows")
+        scale = self.x_scale
+        return take_rows(self.x, self.rows), None if scale is None else take_rows(scale, self.rows)

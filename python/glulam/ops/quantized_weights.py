@@ -13,12 +13,14 @@ from cute_kernels.formats import OPERANDS
 from .. import recipes
 from ..activations import is_in_halves
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
+from ..calls.quantized import Quantized
 from ..calls.roles import SUFFIXES
 from ..choose.problem import changed
 from ..formats import prepared
 from ..formats.form import Form
 from ..formats.mlp_reference import Weight
 from ..formats.scaled import SCALE_DTYPE, Parts
+from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 
 FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}
@@ -100,11 +102,13 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     return shape
 
 
-def look_at_scales(op: str, labels: Mapping[str, str], read: Mapping[str, Any]) -> None:
-    """Raises ValueError for E4M3 scales of weights at an odd address: kernels read two at once."""
+def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
+    """Raise ValueError for E4M3 scales of weights at an odd address: kernels read two at once."""
     for name, tensor in read.items():
         if name.endswith("_scale") and getattr(tensor, "dtype", None) == torch.float8_e4m3fn and tensor.data_ptr() % 2:
-            raise ValueError(f"{op}: {labels[name]} starts at an odd address; clone() it, or cut the view elsewhere")
+            raise ValueError(
+                f"{kind.op}: {kind.labels[name]} starts at an odd address; clone() it, or cut the view elsewhere"
+            )
 
 
 def global_counts(call: Any) -> dict[str, int]:
@@ -124,3 +128,16 @@ def check_scale(
         mismatch(op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
     if scale.device != data.device or not scale.is_contiguous():
         raise ValueError(f"{op}: {name}'s scale must be contiguous, and on {data.device} as its data")
+
+
+class ReadsQuantized(Quantized):
+    """A call whose kernels read quantised weights."""
+
+    after_groups = UNINITIALISED
+    differentiable = True
+    ready, ready_as = staticmethod(ready), READY_AS
+    recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
+
+    def prepared(self) -> Any:
+        """Prepare the call as any operator's, with weights as kernels read them."""
+        return super(ReadsQuantized, with_parts_as_read(self)).prepared()

@@ -13,6 +13,7 @@ from cute_kernels.specs import QUANTIZE_AXES
 
 from ...calls.call import Call
 from ...calls.checks import check_x, count_groups, mismatch
+from ...calls.definition import Definition
 from ...calls.front import operator
 from ...calls.launch import Made
 from ...choose.problem import Problem
@@ -115,8 +116,24 @@ def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]
     return [tensor for copy in copies for tensor in (copy.data, copy.scale)]
 
 
-def _all(*made: Tensor) -> tuple[Tensor, ...]:
-    return made
+def _constants(call: Any) -> dict[str, Any]:
+    form = {"wide": int(call.block == "1x128"), "swizzled": int(call.scale_layout == "swizzled")}
+    return {**form, "data_dtype": DATA_DTYPE, "scale_dtype": SCALE_DTYPE}
+
+
+def _sizes(call: Any) -> dict[str, Any]:
+    return {str(made.shape): shape for made, (shape, _) in zip(call.made(), call.shapes(), strict=True)}
+
+
+def _reference(call: Any, problem: Problem, *results: Tensor) -> None:
+    if not problem.rows:
+        return
+    x, ends = call.x, None if call.offs is None else call.host_ends()
+    if ends is not None and call.axis != "row":
+        x, ends = reference.padded_groups(x, ends), None
+    size, is_swizzled = BLOCK_SIZES[call.block], call.scale_layout == "swizzled"
+    for axis, data, scale in zip(call.axes, results[::2], results[1::2], strict=True):
+        reference.quantize(x, axis, size, is_swizzled, ends, data, scale)
 
 
 class QuantizeMxfp8Call(Call):
@@ -124,8 +141,7 @@ class QuantizeMxfp8Call(Call):
 
     explains = True
     op = OP
-    torch_results = {"": ("Tensor[]", {})}
-    torch_returns_with_out = "()"
+    definition = Definition(constants=(_constants,), of_rows=(_sizes,), reference=_reference)
     torch_types = {"out": "Tensor(a!)[]"}
     splits = None
 
@@ -150,7 +166,7 @@ class QuantizeMxfp8Call(Call):
             self._check_out()
         return self.problem(groups, columns, axis=self.axis)
 
-    def _shapes(self) -> Shapes:
+    def shapes(self) -> Shapes:
         rows, columns = self.x.shape
         return tuple(
             pair
@@ -164,7 +180,7 @@ class QuantizeMxfp8Call(Call):
     def _check_out(self) -> None:
         """Of MXFP8Tensors, whose parts fit each other already."""
         assert self.out is not None
-        for tensor, (shape, _) in zip(self.out, self._shapes(), strict=True):
+        for tensor, (shape, _) in zip(self.out, self.shapes(), strict=True):
             if tuple(tensor.shape) != shape:
                 mismatch(self.op, "out", tensor.shape, shape, "that is the result's shape")
             if tensor.device != self.x.device:
@@ -187,36 +203,14 @@ class QuantizeMxfp8Call(Call):
 
     def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
         """Nothing to write, and no blocks to write it in."""
-        return self._results(problem)
-
-    def reference(self, problem: Problem) -> tuple[Tensor, ...]:
-        results = self._results(problem)
-        if not problem.rows:
-            return results
-        ends = None if self.offs is None else self.host_ends()
-        x = self.x
-        if ends is not None and self.axis != "row":
-            x, ends = reference.padded_groups(x, ends), None
-        size, is_swizzled = BLOCK_SIZES[self.block], self.scale_layout == "swizzled"
-        for axis, data, scale in zip(self.axes, results[::2], results[1::2], strict=True):
-            reference.quantize(x, axis, size, is_swizzled, ends, data, scale)
-        return results
+        return tuple(self.new_results(problem))
 
     def made(self) -> tuple[Made, ...]:
         names = [f"{axis}_{part}" for axis in self.axes for part in ("data", "scale")]
         return tuple(Made(name, name, f"{name}_shape", dtype=f"{name[4:]}_dtype") for name in names)
 
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        wide, swizzled = int(self.block == "1x128"), int(self.scale_layout == "swizzled")
-        dtypes = {"data_dtype": DATA_DTYPE, "scale_dtype": SCALE_DTYPE}
-        return {"wide": wide, "swizzled": swizzled, **dtypes, "result": _all}
-
-    def dims(self) -> dict[str, Any]:
-        shapes = zip(self.made(), self._shapes(), strict=True)
-        return {str(made.shape): shape for made, (shape, _) in shapes}
-
-    def _results(self, problem: Problem) -> tuple[Tensor, ...]:
-        return self.results(problem) if self.out is None else tuple(self.out)
+    def new_results(self, problem: Problem) -> list[Any]:
+        return super().new_results(problem) if self.out is None else list(self.out)
 
 
 @operator(QuantizeMxfp8Call)
