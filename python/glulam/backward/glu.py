@@ -15,7 +15,7 @@ from ..host.experts import GateUp
 from ..ops.gate import gate_gradients
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import GroupedGluCall
-from .parts import Targets, form_of
+from .parts import Targets
 from .path import Declared, Path
 
 
@@ -29,7 +29,7 @@ class GluPath(Path):
 
     @classmethod
     def of(cls, call: Any) -> GluPath:
-        in_halves, form = isinstance(call.w1, GateUp), form_of(call)
+        in_halves, form = isinstance(call.w1, GateUp), call.function.keywords
         return cls(transpose_w=call.transpose_w, in_halves=in_halves, form=form, return_preact=call.return_preact)
 
     def forward(

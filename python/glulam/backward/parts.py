@@ -31,12 +31,6 @@ WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
 
 
-def form_of(call: Any) -> dict[str, Any]:
-    """A call's activation, as keywords of the operators."""
-    keywords: dict[str, Any] = call.function.keywords
-    return keywords
-
-
 def contracted(w: Any, transpose_w: bool) -> int:
     """Columns of the x that a weight is multiplied with."""
     columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]

@@ -12,13 +12,12 @@ from ..host.experts import GateUp
 from ..ops.quantized_mlp import QuantizedMlpCall
 from .data_path import DataPath, QuantisedPath
 from .frozen import FrozenPath
-from .parts import form_of
 
 
 def path_of(call: Any) -> DataPath:
     """Return the data path of a GroupedMlpCall or QuantizedMlpCall."""
     check_flag(call.op, "recompute", call.recompute)
-    form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
+    form, common = call.function.keywords, {"recompute": call.recompute, "tokens": call.tokens}
     if not isinstance(call, QuantizedMlpCall):
         check_recipe(call.op, call.recipe)
         in_halves = isinstance(call.w1, GateUp)

@@ -199,7 +199,10 @@ class AddressedCall(Call):
         return list(zip(self.returns, self.wanted(), strict=True))
 
     def new_results(self, problem: Problem) -> list[Any]:
-        return [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
+        results: list[Any] = [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
+        for place, buffer in self._buffers():
+            results[place] = buffer
+        return results
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
         """Those given, with the place of their results."""
@@ -208,15 +211,12 @@ class AddressedCall(Call):
 
     def without_rows(self, problem: Problem) -> Any:
         """Sums over no tokens are zero."""
-        return self._into_buffers([None if one is None else one.zero_() for one in self.new_results(problem)])
+        return self.returned([None if one is None else one.zero_() for one in self.new_results(problem)])
 
     def reference(self, problem: Problem) -> Any:
         computed = self.compute()
-        results = computed if isinstance(computed, tuple) else (computed,)
-        wanted = zip(results, self.wanted(), strict=True)
-        return self._into_buffers([result if is_wanted else None for result, is_wanted in wanted])
-
-    def _into_buffers(self, results: list[Tensor | None]) -> Any:
+        wanted = zip(computed if isinstance(computed, tuple) else (computed,), self.wanted(), strict=True)
+        results = [result if is_wanted else None for result, is_wanted in wanted]
         for place, buffer in self._buffers():
             results[place] = buffer.copy_(results[place])  # type: ignore[arg-type]
         return self.returned(results)

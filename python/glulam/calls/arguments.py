@@ -24,6 +24,7 @@ from .checks import (
     check_no_overlap,
     check_numbers,
     check_plain,
+    check_rows_like,
     check_scale,
     check_written,
     check_x,
@@ -156,6 +157,11 @@ class Arguments:
         for name in ("row_scale", "bias_scale"):
             if name in self.names:
                 check_scale(self.op, self.labels.get(name, name), getattr(self, name), like)
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        """Check a given `out` [T, width]. `like`: a matrix of T rows."""
+        if self.out is not None:
+            check_rows_like(self.op, "out", self.out, like, width, "that is the result's shape")
 
     def check_sizes(self, experts: int, counted: str) -> None:
         """Group sizes. `counted`: what has so many experts."""

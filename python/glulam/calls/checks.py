@@ -235,12 +235,6 @@ def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | N
     return width
 
 
-def check_out(op: str, name: str, out: Any, x: Tensor, columns: int) -> None:
-    """An output [T, columns] given by the caller; None passes."""
-    if out is not None:
-        check_rows_like(op, name, out, x, columns, "that is the result's shape")
-
-
 def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
     """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape.
 

@@ -124,6 +124,7 @@ class OfTokens(OfWorld):
         return row_of
 
     def check_result(self, width: int, like: Tensor) -> None:
+        """Check a given `out` [N, width], and what it is made of besides rows."""
         if self.row_of is not None:
             check_row_of(self.op, self.labels["row_of"], self.row_of, self.x)
             _check_choices_of_rows(self.op, self.row_of, self.num_rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..backward.data_path import BEHIND_THE_ACTIVATION, DataPath
 from ..backward.entry import PATHS
-from ..backward.parts import Targets, contracted, form_of, tensor_groups
+from ..backward.parts import Targets, contracted, tensor_groups
 from ..backward.path import grouped_by
 from ..ops.adapted import AdaptedDgluCall, AdaptedGluCall, AdaptedMmCall
 from ..ops.grouped_dglu import GroupedDgluCall
@@ -39,7 +39,7 @@ class AdaptedPath(DataPath):
 
     @classmethod
     def of(cls, call: Any) -> AdaptedPath:
-        form, scale = form_of(call), call.lora_scale
+        form, scale = call.function.keywords, call.lora_scale
         return cls(form=form, transpose_w=call.transpose_w, recompute=False, tokens=call.tokens, lora_scale=scale)
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:

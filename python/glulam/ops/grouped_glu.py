@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_out, check_w1
+from ..calls.checks import check_w1
 from ..calls.definition import Definition, numbers_of_activation
 from ..calls.front import operator
 from ..calls.launch import Made
@@ -51,7 +51,7 @@ class GroupedGluCall(Call):
         form = (self.activation, self.glu_layout, self.transpose_w)
         experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
         self.check_addends(experts, "w1", like, bias=w1_rows)
-        check_out(self.op, "out", self.out, like, width)
+        self.check_result(width, like)
         return self.problem(experts, columns, intermediate=width, save_preact=self.return_preact)
 
     def served_splits(self) -> tuple[Split, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..calls.call import Call
-from ..calls.checks import check_contraction, check_experts, check_halves, check_out, check_width, runs_kernels
+from ..calls.checks import check_contraction, check_experts, check_halves, check_width, runs_kernels
 from ..calls.definition import Definition
 from ..calls.front import operator
 from ..calls.launch import Made
@@ -45,7 +45,7 @@ class GroupedMmCall(Call):
         width = check_contraction(self.op, "w", shape, columns, self.transpose_w, self.transpose_w)
         check_width(self.op, "w", width, runs_kernels(self.x))
         self.check_addends(shape[0], "w", like, bias=width)
-        check_out(self.op, "out", self.out, like, width)
+        self.check_result(width, like)
         return self.problem(shape[0], columns, out_features=width, in_halves=in_halves)
 
     def served_splits(self) -> tuple[Split, ...]:

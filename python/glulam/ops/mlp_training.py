@@ -20,7 +20,7 @@ from cute_kernels.formats import OPERANDS
 from .. import recipes
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
+from ..calls.checks import check_rows_like, intermediate_width, mismatch
 from ..calls.definition import Before, Definition, Part, numbers_of_activation
 from ..calls.front import operator
 from ..calls.launch import Line, Made
@@ -249,7 +249,7 @@ class Mxfp8GradientsCall(PreparesColumns):
             mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
         hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
         self.check_addends(experts, "w2", like)
-        check_out(self.op, "out", self.out, like, hidden)
+        self.check_result(hidden, like)
         sizes = {"intermediate": width, "out_features": hidden}
         return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 

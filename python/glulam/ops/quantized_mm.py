@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import recipes, reference
-from ..calls.checks import check_contraction, check_out, runs_kernels
+from ..calls.checks import check_contraction, runs_kernels
 from ..calls.definition import Definition
 from ..calls.launch import Made
 from ..choose.problem import Problem, dtype_name
@@ -67,5 +67,5 @@ class QuantizedMmCall(ReadsQuantized):
         width = check_contraction(self.op, "w", shape, columns, self.transpose_w, self.transpose_w)
         recipes.check_fits(self.op, recipe, dtype_name(self.x.dtype), runs_kernels(self.x))
         self.check_addends(experts, "w", like, bias=width)
-        check_out(self.op, "out", self.out, like, width)
+        self.check_result(width, like)
         return self.problem(experts, columns, out_features=width, operands=recipe.operands)
