@@ -24,6 +24,7 @@ class Architecture(NamedTuple):
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
         recipes: names of recipes that are another one there.
         adapts: whether GEMMs of 16-bit weights contract adapters themselves.
+        constructs: names in CONSTRUCTS that its kernels use unless a build asks for a plainer way (`plain.py`).
     """
 
     folder: str
@@ -34,18 +35,28 @@ class Architecture(NamedTuple):
     lacks: tuple[str, ...] = ("mxfp8", "mxfp8_blocks", "mxfp4", "fp8_block")
     recipes: Mapping[str, str] = {}
     adapts: bool = False
+    constructs: tuple[str, ...] = ()
 
+
+CONSTRUCTS = {
+    "tmem_loads": "tcgen05.ld 16x256b, which reads accumulators in the order of mma's registers",
+    "rows": "TMA addresses that wrap, which clip rows where a group ends",
+}
+"""What NVIDIA's examples for an architecture do not use, and no GPU at hand has run."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Recipes of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
-_BLACKWELL = 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "mxfp4", "fp8_block"), BY_BLOCKS
+_B200 = Architecture(
+    "sm100", "B200", "", 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "mxfp4", "fp8_block"), BY_BLOCKS,
+    constructs=tuple(CONSTRUCTS),
+)  # fmt: skip
 
 ARCHS: dict[str, Architecture] = {
     "sm_90a": Architecture("sm90", "H100, H200", "H100 and H200", 227 * KIB, _HOPPER, ("mxfp8_blocks",), adapts=True),
-    "sm_100a": Architecture("sm100", "B200", "", *_BLACKWELL),
-    "sm_103a": Architecture("sm100", "B300", "", *_BLACKWELL),
+    "sm_100a": _B200,
+    "sm_103a": _B200._replace(gpus="B300"),
     "sm_80": Architecture("portable", "A100, A30"),
     "sm_86": Architecture("portable", "A10, A40, RTX 30"),
     "sm_89": Architecture("portable", "L4, L40S, RTX 40"),

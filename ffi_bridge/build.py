@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from cute_kernels.chains import stages_of
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, to_dict
 
 from . import folders, host, target, toolchain
@@ -149,6 +150,7 @@ def write_bundle(
         functions={
             spec.name: _function(spec, by_name) for spec in sorted({*specs, *all_stages(specs)}, key=lambda s: s.name)
         },
+        plain=list(plain_in(arch)),
     )
     linked.rename(folder / manifest.library)
     manifest.write(folder)

@@ -1,7 +1,8 @@
 """The cache of compiled kernels on disk: where it is, what is in it, how an entry is found. Nothing here compiles.
 
 An entry is a bundle of one function, so the loader's checks apply to it unchanged. Its key covers everything that can
-change the code: the spec, the sources that its kernels are made of, the compile options and the compiler's version.
+change the code: the spec, the sources that its kernels are made of, what they do without (`cute_kernels/plain.py`), the
+compile options and the compiler's version.
 Objects that are not linked yet, which the JIT and `glulam build` share, lie in <root>/objects in the same form: a key
 of the same kind, and a manifest beside a .o instead of a library (`objects.py`).
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.chains import stages_of
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust
@@ -69,6 +71,7 @@ def cache_key(
     """
     compiler = [host.BASELINE, toolchain.code_versions()]
     parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
+    parts += [f"plain {construct}" for construct in plain_in(spec.arch)]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
 

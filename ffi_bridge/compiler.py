@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from cute_kernels import specs
+from cute_kernels import plain, specs
 
 from . import host, toolchain
 from .errors import CompileError
@@ -131,6 +131,7 @@ def _place(error: Exception) -> str:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     """The reply to one request: {"artifact": ...} or {"error": ...}. No exception leaves the process."""
     try:
+        os.environ[plain.ENV] = ",".join(request["plain"])  # as it is now, not when this process began
         spec = specs.from_dict(request["spec"])
         return {"artifact": compile_spec(spec, Path(request["directory"]), request["tracer"]).to_dict()}
     except Exception as error:  # whatever the DSL raises belongs to this one spec

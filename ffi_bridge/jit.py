@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.chains import stages_of
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 
 from . import build, cache
@@ -28,7 +29,7 @@ from .worker import Worker
 
 __all__ = ["ENV_CACHE", "cache_key", "cache_root", "get"]
 
-_functions: dict[tuple[Spec, str | None], Callable[..., Any]] = {}
+_functions: dict[tuple[Spec, str | None, tuple[str, ...]], Callable[..., Any]] = {}
 
 
 def get(
@@ -51,7 +52,7 @@ def get(
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
         OSError: neither the cache nor the folder for temporary files takes it, say because both disks are full.
     """
-    wanted = (spec, tracer)
+    wanted = (spec, tracer, plain_in(spec.arch))
     if wanted not in _functions:  # threads that race here are told apart by the entry's file lock
         _functions[wanted] = cache.find(spec, tracer) or _compile(spec, tracer, Maker(tracer, worker, strict))
     return _functions[wanted]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 
 from . import toolchain
@@ -23,7 +24,7 @@ from .profiles import profile_of
 ENV_BUNDLE = "GLULAM_BUNDLE"
 _IN_MEMORY = "/dev/shm"  # a folder there takes 20 us to make and remove, on a disk up to 2 ms
 
-_loaded: dict[tuple[str, str], Bundle] = {}
+_loaded: dict[tuple[str, str, tuple[str, ...]], Bundle] = {}
 _lock = threading.Lock()
 
 
@@ -170,7 +171,7 @@ def load(
         ToolchainError: a run-time library (the DSL's or TVM-FFI's) is not installed.
     """
     root = bundle_root(directory)
-    key = (arch, os.path.abspath(root))
+    key = (arch, os.path.abspath(root), plain_in(arch))
     with _lock:
         if key not in _loaded:
             bundle = checked(Bundle, root / arch, arch, sources, spec)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from cute_kernels import plain
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
@@ -67,6 +68,7 @@ class Manifest:
         sources: hashes of the kernels' sources, by what they are of: a package, or a tracer and what compiles it.
         functions: by export symbol, sorted.
         texts: sha256 of each text that was kept beside an object, hexadecimal, by suffix; usually empty.
+        plain: constructs that its kernels do without (`cute_kernels/plain.py`); usually empty.
     """
 
     arch: str
@@ -79,12 +81,14 @@ class Manifest:
     sources: dict[str, str]
     functions: dict[str, Function]
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Writes `folder`/manifest.json to the disk; the same manifest gives the same bytes."""
         data = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(self)}
-        if not self.texts:
-            del data["texts"]
+        for name in _OPTIONAL_FIELDS:
+            if not data[name]:
+                del data[name]
         with (folder / FILE).open("w") as file:
             file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
             file.flush()
@@ -167,7 +171,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
         _SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL), stages=_list(_SYMBOL))
     ),
 }
-_OPTIONAL_FIELDS = {"texts": _object(_text(r"\.(ptx|mlir)"), _HASH)}
+_OPTIONAL_FIELDS = {"texts": _object(_text(r"\.(ptx|mlir)"), _HASH), "plain": _list(_text(r"[a-z_]{1,100}"))}
 
 
 def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
@@ -285,6 +289,16 @@ def _check_host(manifest: Manifest, folder: Path) -> None:
         )
 
 
+def _check_plain(manifest: Manifest, folder: Path) -> None:
+    asked = list(plain.plain_in(manifest.arch))
+    if manifest.plain != asked:
+        built, wanted = (f"{plain.ENV}={','.join(each)!r}" for each in (manifest.plain, asked))
+        raise BundleOutdated(
+            f"outdated bundle: {folder} was built with {built}, and now it is {wanted}; set it as it was, or "
+            f"{remedy(folder)}"
+        )
+
+
 def _names(names: Mapping[str, Any]) -> str:
     return ", ".join(sorted(names))[:200] or "nothing"
 
@@ -347,6 +361,7 @@ def check(
     _check_archs(manifest, folder)
     _check_versions(manifest, folder)
     _check_host(manifest, folder)
+    _check_plain(manifest, folder)
     _check_needs(manifest, folder)
     _check_sources(manifest, folder, sources)
     if spec:

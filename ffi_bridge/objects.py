@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, to_dict
 
 from . import cache, folders, host, kept_ptx, sources, toolchain
@@ -198,6 +199,7 @@ class Store:
                 sources=behind,
                 functions=functions,
                 texts=texts,
+                plain=list(plain_in(spec.arch)),
             ).write(inner)
             if os.path.lexists(entry):
                 cache.discard(entry)  # `take` found it damaged

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cute_kernels import specs
+from cute_kernels import plain, specs
 
 from . import kept_ptx, sources
 from .compiler import KernelArtifact
@@ -77,7 +77,8 @@ class Worker:
         tracer = sources.tracer_of(spec, self._tracer)
         if self._dump:
             self._dump.clear()
-        reply = self._ask({"spec": specs.to_dict(spec), "tracer": tracer, "directory": into})
+        request = {"spec": specs.to_dict(spec), "tracer": tracer, "directory": into, "plain": list(plain.asked())}
+        reply = self._ask(request)
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:

@@ -1,7 +1,8 @@
 """Blackwell's own kernels, which no GPU at hand can run: the device code of sm_100a, executed on the CPU.
 
 Sums of small integers and powers of two are exact in any order, so that results are compared bit by bit with float64
-that is rounded once. Functions of each family pass what `glulam validate` asks of them on a GPU.
+that is rounded once. Functions of each family pass what `glulam validate` asks of them on a GPU. All this holds as well
+for kernels that are compiled without a construct (`cute_kernels/plain.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from support.routing import ends
 from torch import Tensor
 
 import glulam
+from cute_kernels import plain
+from cute_kernels.architectures import CONSTRUCTS
 from cute_kernels.sm100.configs import LARGE8
 from cute_kernels.specs import GroupedMmSpec, Spec
 from ffi_bridge import profiles
 
-ARCH = "sm_100a"
+ARCH, B300 = "sm_100a", "sm_103a"
 BF16 = torch.bfloat16
 TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"), inter=64, in_blocks=128)
 FEW = (
@@ -42,10 +45,19 @@ FAMILIES = (
     *FEW,
 )  # fmt: skip
 TRIALS = 2
+AS_SHIPPED = ""
 
 
-def _first(pattern: str) -> Spec:
-    return next(spec for spec in profiles.shipped_specs(ARCH, "full") if fnmatch(spec.name, pattern))
+@pytest.fixture
+def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The constructs that kernels are compiled without in a test."""
+    monkeypatch.setenv(plain.ENV, request.param)
+    return str(request.param)
+
+
+def _first(pattern: str, arch: str = ARCH) -> Spec:
+    names = pattern.replace(ARCH, arch)
+    return next(spec for spec in profiles.shipped_specs(arch, "full") if fnmatch(spec.name, names))
 
 
 @pytest.mark.parametrize("pattern", FEW)
@@ -56,8 +68,9 @@ def test_a_function_is_right(pattern: str) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("without", [AS_SHIPPED, *CONSTRUCTS], indirect=True)
 @pytest.mark.parametrize("pattern", FAMILIES)
-def test_a_function_of_each_family_is_right_in_every_order(pattern: str, seed: int) -> None:
+def test_a_function_of_each_family_is_right_in_every_order(pattern: str, without: str, seed: int) -> None:
     with installed(ARCH, seed=seed, check_races=True) as gpu:
         assert validated.try_function(gpu, _first(pattern), TINY, most=TRIALS).trials
 
@@ -65,10 +78,19 @@ def test_a_function_of_each_family_is_right_in_every_order(pattern: str, seed: i
 @pytest.mark.emulator
 @pytest.mark.parametrize("pattern", FAMILIES)
 def test_a_build_for_a_b300_has_the_same_ptx(pattern: str) -> None:
-    spec = _first(pattern)
-    name = spec.name.replace(ARCH, "sm_103a")
-    other = next(spec for spec in profiles.shipped_specs("sm_103a", "full") if spec.name == name)
-    assert ptx_of(spec) == ptx_of(other)
+    assert ptx_of(_first(pattern)) == ptx_of(_first(pattern, B300))
+
+
+TRACES = {"tmem_loads": "tcgen05.ld.sync.aligned.16x256b", "rows": str(2**30)}
+"""What PTX with a construct has: of rows, the bound that they are clipped at."""
+
+
+@pytest.mark.parametrize("pattern", ["grouped_mm_bf16_nt_t128x256*", "grouped_wgrad_bf16_bf16_*"])
+def test_a_plain_build_is_without_its_construct_and_no_other(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in (AS_SHIPPED, *CONSTRUCTS, ",".join(CONSTRUCTS)):
+        monkeypatch.setenv(plain.ENV, asked)
+        (text,) = ptx_of(_first(pattern))
+        assert {name for name, trace in TRACES.items() if trace not in text} == set(asked.split(",")) - {AS_SHIPPED}
 
 
 # Exact sums ----------------------------------------------------------------------------------------------------------
@@ -186,9 +208,17 @@ def test_sums_are_exact(make: Exact) -> None:
     _check_exact(make, ROUTINGS["ragged"], seed=0)
 
 
+@pytest.mark.parametrize("make, without", [(_mm, "tmem_loads"), (_wgrad, "rows")], indirect=["without"])
+def test_sums_are_exact_without_a_construct(make: Exact, without: str) -> None:
+    _check_exact(make, ROUTINGS["ragged"], seed=0)
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("without", [AS_SHIPPED, *CONSTRUCTS, ",".join(CONSTRUCTS)], indirect=True)
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
-def test_sums_are_exact_for_every_routing_in_every_order(make: Exact, sizes: tuple[int, ...], seed: int) -> None:
+def test_sums_are_exact_for_every_routing_in_every_order(
+    make: Exact, without: str, sizes: tuple[int, ...], seed: int
+) -> None:  # fmt: skip
     _check_exact(make, sizes, seed)

@@ -8,6 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 
 from ..architectures import ARCHS, capability
+from ..plain import plain_in
 
 HOPPER = (9, 0)
 
@@ -41,6 +42,11 @@ def has_fp8() -> bool:
 def has_float_pairs() -> bool:
     """Additions of float32 numbers in two registers side by side, which takes more registers."""
     return capability(_target())[0] == 10
+
+
+def is_plain(construct: str) -> bool:
+    """Return whether kernels do without one of architectures.CONSTRUCTS."""
+    return construct in plain_in(_target())
 
 
 def smem_of_cta() -> int:

@@ -36,6 +36,11 @@ class RowStore(NamedTuple):
     half: Int64
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a column."""
+        return 2
+
+    @property
     def atom(self) -> None:
         """No TMA descriptor: a place says it all."""
 
@@ -43,17 +48,26 @@ class RowStore(NamedTuple):
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
         """What of a slot at (row, col) is inside the group and the columns."""
-        address = self.address + Int64(row) * self.pitch + col * 2
+        address = self.address + Int64(row) * self.pitch + col * self.itemsize
         if half is not None:
             address += half * self.half
         return Place(address, self.pitch, work.group_end - row, self.columns - col)
 
 
+class ByteStore(RowStore):
+    """Rows of 8-bit columns."""
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+
 def make_store(view: cute.Tensor) -> RowStore:
     """Host side, of a tensor (T, columns[, half])."""
-    has_halves = cute.rank(view) == 3
-    half = Int64(view.stride[2] * 2) if has_halves else Int64(0)
-    return RowStore(view.iterator.toint(), Int64(view.stride[0]) * 2, Int32(view.shape[1]), half)
+    itemsize = view.element_type.width // 8
+    kind = ByteStore if itemsize == 1 else RowStore
+    half = Int64(view.stride[2] * itemsize) if cute.rank(view) == 3 else Int64(0)
+    return kind(view.iterator.toint(), Int64(view.stride[0]) * itemsize, Int32(view.shape[1]), half)
 
 
 class Slots(slots.Slots):

@@ -165,7 +165,7 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
             column += atoms * ATOM_BYTES // (WARP * WORD_BYTES)
         return *super().operands_of(storage, memory), *copies
 
-    def before_steps(self, operands: tuple, stage: Int32) -> None:
+    def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
         for copy, source, target, _ in operands[2:]:
             cute.copy(copy, source[None, None, None, None, stage], target)
 

@@ -7,12 +7,15 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64
 
+from ..device.target import is_plain
 from ..epilogue.base import Epilogue, Inputs
+from ..portable.store import make_store as make_row_store
 from ..sm90 import grouped_gemm
 from ..specs import RaggedSpec
 from . import budget
 from .block_scaled import BlockScaledMainloop, Scales
-from .epilogue.store import BoxStore, make_store
+from .epilogue.row_store import RowSlots
+from .epilogue.store import Slots, make_store
 from .mainloop import GemmMainloop, HalvesMainloop
 from .persistent import TensorMemoryGemm
 
@@ -27,7 +30,13 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
             self.dtype, self.tile, self.shape.parts, self.transposed, self.stages, self.policy, False
         )  # fmt: skip
 
-    def _make_store(self, view: cute.Tensor) -> BoxStore:
+    def __init__(self, spec: RaggedSpec, *arguments: Any, **named: Any):
+        super().__init__(spec, *arguments, **named)
+        self.slots_type: type[Slots] = RowSlots if is_plain("rows") else Slots
+
+    def _make_store(self, view: cute.Tensor) -> Any:
+        if is_plain("rows"):
+            return make_row_store(view)
         return make_store(view, self.epilogue.store_columns(view.element_type))
 
 

@@ -11,15 +11,18 @@ import cutlass.utils.blackwell_helpers as sm100_utils
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import tcgen05
 
+from ..device.gmem import CHUNK_BYTES
 from ..device.select import select
+from ..device.vectors import shared_at
 from ..device.warps import WARP
 from ..schedule.work import WorkTile
 from ..sm90.mainloop import gemm, halves, wgrad
-from ..sm90.mainloop.base import Mainloop
-from ..sm90.mainloop.gathered_rows import WARPS
+from ..sm90.mainloop.base import MMA_K, Mainloop
+from ..sm90.mainloop.gathered_rows import LANES_A_LINE, LINES_AT_ONCE, WARPS, Gather
 from .tensor_memory import TensorMemory
 
 STEP_BITS = 256
+CHUNK_WORDS = CHUNK_BYTES // 4
 
 
 class TensorCoreMainloop(Mainloop):
@@ -101,8 +104,8 @@ class TensorCoreMainloop(Mainloop):
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             self.after_wait()
-            self.before_steps(operands, state.index)
             depth = self.depth_of(work, k_tile)
+            self.before_steps(operands, state.index, depth)
             for step in cutlass.range_constexpr(self.tile.k // self.step_k):
                 tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(k_tile > 0) if step == 0 else True)
                 self._step(tiled_mma, acc, self.step_of(operands, step, state.index), step * self.step_k, depth)
@@ -124,12 +127,12 @@ class TensorCoreMainloop(Mainloop):
         """How deep an MMA is: 32 bytes."""
         return STEP_BITS // self.dtype.width
 
-    def before_steps(self, operands: tuple, stage: Int32) -> None:
-        """Bring what a stage's MMAs read besides A and B."""
+    def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
+        """Bring what a stage's MMAs read besides A and B, as deep as they multiply."""
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
         """A and B of an MMA."""
-        a, b = operands
+        a, b, *_ = operands
         at = (None, None, step, stage)
         return a[at], b[at]
 
@@ -147,3 +150,42 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
         return work.group_end - work.row - k_tile * self.tile.k
+
+
+class ClearingWgradMainloop(WgradMainloop):
+    """TMA brings rows past the group's end as well, and the MMA warp clears those that the last MMA would multiply.
+
+    They are at most MMA_K - 1 rows of a group's last k-tile. A row is a line of 128 bytes for each 64 columns.
+    """
+
+    def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0]))
+
+    def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
+        return cute.domain_offset((0, work.row), columns)
+
+    def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
+        """Beside the descriptors where A and B begin in shared memory."""
+        places = (cute.recast_ptr(each.data_ptr(), dtype=Int32) for each in (storage.a, storage.b))
+        return *super().operands_of(storage, memory), *places
+
+    @cute.jit
+    def before_steps(self, operands: tuple, stage: Int32, depth: Int32):
+        if (depth < self.tile.k) & (depth % MMA_K != 0):
+            self._clear(self.rows_of_a, operands[2], stage, depth)
+            self._clear(self.rows_of_b, operands[3], stage, depth)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
+        """Overwrite an operand's rows from `depth` to the next multiple of MMA_K by zeros."""
+        line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
+        zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+        zeros.fill(0)
+        for i in cutlass.range_constexpr(MMA_K // LINES_AT_ONCE):
+            row = depth + line + i * LINES_AT_ONCE
+            if row < cute.round_up(depth, MMA_K):
+                for before in cutlass.range_constexpr(0, rows.lines, self.tile.k):
+                    at = (stage * rows.lines + before + row) * LANES_A_LINE + chunk
+                    cute.autovec_copy(zeros, shared_at(Int32, first + at * CHUNK_WORDS, CHUNK_WORDS))

@@ -35,6 +35,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..device.select import select
+from ..device.target import is_plain
 from ..epilogue.sizes import THREADS
 from ..schedule.groups import OFFS_OF_CALL, Groups
 from ..schedule.work import STAGES, TileGrid, WorkRing
@@ -47,7 +48,7 @@ from . import budget
 from .epilogue.store import Slots
 from .gemm_policy import gemm_policy
 from .mainloop import TensorCoreMainloop
-from .tensor_memory import NUM_ACCUMULATORS, NUM_BARRIERS, TensorMemory, TileAccumulators
+from .tensor_memory import NUM_ACCUMULATORS, NUM_BARRIERS, ShuffledAccumulators, TensorMemory, TileAccumulators
 
 MMA_WARP = 3
 GATHERING_WARPGROUP = 1 + NUM_ACCUMULATORS
@@ -66,6 +67,7 @@ class TensorMemoryGemm(PersistentGemm):
     def __init__(self, spec: Any, *arguments: Any, **named: Any):
         super().__init__(spec, *arguments, **named)
         self.policy = gemm_policy(spec)
+        self.accumulators_type = ShuffledAccumulators if is_plain("tmem_loads") else TileAccumulators
         self.gathers = self.mainloop_type.gathers
         self.threads = (1 + NUM_ACCUMULATORS + self.gathers) * THREADS
 
@@ -198,7 +200,7 @@ class TensorMemoryGemm(PersistentGemm):
                 prefetched = self.epilogue.begin(state, work, share)
                 memory.wait_full(turn)
                 turns.wait()
-                acc = TileAccumulators(memory, index, state.slots.thread, has_sums)
+                acc = self.accumulators_type(memory, index, state.slots.thread, has_sums)
                 self.epilogue.finish(state, acc, prefetched, stores, work, share)
                 turns.pass_on()
             ring_state.advance()

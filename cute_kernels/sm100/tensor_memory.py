@@ -17,6 +17,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
 from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.warps import WARP
 from ..epilogue.fragments import Accumulators
 from ..epilogue.sizes import ROWS, THREADS
 from ..tiles import PINGPONG_WARPGROUPS, TileConfig
@@ -26,6 +28,8 @@ LANE = 1 << 16
 WARP_LANES, SLAB_LANES = 32, 16
 # Columns of one read: ptxas wants an instruction's registers, here 64, to fit those that a thread has at launch.
 READ_COLUMNS = 128
+# Columns of one read of whole rows, in registers beside those of the slab.
+ROW_COLUMNS = 32
 NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
 NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 
@@ -126,3 +130,48 @@ class TileAccumulators(Accumulators):
         count = ROWS * READ_COLUMNS // THREADS
         target = cute.make_tensor(acc.iterator + part * count, cute.make_layout(places.shape))
         cute.copy(copy, copy.partition_S(lanes), target)
+
+
+class ShuffledAccumulators(TileAccumulators):
+    """Accumulators that are read by `tcgen05.ld.32x32b`, a row a lane, and whose order a warp's lanes then change.
+
+    Of 8 columns lane l needs columns 2 (l % 4) and 2 (l % 4) + 1, of the slab's rows l / 4 and l / 4 + 8. A shuffle
+    takes the same register from each lane, so that a value takes four shuffles, one for each l % 4.
+    """
+
+    @cute.jit
+    def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
+        for first in cutlass.range_constexpr(part * READ_COLUMNS, (part + 1) * READ_COLUMNS, ROW_COLUMNS):
+            rows = self._rows(first)
+            cute.arch.fence_view_async_tmem_load()
+            for column in cutlass.range_constexpr(0, ROW_COLUMNS, 8):
+                for half in cutlass.range_constexpr(2):
+                    self._exchange(acc, first + column, rows, column, slab, half)
+
+    def _rows(self, first: int) -> cute.Tensor:
+        """A lane's row, ROW_COLUMNS of it."""
+        memory = self.memory
+        address = memory.base.toint() + self.index * memory.tile.n + first
+        base = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
+        lanes = cute.make_tensor(base, cute.make_layout((THREADS, ROW_COLUMNS), stride=(LANE, 1)))
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(ROW_COLUMNS)), Float32)
+        copy = tcgen05.make_tmem_copy(atom, lanes).get_slice(self.thread)
+        places = copy.partition_D(cute.make_identity_tensor((THREADS, ROW_COLUMNS)))
+        rows = cute.make_rmem_tensor(ROW_COLUMNS, Float32)
+        cute.copy(copy, copy.partition_S(lanes), cute.make_tensor(rows.iterator, cute.make_layout(places.shape)))
+        return rows
+
+    @cute.jit
+    def _exchange(
+        self, acc: cute.Tensor, to: cutlass.Constexpr[int], rows: cute.Tensor, column: cutlass.Constexpr[int],
+        slab: cutlass.Constexpr[int], half: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """Two accumulators, of the upper or the lower half of a slab's rows, from 8 columns of all lanes."""
+        lane = self.thread % WARP
+        source = slab * SLAB_LANES + half * (SLAB_LANES // 2) + lane // 4
+        for i in cutlass.range_constexpr(2):
+            value = Float32(0.0)
+            for pair in cutlass.range_constexpr(4):
+                passed = cute.arch.shuffle_sync(rows[column + 2 * pair + i], source)
+                value = select(lane % 4 == pair, passed, value)
+            acc[to // 2 + 2 * half + i] = value

@@ -17,7 +17,7 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import RaggedSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
-from .epilogue.store import RaggedStore, make_store
+from .epilogue.store import make_store
 from .gemm_policy import MIN_TICKET_DEPTH
 from .mainloop.adapted import AdaptedMainloop
 from .mainloop.fp8 import Fp8Mainloop
@@ -56,7 +56,8 @@ class GroupedGemm(PersistentGemm):
             self.shape.has_load_warp,
         )  # fmt: skip
 
-    def _make_store(self, view: cute.Tensor) -> RaggedStore:
+    def _make_store(self, view: cute.Tensor) -> Any:
+        """Host side: what `slots_type` stores into."""
         return make_store(view, cols=self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:

@@ -1,6 +1,7 @@
 """Kernels fit on their GPU: compiled for each architecture except Hopper's, whose bundle test_shipped_bundle.py checks.
 
-Kernels with tcgen05 instructions, which no GPU has run, also keep the rules of `support.ptx_lint`.
+Kernels with tcgen05 instructions, which no GPU has run, also keep the rules of `support.ptx_lint`, and fit as well if
+they are compiled without a construct (`cute_kernels/plain.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from emulator.ptx import Kernel
 from support.compiled import SAMPLED, parsed, resources_of, sample
 from support.ptx_lint import lint
 
-from cute_kernels.architectures import ARCHS
+from cute_kernels import plain
+from cute_kernels.architectures import ARCHS, CONSTRUCTS
 from cute_kernels.specs import Spec
 from ffi_bridge import profiles
 from ffi_bridge.resources import KernelResources
@@ -81,3 +83,13 @@ def test_warpgroups_share_the_registers_that_a_launch_reserves(spec: Spec) -> No
 def test_the_lint_finds_nothing(spec: Spec) -> None:
     for kernel, _ in _kernels(spec):
         assert lint(kernel) == [], kernel.name
+
+
+@pytest.mark.parametrize("constructs", [*CONSTRUCTS, ",".join(CONSTRUCTS)])
+@pytest.mark.parametrize("spec", _of(spec for spec in WITH_TENSOR_MEMORY if spec.arch == "sm_100a"))
+def test_a_plain_kernel_fits_as_well(spec: Spec, constructs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plain.ENV, constructs)
+    test_no_kernel_spills_or_waits(spec)
+    test_a_kernel_fits_on_an_sm(spec)
+    test_warpgroups_share_the_registers_that_a_launch_reserves(spec)
+    test_the_lint_finds_nothing(spec)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cute_kernels.arguments import ADDRESS, TENSOR
 from cute_kernels.chains import Step, chain_of, signature_of, stages_of
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.objects import Store
@@ -110,14 +111,14 @@ class Stage:
         self.programs = programs.of(text, cache_folder() / "programs")
 
 
-_stages = functools.lru_cache(maxsize=8)(Stage)
+_stages = functools.lru_cache(maxsize=8)(lambda stage, plain: Stage(stage))
 _ONE_AT_A_TIME = threading.Lock()  # launches beside each other would write the same object
 
 
 def stage_of(stage: Spec) -> Stage:
     """A stage, and the last ones."""
     with _ONE_AT_A_TIME:
-        return _stages(stage)
+        return _stages(stage, plain_in(stage.arch))
 
 
 @dataclasses.dataclass

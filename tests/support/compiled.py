@@ -12,6 +12,7 @@ from emulator import ptx
 from emulator.launch import texts
 
 from cute_kernels.architectures import ARCHS
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 from ffi_bridge import profiles
 from ffi_bridge.compiler import KernelArtifact
@@ -71,8 +72,12 @@ def sample(arch: str) -> list[Spec]:
 
 
 @functools.cache
-def _compiled(stage: Spec) -> KernelArtifact:
+def _compiled_without(stage: Spec, constructs: tuple[str, ...]) -> KernelArtifact:
     return texts().of(stage)
+
+
+def _compiled(stage: Spec) -> KernelArtifact:
+    return _compiled_without(stage, plain_in(stage.arch))
 
 
 def resources_of(stage: Spec) -> tuple[KernelResources, ...]:

@@ -39,6 +39,7 @@ INSTRUCTIONS = {
     f"{MMA}.kind::f16.collector::a::discard",
     f"{COMMIT}.mbarrier::arrive::one.shared::cluster.b64",
     f"{LD}.sync.aligned.16x256b.x16.b32",
+    f"{LD}.sync.aligned.32x32b.x32.b32",
     f"{WAIT_LD}.sync.aligned",
 }
 """Without their `cta_group`."""

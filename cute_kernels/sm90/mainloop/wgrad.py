@@ -42,12 +42,21 @@ class WgradMainloop(Mainloop):
 
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
         """Host side: the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
-        atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
-        atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
+        atom_a, a = self._tma(self._columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
+        atom_b, b = self._tma(self._columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
         rows = RowIndices(
             *(select(dy_rows != 0, *of) for of in zip(row_indices(dy_rows, dy), row_indices(x_rows, x), strict=True))
         )
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
+
+    def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
+        """[T, C] as a ragged view (column, row, wrap, end)."""
+        ragged = ragged_rows(tensor)
+        return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
+
+    def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
+        """The rows of a view of `_columns` from the tile's first to the group's last."""
+        return clipped(columns, work.row, work.group_end, row_mode=1)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(work.group_end - work.row, self.tile.k)
@@ -66,8 +75,8 @@ class WgradMainloop(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ):  # fmt: skip
         tile = self.tile
-        a = Source(operands.atom_a, clipped(operands.a, work.row, work.group_end, row_mode=1), tile.cluster_n)
-        b = Source(operands.atom_b, clipped(operands.b, work.row, work.group_end, row_mode=1), tile.cluster_m)
+        a = Source(operands.atom_a, self._rows(operands.a, work), tile.cluster_n)
+        b = Source(operands.atom_b, self._rows(operands.b, work), tile.cluster_m)
         tAsA, tAgA = a.partition(sA, cute.local_tile(a.tensor, (tile.m, tile.k), (None, None)))
         tBsB, tBgB = b.partition(sB, cute.local_tile(b.tensor, (tile.n, tile.k), (None, None)))
         policy = Int64(EVICT_LAST) if const_expr(self.keeps_operands) else None
@@ -96,9 +105,3 @@ class WgradMainloop(Mainloop):
         else:
             state = self.rows_of_a.fill(operands.rows, sA, *to, work.m_tile * self.tile.m)
         return state
-
-
-def _columns(tensor: cute.Tensor) -> cute.Tensor:
-    """[T, C] as a ragged view (column, row, wrap, end)."""
-    ragged = ragged_rows(tensor)
-    return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from cute_kernels import plain
 from cute_kernels.arch import serving
 from ffi_bridge import build as builder
 from ffi_bridge import profiles, toolchain
@@ -114,6 +115,7 @@ def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
             f"sha256    {manifest.sha256}",
             f"built by  {versions}",
             f"runs with {ranges}, on any {manifest.host} CPU",
+            *([f"plain     {', '.join(manifest.plain)} (${plain.ENV})"] if manifest.plain else []),
         )
     if op is not None and op not in ops:
         root = records.shown(bundle_root(bundle))

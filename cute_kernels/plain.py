@@ -1,0 +1,31 @@
+"""Constructs that kernels can do without: a build may replace each by a plainer way, if a GPU disagrees with it.
+
+$GLULAM_PLAIN names constructs, separated by commas; docs/blackwell.md says when to set it. It holds for all that a
+process compiles and loads, of the architectures that have the construct. Functions keep their names and arguments.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .architectures import ARCHS, CONSTRUCTS
+from .tiles import SpecError
+
+ENV = "GLULAM_PLAIN"
+
+
+def asked() -> tuple[str, ...]:
+    """Return the constructs that $GLULAM_PLAIN names, in the order of CONSTRUCTS.
+
+    Raises:
+        SpecError: it names one that is not known.
+    """
+    named = {name.strip() for name in os.environ.get(ENV, "").split(",")} - {""}
+    if unknown := named - CONSTRUCTS.keys():
+        raise SpecError(f"{ENV}={os.environ[ENV]!r} names {min(unknown)!r}; choose among: {', '.join(CONSTRUCTS)}")
+    return tuple(name for name in CONSTRUCTS if name in named)
+
+
+def plain_in(arch: str) -> tuple[str, ...]:
+    """Return the constructs that functions of an architecture are compiled without."""
+    return tuple(name for name in asked() if name in ARCHS[arch].constructs)

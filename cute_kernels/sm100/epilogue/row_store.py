@@ -1,0 +1,36 @@
+"""Storing tiles without TMA: the storing warp writes a slot's rows, as many as are before the group's end."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...arguments import DIVISOR
+from ...device.warps import WARP
+from ...epilogue.sizes import ROWS
+from ...portable.store import Place
+from ..tensor_memory import SLAB_LANES, WARP_LANES
+from . import store
+
+
+class RowSlots(store.Slots):
+    """Slots of a slab. A lane takes DIVISOR columns of a row at once: a row's bytes need not be a multiple of 16."""
+
+    @cute.jit
+    def start(self, atom: None, tile: Place, slot: Int32 | int, policy: Int64 | None = None):
+        """Write a published slot; called by the storing warp. Its lanes have read the slot when this returns."""
+        lanes_a_row = self.cols // DIVISOR
+        lane = self.thread % WARP
+        first, part = lane // lanes_a_row, lane % lanes_a_row
+        num_bytes = DIVISOR * self.dtype.width // 8
+        if part * DIVISOR < tile.columns:
+            for i in cutlass.range(ROWS * lanes_a_row // WARP, unroll=1):
+                line = first + i * (WARP // lanes_a_row)
+                row = line // SLAB_LANES * WARP_LANES + line % SLAB_LANES
+                if row < tile.rows:
+                    at = tile.address + row * tile.pitch + part * num_bytes
+                    there = cute.make_ptr(self.dtype, at, cute.AddressSpace.gmem, assumed_align=num_bytes)
+                    source = cute.local_tile(self.smem[line, None, slot], (DIVISOR,), (part,))
+                    cute.autovec_copy(source, cute.make_tensor(there, cute.make_layout(DIVISOR)))
+        cute.arch.sync_warp()
