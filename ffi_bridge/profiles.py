@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cute_kernels.architectures import ARCHS
 from cute_kernels.chains import stages_of
+from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
@@ -79,8 +80,14 @@ def profile_of(arch: str, name: str) -> str | None:
 
 
 def allowed_diagnostics(arch: str) -> Allowed:
-    """Complaints ('spills', 'C7510', ...) that the build of `arch` lets pass, by spec name."""
+    """Complaints ('spills', 'C7510', ...) that the build of `arch` lets pass, by spec name.
+
+    A build without a construct (`cute_kernels/plain.py`) may spill: it serves to find a fault, not to be fast.
+    """
     allowed: Allowed = getattr(importlib.import_module(CONFIGS[arch]), "ALLOWED_DIAGNOSTICS", {})
+    if plain_in(arch):
+        may_spill = (stage.name for stage in all_stages(shipped_specs(arch, "full")))
+        return {**dict.fromkeys(may_spill, ("spills",)), **allowed}
     return allowed
 
 
