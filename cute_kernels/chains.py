@@ -14,16 +14,19 @@ from .arguments import ADDRESS, KINDS, NAMES_OF_PARAMS, TENSOR, Argument, Signat
 from .formats import FP8_ROWS, MXFP8_WIDE, OPERANDS
 from .signatures import stage_signature
 from .specs import (
+    BY_GROUP,
     DgluSpec,
     GroupedDgluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
     QuantizeFp8BlockSpec,
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
+    WgradSpec,
 )
 
 
@@ -215,6 +218,22 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
+    """dy to dy8 and x to x8 by groups, rows by index in their order, and dw."""
+    quantiser = QuantizeMxfp8Spec(spec.dtype, BY_GROUP, spec.arch)
+    quantised = tuple(
+        _step(
+            quantiser, "groups group_form num_groups", x=name, rows=f"{name}_rows", data=f"{name}8",
+            scale=f"{name}8_scale",
+        )
+        for name in ("dy", "x")
+    )  # fmt: skip
+    wgrad = WgradSpec(spec.out_dtype, spec.tile, spec.arch, spec.operands)
+    same = f"{_GROUPS} dw dw_table mask accumulate"
+    scales = {"dy_scale": "dy8_scale", "x_scale": "x8_scale"}
+    return *quantised, _step(wgrad, same, dy="dy8", x="x8", **scales)
+
+
 def _pre(spec: MhcSpec) -> tuple[Step, ...]:
     """h_pre, h_post and logits = project(x), h_res = sinkhorn(logits), out = aggregate(x, h_pre).
 
@@ -257,6 +276,8 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
         return _mlp(spec)
     if type(spec) is GroupedDgluSpec:
         return _dglu(spec)
+    if isinstance(spec, GroupedWgradSpec) and OPERANDS[spec.operands].has_scaled_rows:
+        return _wgrad(spec)
     if isinstance(spec, MhcSpec) and spec.kernel == "pre":
         return _pre(spec)
     if isinstance(spec, LayerSpec) and spec.kernel in ("route", "router", "sort"):

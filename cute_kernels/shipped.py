@@ -130,6 +130,12 @@ def fp8_training_specs(
     return specs
 
 
+def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
+    """Every weight gradient of FP8 operands."""
+    outs = ((dtype, out) for dtype in DTYPES for out in (dtype, "float32"))
+    return [GroupedWgradSpec(dtype, out, tile, arch, operands) for dtype, out in outs]
+
+
 def decoded_specs(
     arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
 ) -> list[Spec]:

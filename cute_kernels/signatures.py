@@ -25,6 +25,7 @@ from .arguments import (
 )
 from .formats import BYTE, E4M3, FP8_ROWS, MXFP4, MXFP8, OPERANDS, WORD_ELEMENTS, Operands
 from .specs import (
+    BY_GROUP,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -37,6 +38,7 @@ from .specs import (
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
+    WgradSpec,
 )
 
 
@@ -166,14 +168,27 @@ def _tail(spec: TailSpec) -> Signature:
     return Signature((_tensor("act", "T I", spec.dtype), *matrix, *sums, *GROUPS, *each(INT32, "num_sms")))
 
 
+_PLACES = (
+    *each(ADDRESS, "dw_table mask", optional=True), *each(INT32, "accumulate", optional=True),
+    *each(INT32, "num_sms"),
+)  # fmt: skip
+"""Of a weight gradient. `mask`: bool [E], which groups add to dw; 0: all or none, as `accumulate` says."""
+
+
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
-    """`dy_rows`, `x_rows`: as `rows` elsewhere, of at most one of them. `mask`: bool [E], which groups add to dw; 0:
-    all or none, as `accumulate` says."""
+    """`dy_rows`, `x_rows`: as `rows` elsewhere, of at most one of them."""
     operands = _tensor("dy", "T N", spec.dtype), _tensor("x", "R K", spec.dtype)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
     rows = each(ADDRESS, "dy_rows x_rows", optional=True)
-    places = (*each(ADDRESS, "dw_table mask", optional=True), *each(INT32, "accumulate", optional=True))
-    return Signature((*tensors, *rows, *GROUPS, *places, *each(INT32, "num_sms")))
+    return Signature((*tensors, *rows, *GROUPS, *_PLACES))
+
+
+def _scaled_wgrad(spec: WgradSpec) -> Signature:
+    """dy and x as a quantiser by groups leaves them, `dy_scale` and `x_scale` the addresses of their scales."""
+    operands = _tensor("dy", "T N", E4M3), _tensor("x", "T K", E4M3)
+    tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
+    divisors = ("N", MXFP8.block), ("K", MXFP8.block)
+    return Signature((*tensors, *each(ADDRESS, "dy_scale x_scale"), *GROUPS, *_PLACES), divisors)
 
 
 def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
@@ -181,11 +196,21 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 
     `offs`: int32 [num_groups] or 0. `wide`: blocks of 128 elements instead of 32. `swizzled`: scales in 128 x 4 atoms.
     """
+    if spec.axis == BY_GROUP:
+        return _quantize_groups(spec)
     x, until = _tensor("x", "T K", spec.dtype), (*each(ADDRESS, "offs", True), *each(INT32, "num_groups", True))
     if spec.rounded:
         return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", MXFP8.block),))
     outputs = each(ADDRESS, "row_data row_scale col_data col_scale", optional=True)
     return Signature((x, *outputs, *until, *each(INT32, "wide swizzled", optional=True)), (("K", MXFP8.block),))
+
+
+def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
+    """`data`: E4M3 rows, which are x's, or x's by index; `scale`: the address of scales in bands of 128 rows
+    (`memory.scale_bands`)."""
+    tensors = _tensor("x", "R K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
+    groups = (*each(ADDRESS, "groups"), *each(INT32, "group_form num_groups"))
+    return Signature((*tensors, *each(ADDRESS, "scale"), *ROWS, *groups), (("K", MXFP8.block),))
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
@@ -216,6 +241,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
     DgluSpec: _dglu,
     TailSpec: _tail,
     GroupedWgradSpec: _wgrad,
+    WgradSpec: _scaled_wgrad,
     QuantizeMxfp8Spec: _quantize,
     FoldMxfp8Spec: _fold,
     QuantizeMxfp4Spec: _quantize4,

@@ -24,6 +24,8 @@ from .mhc import kernels as mhc
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 QUANTIZE_AXES = ("row", "col", "both")
+BY_GROUP = "group"
+"""The axis of rows of a group, as weight gradients contract them: along columns, in blocks that begin with a group."""
 FOLD_AXES = ("row", "col")
 ACTIVATIONS = tuple(FORMULAS)
 GATED = tuple(name for name, formula in FORMULAS.items() if formula.is_gated)
@@ -48,6 +50,8 @@ A branch costs a backward up to twice its time, and decoding up to 7 %: `sm90.co
 BLOCK_ROWS = 32
 """Rows of a gate's half that lie together in every layout, where I is a multiple of them; interleaved32 has so many of
 one half before as many of the other."""
+WGRAD_OPERANDS = ("16bit", *(name for name, operands in OPERANDS.items() if operands.multiplies_blocks))
+"""What weight gradients multiply; the scales of a block are of rows."""
 SWIZZLED = 64
 """16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
 
@@ -109,6 +113,16 @@ def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
             f"tile {tile.name} does not fit transpose_w with operands={operands!r}; choose 128 x 128, without a cluster"
             ", and schedule='pingpong' or, of warps, 'warps'"
         )
+
+
+def _check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
+    """Refuse operands and tiles that no weight gradient has."""
+    require("operands", operands, WGRAD_OPERANDS)
+    _check_operands(operands, tile, arch)
+    if tile.adaptive:
+        raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
+    if tile.m < SWIZZLED:
+        raise SpecError(f"tile m={tile.m} is less than the {SWIZZLED} columns of dy that one load brings")
 
 
 def _check_transposed(transpose_w: bool, operands: str) -> None:
@@ -374,32 +388,59 @@ class GroupedMlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedWgradSpec:
-    """dw[E,N,K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`."""
+    """dw[E,N,K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`.
+
+    `operands`: what dy and x, of `dtype`, are multiplied as. In 16 bits one kernel reads them; for MXFP8 they are
+    quantised by groups first.
+    """
 
     op: ClassVar[str] = "grouped_wgrad"
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
+    operands: str = "16bit"
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
         require("out_dtype", self.out_dtype, (self.dtype, "float32"))
-        _check_operands("16bit", self.tile, self.arch)
-        if self.tile.adaptive:
-            raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
-        if self.tile.m < SWIZZLED:
-            raise SpecError(f"tile m={self.tile.m} is less than the {SWIZZLED} columns of dy that one load brings")
+        _check_wgrad(self.operands, self.tile, self.arch)
 
     @property
     def name(self) -> str:
-        out = "f32" if self.out_dtype == "float32" else DTYPES[self.out_dtype]
-        return f"grouped_wgrad_{DTYPES[self.dtype]}_{out}_{self.tile.name}_{self.arch}"
+        kind = f"{OPERANDS[self.operands].prefix}{DTYPES[self.dtype]}"
+        return f"grouped_wgrad_{kind}_{WIDE_DTYPES[self.out_dtype]}_{self.tile.name}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class WgradSpec:
+    """The kernel of a grouped_wgrad whose operands were quantised by groups: `QuantizeMxfp8Spec` with axis "group"."""
+
+    op: ClassVar[str] = "wgrad"
+    out_dtype: str = "bfloat16"
+    tile: TileConfig = TileConfig()
+    arch: str = "sm_100a"
+    operands: str = "mxfp8_blocks"
+
+    def __post_init__(self) -> None:
+        require("out_dtype", self.out_dtype, WIDE_DTYPES)
+        require("operands", self.operands, WGRAD_OPERANDS[1:])
+        _check_wgrad(self.operands, self.tile, self.arch)
+
+    @property
+    def dtype(self) -> str:
+        return self.out_dtype
+
+    @property
+    def name(self) -> str:
+        prefix, out = OPERANDS[self.operands].prefix, WIDE_DTYPES[self.out_dtype]
+        return f"wgrad_{prefix}{out}_{self.tile.name}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp8Spec:
-    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values.
+    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values. Or
+    along the rows of each group, whose first row begins a block.
 
     `rounded`: by rows, the values themselves in x's dtype, instead of elements and scales.
     """
@@ -412,7 +453,7 @@ class QuantizeMxfp8Spec:
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, WIDE_DTYPES)
-        require("axis", self.axis, ("row",) if self.rounded else QUANTIZE_AXES)
+        require("axis", self.axis, ("row",) if self.rounded else (*QUANTIZE_AXES, BY_GROUP))
         require("arch", self.arch, ARCHS)
 
     @property
@@ -537,6 +578,7 @@ _SPECS = (
     DgluSpec,
     TailSpec,
     GroupedWgradSpec,
+    WgradSpec,
     QuantizeMxfp8Spec,
     FoldMxfp8Spec,
     QuantizeMxfp4Spec,
@@ -552,6 +594,7 @@ Spec = (
     | DgluSpec
     | TailSpec
     | GroupedWgradSpec
+    | WgradSpec
     | QuantizeMxfp8Spec
     | FoldMxfp8Spec
     | QuantizeMxfp4Spec
@@ -561,7 +604,7 @@ Spec = (
 )
 RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
 """Specs of one GEMM whose rows are ragged."""
-GemmSpec = RaggedSpec | GroupedWgradSpec
+GemmSpec = RaggedSpec | GroupedWgradSpec | WgradSpec
 """Those of one GEMM each."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}

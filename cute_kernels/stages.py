@@ -9,6 +9,7 @@ from .formats import OPERANDS
 from .specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
+    BY_GROUP,
     DgluSpec,
     FoldMxfp8Spec,
     GemmSpec,
@@ -22,6 +23,7 @@ from .specs import (
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
+    WgradSpec,
     operands_of,
 )
 from .tiles import SpecError
@@ -34,7 +36,9 @@ _MODULES: dict[type, str] = {
     QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
 """Modules of kernels that know no architecture's facts. Rows of `layer` and `mhc` name their own (`kernels`)."""
-_GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
+_GEMMS: dict[type, str] = {
+    GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad", WgradSpec: "wgrad"
+}  # fmt: skip
 
 FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
 """The module of activations' formulas, and the one through which kernels compute them; others read their names."""
@@ -44,7 +48,7 @@ def formulas_of(spec: Spec) -> tuple[str, ...]:
     """Return the formulas that a stage's kernel may compute, if its module imports READS_FORMULAS."""
     if isinstance(spec, (GroupedGluSpec, DgluSpec)):
         return ACTIVATION_FORMS[spec.activation]
-    if isinstance(spec, (GroupedMmSpec, GroupedWgradSpec)):
+    if isinstance(spec, (GroupedMmSpec, GroupedWgradSpec, WgradSpec)):
         return ()
     return ACTIVATIONS
 
@@ -60,6 +64,8 @@ def _module(spec: Spec) -> str:
             mainloop += "_nn"
         folder = "portable" if spec.tile.by_warps else ARCHS[spec.arch].folder
         return f"{folder}.stages.{_GEMMS[type(spec)]}{mainloop}"
+    if isinstance(spec, QuantizeMxfp8Spec) and spec.axis == BY_GROUP:
+        return "quantize.quantize_groups"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")
     return _MODULES[type(spec)]

@@ -21,9 +21,12 @@ from torch import Tensor
 import glulam
 from cute_kernels import plain
 from cute_kernels.architectures import CONSTRUCTS
+from cute_kernels.schedule.groups import OFFS_INT32, SPLITS_INT32, SPLITS_INT64
 from cute_kernels.sm100.configs import LARGE8
-from cute_kernels.specs import GroupedMmSpec, Spec
+from cute_kernels.specs import BY_GROUP, GroupedMmSpec, QuantizeMxfp8Spec, Spec, WgradSpec
 from ffi_bridge import profiles
+from glulam.formats.mxfp8.reference import quantize_rows
+from glulam.validate.formats import values_of_all_magnitudes
 
 ARCH, B300 = "sm_100a", "sm_103a"
 BF16 = torch.bfloat16
@@ -103,6 +106,7 @@ ROUTINGS = {
     "no rows": (0, 0, 0),
     "many": (3, 7, 0, 1, 11, 2, 9, 0, 4),
     "tiles": (300, 20, 260),
+    "blocks": (0, 1, 31, 32, 33, 100),
 }
 Exact = Callable[[torch.Generator, tuple[int, ...], int], tuple[Tensor, Tensor]]
 """Makes a result and what it must be, float64, of groups with so many rows and a schedule's seed."""
@@ -194,7 +198,63 @@ def _mm_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> 
     return y[: sum(sizes)], torch.cat([rows_of_x[rows] @ weights[e].mT for e, rows in enumerate(_groups(sizes))])
 
 
-EXACT = {"mm": _mm, "mm of transposed weights": _mm_nn, "wgrad": _wgrad, "mm in MXFP8": _mm_mxfp8}
+def _atoms(width: int) -> int:
+    return -(-width // 128)
+
+
+def _bands(sizes: tuple[int, ...], rows: int, scales: list[Tensor]) -> Tensor:
+    """Each group's scales, [blocks, columns], in bands of 128 rows and 128 columns (`cute_kernels.memory.scale_bands`):
+    0 after a group's last block and after the last column, NaN where no group has a band."""
+    (width,) = {each.shape[1] for each in scales}
+    bands = torch.full((_atoms(width), rows // 128 + len(sizes), 32, 4, 4), 0xFF, dtype=torch.uint8)
+    for group, (of_group, own) in enumerate(zip(_groups(sizes), scales, strict=True)):
+        count = -(-len(own) // 4)
+        whole = torch.zeros(count * 4, _atoms(width) * 128, dtype=torch.uint8)
+        whole[: len(own), :width] = own
+        first = of_group.start // 128 + group
+        parts = whole.view(count, 4, _atoms(width), 4, 32)  # band, block, atom, quarter, lane
+        bands[:, first : first + count] = parts.permute(2, 0, 4, 3, 1)
+    return bands
+
+
+def _mxfp8_by_group(
+    generator: torch.Generator, sizes: tuple[int, ...], columns: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Elements, scales, and the numbers that they are; elements of NaN after the last group."""
+    data = _rows(generator, sizes, columns)
+    scales = [torch.randint(-2, 3, (-(-size // 32), columns), generator=generator) for size in sizes]
+    values = data.clone()
+    for rows, own in zip(_groups(sizes), scales, strict=True):
+        values[rows] *= torch.exp2(own.double()).repeat_interleave(32, 0)[: rows.stop - rows.start]
+    exponents = [(own + 127).to(torch.uint8) for own in scales]
+    return data.to(torch.float8_e4m3fn), _bands(sizes, len(data), exponents), values
+
+
+def _wgrad_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Added to what is there in every other expert."""
+    n, k = 96, 160
+    (dy, dy_scale, rows_of_dy), (x, x_scale, rows_of_x) = (
+        _mxfp8_by_group(generator, sizes, columns) for columns in (n, k)
+    )
+    there = _numbers(generator, len(sizes), n, k)
+    mask = torch.arange(len(sizes)) % 2 == 0
+    out = torch.where(mask[:, None, None], there, torch.nan).float()
+    spec = WgradSpec("float32", LARGE8, ARCH)
+    Emulator(ARCH, seed=seed, check_races=True).function(spec)(
+        dy=dy, x=x, dw=out, dy_scale=dy_scale, x_scale=x_scale, groups=_offs(sizes), group_form=OFFS_INT32,
+        num_groups=len(sizes), mask=mask,
+    )  # fmt: skip
+    sums = torch.stack([rows_of_dy[rows].mT @ rows_of_x[rows] for rows in _groups(sizes)])
+    return out, sums + there * mask[:, None, None]
+
+
+EXACT = {
+    "mm": _mm,
+    "mm of transposed weights": _mm_nn,
+    "wgrad": _wgrad,
+    "mm in MXFP8": _mm_mxfp8,
+    "wgrad in MXFP8": _wgrad_mxfp8,
+}
 
 
 def _check_exact(make: Exact, sizes: tuple[int, ...], seed: int) -> None:
@@ -222,3 +282,53 @@ def test_sums_are_exact_for_every_routing_in_every_order(
     make: Exact, without: str, sizes: tuple[int, ...], seed: int
 ) -> None:  # fmt: skip
     _check_exact(make, sizes, seed)
+
+
+# Rows by groups ------------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "offs": (OFFS_INT32, _offs),
+    "int32 splits": (SPLITS_INT32, lambda sizes: torch.tensor(sizes, dtype=torch.int32)),
+    "int64 splits": (SPLITS_INT64, lambda sizes: torch.tensor(sizes, dtype=torch.int64)),
+}
+
+
+def _check_quantised(sizes: tuple[int, ...], seed: int, form: str, by_index: bool, dtype: torch.dtype) -> None:
+    """Elements and scales have the bytes of the reference, group by group; other rows and bands stay as they were."""
+    generator = torch.Generator().manual_seed(seed)
+    total, columns = sum(sizes) + 3, 160
+    x = values_of_all_magnitudes((total, columns), dtype)
+    index = torch.randint(-5, total + 5, (total,), generator=generator, dtype=torch.int32) if by_index else None
+    rows = x if index is None else x[index.clamp(0, total - 1)]
+    data = torch.full((total, columns), 0x55, dtype=torch.uint8)
+    scale = torch.full_like(_bands(sizes, total, [torch.zeros(0, columns)] * len(sizes)), 0xFF)
+    encoding, encoded = FORMS[form]
+    spec = QuantizeMxfp8Spec(str(dtype).removeprefix("torch."), BY_GROUP, ARCH)
+    Emulator(ARCH, seed=seed, check_races=True).function(spec)(
+        x=x, data=data.view(torch.float8_e4m3fn), scale=scale, rows=index, groups=encoded(sizes), group_form=encoding,
+        num_groups=len(sizes),
+    )  # fmt: skip
+    made = [quantize_rows(rows[group].mT, 32) for group in _groups(sizes)]
+    wanted = torch.full_like(data, 0x55)
+    for group, (elements, _) in zip(_groups(sizes), made, strict=True):
+        wanted[group] = elements.mT.view(torch.uint8)
+    assert data.equal(wanted)
+    assert scale.equal(_bands(sizes, total, [scales.mT for _, scales in made]))
+
+
+def test_rows_are_quantised_by_groups() -> None:
+    _check_quantised(ROUTINGS["ragged"], 0, "offs", by_index=True, dtype=BF16)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize(("seed", "sizes"), list(enumerate(ROUTINGS.values())), ids=ROUTINGS)
+def test_rows_are_quantised_by_groups_for_every_routing(
+    sizes: tuple[int, ...], seed: int, by_index: bool, form: str
+) -> None:  # fmt: skip
+    _check_quantised(sizes, seed, form, by_index, torch.float16 if by_index else BF16)
+
+
+def test_rows_of_more_groups_than_a_warp_has_lanes_are_found() -> None:
+    _check_quantised(tuple(range(40)), 1, "int64 splits", by_index=False, dtype=BF16)

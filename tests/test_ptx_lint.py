@@ -100,13 +100,20 @@ CHANGES: dict[str, tuple[str, tuple[Edit, ...]]] = {
         ptx_lint.COLUMNS,
         (*columns("256", "512"), twice(first(ALLOC)), twice(first(DEALLOC))),
     ),
-    "another instruction": (ptx_lint.KNOWN, (edited(first(RELINQUISH), "$", " tcgen05.cp.cta_group::1 [%r1], %rd1;"),)),
+    "another instruction": (
+        ptx_lint.KNOWN,
+        (edited(first(RELINQUISH), "$", " tcgen05.shift.cta_group::1.down [%r1];"),),
+    ),
     "another kind of mma": (ptx_lint.KNOWN, (edited(last(MMA), "f16", "tf32"),)),
     "another shape of a read": (ptx_lint.KNOWN, (edited(last(LD), "256b", "128b"),)),
     "an mma of two CTAs": (ptx_lint.ONE_CTA, (edited(first(MMA), "group::1", "group::2"),)),
     "a commit of two CTAs": (ptx_lint.ONE_CTA, (edited(last(COMMIT), "group::1", "group::2"),)),
     "an mma of all threads": (ptx_lint.ELECTED, (without(above(first(MMA), OTHERS_LEAVE)),)),
     "an mma of the other threads": (ptx_lint.ELECTED, (edited(above(last(MMA), OTHERS_LEAVE), "@", "@!"),)),
+    "a copy of scales by all threads": (
+        ptx_lint.ELECTED,
+        (edited(first(RELINQUISH), "$", " tcgen05.cp.cta_group::1.32x128b.warpx4 [%r1], %rd1;"),),
+    ),
     "an mma of threads by their number": (
         ptx_lint.ELECTED,
         (edited(above(first(MMA), "elect"), r"elect.*\|(.*), -1", r"setp.ne.b32 \1, %r1, 0"),),

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from ..device.gmem import vector_at
-from ..device.warps import warp_sum
+from ..device.warps import inclusive_scan, warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
@@ -52,6 +52,36 @@ def group_size(groups: Groups, index: Int32) -> Int32:
     else:
         size = clamp(int32_at(groups, index), Int32(0), groups.rows)
     return size
+
+
+class GroupRows(NamedTuple):
+    """Rows of 32 consecutive groups, one a lane. A lane past the last group is not present, and holds no rows."""
+
+    present: Boolean
+    begin: Int32
+    end: Int32
+
+
+@cute.jit
+def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
+    """Read the rows of groups base .. base + 31; called by all lanes of a warp. `rows_before`: where they begin."""
+    lane = cute.arch.lane_idx()
+    group = base + lane
+    present = group < groups.count
+    begin = Int32(0)
+    end = Int32(0)
+    if are_offs(groups):
+        if present:
+            end = clamp(int32_at(groups, group), Int32(0), groups.rows)
+            if group > 0:
+                begin = clamp(int32_at(groups, group - 1), Int32(0), end)
+    else:
+        size = Int32(0)
+        if present:
+            size = group_size(groups, group)
+        end = cutlass.min(rows_before + inclusive_scan(size, lane), groups.rows)
+        begin = cutlass.max(end - size, Int32(0))
+    return GroupRows(present, begin, end)
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warps import inclusive_scan, last_lane
 from ..tiles import TileConfig
-from .groups import Groups, are_offs, clamp, group_size, int32_at
+from .groups import Groups, group_rows
 from .work import TileGrid, WorkRing, WorkTile, no_work
 
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
@@ -72,29 +72,13 @@ class GroupTileScheduler(Invariant):
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
         """Groups base .. base + 31. Lanes past the last group hold empty ones; groups of another kind have no tiles."""
-        groups = self.groups
-        lane = cute.arch.lane_idx()
-        group = base + lane
-        present = group < groups.count
-        begin = Int32(0)
-        end = Int32(0)
-        if are_offs(groups):
-            if present:
-                end = clamp(int32_at(groups, group), Int32(0), groups.rows)
-                if group > 0:
-                    begin = clamp(int32_at(groups, group - 1), Int32(0), end)
-        else:
-            size = Int32(0)
-            if present:
-                size = group_size(groups, group)
-            end = cutlass.min(rows_before + inclusive_scan(size, lane), groups.rows)
-            begin = cutlass.max(end - size, Int32(0))
+        present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
         if present:
             tiles = self._num_clusters(end - begin)
             if const_expr(kind is not None):
                 tiles = select(self._is_of(kind, end - begin), tiles, Int32(0))
-        return GroupWindow(base, begin, end, tiles_before + inclusive_scan(tiles, lane))
+        return GroupWindow(base, begin, end, tiles_before + inclusive_scan(tiles, cute.arch.lane_idx()))
 
     @cute.jit
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:

@@ -35,7 +35,7 @@ from ..sm90.mainloop.base import Operands
 from .mainloop import TensorCoreMainloop
 from .tensor_memory import TensorMemory
 
-FIELDS = "x_scales", "w_scales"
+FIELDS = "a_scales", "b_scales"
 # Rows and bytes of an atom. A row's scales of a k-tile are a word.
 ATOM_ROWS, ATOM_BYTES = 128, 512
 LINES = ATOM_ROWS // WARP
@@ -112,18 +112,12 @@ def put(words: cute.Tensor, atom: Int32, i: int) -> None:
     cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout(LINES)))
 
 
-class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
-    """x and w in MXFP8, each with a scale for 32 elements of the contraction. `layout`: of a gated w's rows."""
-
-    scale_warps = len(FIELDS)
-
-    def __init__(self, *arguments: Any, layout: str):
-        super().__init__(Float8E4M3FN, *arguments)
-        self.layout = layout
+class BlockScaled(TensorCoreMainloop):
+    """A mainloop of operands in MXFP8, each with a scale for 32 elements of the contraction: what multiplies."""
 
     @property
     def _atoms(self) -> tuple[int, int]:
-        """Atoms of a stage: x's, w's."""
+        """Atoms of a stage: A's, B's."""
         return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
 
     @property
@@ -174,6 +168,16 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
         at, scales_at = (None, None, step, stage), (None, None, step)
         return [a[at], of_a[3][scales_at]], [b[at], of_b[3][scales_at]]
 
+
+class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
+    """x and w in MXFP8. `layout`: of a gated w's rows."""
+
+    scale_warps = len(FIELDS)
+
+    def __init__(self, *arguments: Any, layout: str):
+        super().__init__(Float8E4M3FN, *arguments)
+        self.layout = layout
+
     @cute.jit
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
@@ -181,10 +185,10 @@ class BlockScaledMainloop(TensorCoreMainloop, gemm.GemmMainloop):
         """Bring the scales of x (rank 0) or of w (rank 1) for one output tile. Return the advanced state."""
         if rank == 0:
             lines = [self._row_lines(operands, work)]
-            state = self._bring(lines, storage.x_scales.data_ptr(), operands, stages, state, work)
+            state = self._bring(lines, storage.a_scales.data_ptr(), operands, stages, state, work)
         else:
             lines = [self._weight_lines(operands, work, atom) for atom in range(self._atoms[1])]
-            state = self._bring(lines, storage.w_scales.data_ptr(), operands, stages, state, work)
+            state = self._bring(lines, storage.b_scales.data_ptr(), operands, stages, state, work)
         return state
 
     def _pitch(self, operands: Operands) -> Int32:

@@ -22,7 +22,7 @@ class Registers(NamedTuple):
 
 def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
     """Registers after redistribution. setmaxnreg hangs if their sum exceeds what the launch reserved."""
-    gathering = budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS if gathers else 0
+    gathering = gathers * (budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS)
     rest = LAUNCH_REGISTERS[gathers] * (3 + gathers) - roles - gathering
     return Registers(roles, rest // 2 // budget.REGISTERS_UNIT * budget.REGISTERS_UNIT, gathering)
 

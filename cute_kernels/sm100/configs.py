@@ -16,6 +16,7 @@ from ..shipped import (
     forward_specs,
     fp8_specs,
     fp8_training_specs,
+    fp8_wgrad_specs,
     layer_specs,
     mhc_specs,
     quantizing_specs,
@@ -44,6 +45,7 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, BACKWARD, (LARGE,)) + quantizing_specs(arch)
     specs += fp8_specs(arch, "mxfp8_blocks", (LARGE8,), second_tile, glu_form, (False, True))
     specs += fp8_training_specs(arch, "mxfp8_blocks", LARGE8, LARGE8, glu_form)
+    specs += fp8_wgrad_specs(arch, "mxfp8_blocks", LARGE8)
     specs += decoded_specs(arch, portable.TILES, glu_form, portable.LARGE) + mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import cuda.bindings.driver as cuda
 import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Int32, Int64
 
 from ..device.target import is_plain
+from ..memory.scale_bands import ScaleBands, num_places
 from ..sm90 import grouped_wgrad
 from ..sm90.budget import ACROSS_REGISTERS
-from ..specs import GroupedWgradSpec
+from ..specs import GemmSpec, WgradSpec
+from ..tracing import DTYPES
+from . import budget
+from .block_scaled_wgrad import BlockScaledWgradMainloop, ClearingBlockScaledWgradMainloop, OperandScales
 from .epilogue.wgrad import WgradEpilogue
 from .mainloop import ClearingWgradMainloop, WgradMainloop
 from .persistent import TensorMemoryGemm
@@ -15,12 +22,39 @@ from .tensor_memory import SLAB_LANES
 
 
 class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
-    """Arguments are those of Hopper's."""
+    """Arguments are those of Hopper's. mainloop_types: with addresses that wrap, and without (`cute_kernels/plain.py`)."""
 
     role_registers = ACROSS_REGISTERS  # of a scheduler with two walks
     epilogue_type = WgradEpilogue
+    mainloop_types: tuple[type[WgradMainloop], type[WgradMainloop]] = WgradMainloop, ClearingWgradMainloop
     store_rows = SLAB_LANES
 
-    def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
-        self.mainloop_type = ClearingWgradMainloop if is_plain("rows") else WgradMainloop
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
+        self.mainloop_type = self.mainloop_types[is_plain("rows")]
         super().__init__(spec, dtype, out_dtype)
+
+
+class GroupedMxfp8Wgrad(GroupedWgrad):
+    """The weight gradient of dy [T,N] and x [T,K] in MXFP8 by groups."""
+
+    mainloop_types = BlockScaledWgradMainloop, ClearingBlockScaledWgradMainloop
+
+    def __init__(self, spec: WgradSpec):
+        super().__init__(spec, Float8E4M3FN, DTYPES[spec.out_dtype])
+
+    @property
+    def stages(self) -> int:
+        return budget.block_scaled_stages(self.tile, self._slot_owners * self.shape.slots.num_bytes)
+
+    @cute.jit
+    def launch_scaled(
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, scales: tuple[Int64, Int64],
+        groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch on `stream`. `scales`: the addresses of those of dy and of x."""
+        num_rows = Int32(x.shape[0])
+        places = num_places(num_rows, groups[2])
+        operands = self.make_mainloop().operands(dy, x, Int64(0), Int64(0))
+        operands = operands._replace(scales=OperandScales(*(ScaleBands(address, places) for address in scales)))
+        self._launch(operands, num_rows, dy, x, dw, groups, dw_table, mask, accumulate, num_sms, stream)

@@ -17,7 +17,7 @@ from ..device.vectors import shared_at
 from ..device.warps import WARP
 from ..schedule.work import WorkTile
 from ..sm90.mainloop import gemm, halves, wgrad
-from ..sm90.mainloop.base import MMA_K, Mainloop
+from ..sm90.mainloop.base import Mainloop
 from ..sm90.mainloop.gathered_rows import LANES_A_LINE, LINES_AT_ONCE, WARPS, Gather
 from .tensor_memory import TensorMemory
 
@@ -31,8 +31,13 @@ class TensorCoreMainloop(Mainloop):
     Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
     """
 
-    # Warps that bring scales.
+    # Warps that bring scales: of the gathering warpgroup, or, without one, the warp of epilogue loads.
     scale_warps = 0
+
+    @property
+    def scale_arrivals(self) -> int:
+        """Threads of these warps that arrive at a full stage."""
+        return WARP * self.scale_warps
 
     @property
     def scale_columns(self) -> int:
@@ -41,7 +46,7 @@ class TensorCoreMainloop(Mainloop):
 
     def num_producers(self, gathers: Boolean) -> Int32:
         """Threads that arrive at a full stage: TMA's, those that gather rows, those that bring scales."""
-        return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + WARP * self.scale_warps)
+        return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + self.scale_arrivals)
 
     def smem_fields(self) -> dict[str, Any]:
         """Shared memory beside the stages of A and B, by name."""
@@ -155,7 +160,8 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 class ClearingWgradMainloop(WgradMainloop):
     """TMA brings rows past the group's end as well, and the MMA warp clears those that the last MMA would multiply.
 
-    They are at most MMA_K - 1 rows of a group's last k-tile. A row is a line of 128 bytes for each 64 columns.
+    They are fewer than an MMA is deep, in a group's last k-tile. A row is a line of 128 bytes for each 64 columns, in 8
+    bits for each 128.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -165,27 +171,30 @@ class ClearingWgradMainloop(WgradMainloop):
         return cute.domain_offset((0, work.row), columns)
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Beside the descriptors where A and B begin in shared memory."""
-        places = (cute.recast_ptr(each.data_ptr(), dtype=Int32) for each in (storage.a, storage.b))
-        return *super().operands_of(storage, memory), *places
+        self.places = [cute.recast_ptr(each.data_ptr(), dtype=Int32) for each in (storage.a, storage.b)]
+        return super().operands_of(storage, memory)
+
+    def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
+        self._clear_tail(stage, depth)
+        super().before_steps(operands, stage, depth)
 
     @cute.jit
-    def before_steps(self, operands: tuple, stage: Int32, depth: Int32):
-        if (depth < self.tile.k) & (depth % MMA_K != 0):
-            self._clear(self.rows_of_a, operands[2], stage, depth)
-            self._clear(self.rows_of_b, operands[3], stage, depth)
+    def _clear_tail(self, stage: Int32, depth: Int32):
+        if (depth < self.tile.k) & (depth % self.step_k != 0):
+            for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
+                self._clear(rows, first, stage, depth)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows from `depth` to the next multiple of MMA_K by zeros."""
+        """Overwrite an operand's rows from `depth` to where the last MMA ends by zeros."""
         line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
         zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         zeros.fill(0)
-        for i in cutlass.range_constexpr(MMA_K // LINES_AT_ONCE):
+        for i in cutlass.range_constexpr(self.step_k // LINES_AT_ONCE):
             row = depth + line + i * LINES_AT_ONCE
-            if row < cute.round_up(depth, MMA_K):
+            if row < cute.round_up(depth, self.step_k):
                 for before in cutlass.range_constexpr(0, rows.lines, self.tile.k):
                     at = (stage * rows.lines + before + row) * LANES_A_LINE + chunk
                     cute.autovec_copy(zeros, shared_at(Int32, first + at * CHUNK_WORDS, CHUNK_WORDS))

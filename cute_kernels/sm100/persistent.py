@@ -6,6 +6,8 @@ Persistent and warp-specialised, one CTA on each SM:
     0           TMA loads        ring (tile), stages (empty)            stages (full, by transaction bytes)
     1           scheduler        ring (empty)                           ring (full)
     2           epilogue loads   ring (tile), loads (empty)             loads (full, by transaction bytes)
+                or, of weight gradients in MXFP8, scales (block_scaled_wgrad.py)
+                                 ring (tile), stages (empty)            stages (full, by transaction bytes)
     3           MMA              ring (tile), stages (full),            stages (empty, by commit),
                                  accumulators (empty)                   accumulators (full, by commit)
     4 .. 11     epilogue, two warpgroups, every other tile each
@@ -125,6 +127,8 @@ class TensorMemoryGemm(PersistentGemm):
             elif warp == EPILOGUE_LOAD_WARP:
                 if const_expr(has_load_warp):
                     self._epilogue_load_role(loads, inputs, ring)
+                elif const_expr(mainloop.scale_warps > 0 and not self.gathers):
+                    self._scale_role(mainloop, operands, storage, stages, ring, Int32(0))
             else:
                 self._multiply_role(mainloop, operands, mainloop.operands_of(storage, memory), stages, ring, memory)
         elif warpgroup <= NUM_ACCUMULATORS:
@@ -150,7 +154,7 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of rows (rank 0) or of weights (rank 1)."""
+        """Bring the scales of rows (rank 0) or of weights (rank 1); of a weight gradient those of both."""
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..epilogue.sizes import ROWS
 from ..formats import OPERANDS
 from ..gemms import GemmPolicy as GemmPolicy
-from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec
+from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec, WgradSpec
 
 # At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
 # fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
@@ -34,7 +34,7 @@ def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
     """That of a stage."""
-    if isinstance(spec, GroupedWgradSpec):
+    if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
     # An epilogue with loads of its own has no registers for two walks, and gains nothing (grouped_dglu).
     tickets = spec.tile.adaptive and not isinstance(spec, DgluSpec)

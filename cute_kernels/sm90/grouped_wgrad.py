@@ -22,10 +22,11 @@ from ..schedule.tickets import Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.wgrad_scheduler import WgradTileScheduler
 from ..schedule.work import TileGrid
-from ..specs import GroupedWgradSpec
+from ..specs import GroupedWgradSpec, WgradSpec
 from .budget import ACROSS_REGISTERS
 from .epilogue.slot_loads import TileLoads
 from .epilogue.wgrad import WgradEpilogue, WgradInputs, WgradStores
+from .mainloop.base import Operands
 from .mainloop.wgrad import WgradMainloop
 from .persistent import PersistentGemm
 
@@ -36,7 +37,7 @@ LOADING_ROWS_PER_BYTE = 192
 
 
 class GroupedWgrad(PersistentGemm):
-    """Kernel of dy [T,N] and x [T,K], 16-bit, into dw of `out_dtype`."""
+    """Kernel of dy [T,N] and x [T,K] of `dtype` into dw of `out_dtype`."""
 
     epilogue: WgradEpilogue
     load_registers = ACROSS_REGISTERS
@@ -45,7 +46,9 @@ class GroupedWgrad(PersistentGemm):
     # Rows of one store into dw.
     store_rows = ROWS
 
-    def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
+    def __init__(
+        self, spec: GroupedWgradSpec | WgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]
+    ):  # fmt: skip
         super().__init__(spec, dtype, self.epilogue_type(out_dtype, spec.tile))
 
     def make_mainloop(self) -> WgradMainloop:
@@ -64,6 +67,15 @@ class GroupedWgrad(PersistentGemm):
         """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
         operands = self.make_mainloop().operands(dy, x, *rows)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
+        self._launch(operands, num_rows, dy, x, dw, groups, dw_table, mask, accumulate, num_sms, stream)
+
+    @cute.jit
+    def _launch(
+        self, operands: Operands, num_rows: Int32, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor,
+        groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch with these operands, `num_rows` rows in all; dy and x have the columns of dw."""
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (self.store_rows, self.epilogue.cols)
         layout = smem_layout(dw.element_type, rows=self.store_rows)

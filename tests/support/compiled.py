@@ -51,6 +51,8 @@ TENSOR_MEMORY = (
     "dglu_bf16_situ_concat_nt_t128x128*",
     "grouped_wgrad_bf16_bf16_t128x256*",
     "grouped_wgrad_bf16_f32_t128x256*",
+    "wgrad_mxfp8blocks_bf16_t128x128*",
+    "wgrad_mxfp8blocks_f32_t128x128*",
 )
 PATTERNS = {"portable": PORTABLE, "sm100": TENSOR_MEMORY}
 """Names of functions, by the folder of their architecture."""

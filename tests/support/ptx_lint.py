@@ -10,7 +10,7 @@ Straight-line code ends at a branch and where a branch goes to.
 | FREED | a dealloc of as many columns follows each alloc |
 | RELINQUISHED | a relinquish follows each alloc |
 | WAITED | a wait::ld follows each ld in the same straight-line code, before any arrival at an mbarrier |
-| ELECTED | an elected thread issues each mma and each commit |
+| ELECTED | an elected thread issues each mma, each commit and each cp |
 | ALIGNED | whole warps execute all other instructions: none is predicated or under an elect |
 | COMMITS | it has two commits: of a stage, in the loop of the mmas, and of the accumulator, after that loop |
 
@@ -31,12 +31,15 @@ WAITED, ELECTED, ALIGNED, COMMITS = "waited", "elected", "aligned", "commits"
 RULES = (KNOWN, ONE_CTA, COLUMNS, FREED, RELINQUISHED, WAITED, ELECTED, ALIGNED, COMMITS)
 
 ALLOC, RELINQUISH = "tcgen05.alloc", "tcgen05.relinquish_alloc_permit"
+CP = "tcgen05.cp"
 DEALLOC, MMA, COMMIT, LD, WAIT_LD = "tcgen05.dealloc", "tcgen05.mma", "tcgen05.commit", "tcgen05.ld", "tcgen05.wait::ld"
 INSTRUCTIONS = {
     f"{ALLOC}.sync.aligned.shared::cta.b32",
     f"{RELINQUISH}.sync.aligned",
     f"{DEALLOC}.sync.aligned.b32",
     f"{MMA}.kind::f16.collector::a::discard",
+    f"{MMA}.kind::mxf8f6f4.block_scale.block32.collector::a::discard",
+    f"{CP}.32x128b.warpx4",
     f"{COMMIT}.mbarrier::arrive::one.shared::cluster.b64",
     f"{LD}.sync.aligned.16x256b.x16.b32",
     f"{LD}.sync.aligned.32x32b.x32.b32",
@@ -152,7 +155,7 @@ def _threads(kernel: Kernel) -> Iterator[Finding]:
         only_others = ins.pred is not None and ins.pred.index in (leaders if ins.negated else others)
         if _is(ins, "bra"):
             elected = elected or only_others
-        elif _is(ins, MMA) or _is(ins, COMMIT):
+        elif any(_is(ins, one) for one in (MMA, COMMIT, CP)):
             if not (elected or only_leader):
                 yield _at(ELECTED, ins)
         elif _is(ins, "tcgen05") and (elected or ins.pred is not None):

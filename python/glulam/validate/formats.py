@@ -17,8 +17,8 @@ from .inputs import Size, randn
 from .trial import Given, Trial
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of all magnitudes that the dtype has, zeros, infinities and NaN among them."""
+def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return numbers of all magnitudes that the dtype has, zeros, infinities and NaN among them."""
     values = randn(*shape, seed=1) * torch.exp2(randn(*shape[:-1], 1, seed=2) * 12)
     flat = values.view(-1)
     flat[::97], flat[13::389], flat[29::787] = 0.0, torch.inf, torch.nan
@@ -41,7 +41,7 @@ def mxfp8(spec: QuantizeMxfp8Spec, size: Size) -> Iterator[Trial]:
                     both = [made] if isinstance(made, MXFP8Tensor) else made
                     return [part for one in both for part in (one.data, one.scale)]
 
-                given = {"x": _values((rows, columns), getattr(torch, spec.dtype))}
+                given = {"x": values_of_all_magnitudes((rows, columns), getattr(torch, spec.dtype))}
                 yield Trial(f"{rows} x {columns}, {block}, {scale_layout}", given, call, is_bits=True)
 
 
@@ -53,7 +53,7 @@ def mxfp4(spec: QuantizeMxfp4Spec, size: Size) -> Iterator[Trial]:
     for rows, columns in size.matrices:
         yield Trial(
             f"3 x {rows} x {columns}",
-            {"x": _values((3, rows, columns), getattr(torch, spec.dtype))},
+            {"x": values_of_all_magnitudes((3, rows, columns), getattr(torch, spec.dtype))},
             call,
             is_bits=True,
         )

@@ -1,0 +1,145 @@
+"""MXFP8 quantisation of rows by groups: rows[T,K] to E4M3, and a power of two for each 32 rows of a column.
+
+Blocks begin with a group, wherever it begins, and a group's last block may be shorter: an expert's numbers depend on
+its rows alone. Scales lie in bands (memory/scale_bands.py), 0 after a group's last row. A CTA quantises a band times
+128 columns, as by columns (quantize_mxfp8.py); a band that no group has ends at once. Rows may come by index.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Int32, Int64, Uint8
+
+from ..device.gmem import vector_at
+from ..device.select import select
+from ..device.target import let_next_begin
+from ..device.warps import WARP, last_lane
+from ..memory.scale_bands import BAND_ROWS, first_place, num_places
+from ..schedule.groups import Groups, clamp, group_rows
+from ..specs import QuantizeMxfp8Spec
+from ..tracing import DTYPES, Traced, traced
+from .quantize_mxfp8 import SMEM_PERCENT, WORDS, Origin, Outputs, QuantizeMxfp8, Reach, ScaleLayout, read_once
+from .scale_stores import BLOCK, BLOCKS, ScaleGrid
+
+
+class Band(NamedTuple):
+    """A band's first row, and the row where its group ends; without rows, where no group has the band."""
+
+    row: Int32
+    end: Int32
+
+
+class QuantizeGroups(QuantizeMxfp8):
+    """Kernel of x as `QuantizeMxfp8` takes it."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric]):
+        super().__init__(name, dtype, "col")
+
+    @cute.jit
+    def launch_groups(
+        self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
+    ):  # fmt: skip
+        """Launch a CTA for each place of a band and 128 columns. `rows`: int32 [T], rows of x; 0: x's own."""
+        self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
+        self.kernel_of_groups(x, data, scale, rows, groups).launch(
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel_of_groups(self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups):
+        let_next_begin()
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        tiles_along_k = self._tiles_along_k(x)
+        place = tile // tiles_along_k
+        col0 = tile % tiles_along_k * self.columns
+        band = self._find(groups, place)
+        if band.row < band.end:
+            row = band.row + thread // self.lanes * self.rows_per_thread
+            origin = Origin(row, col0 + thread % self.lanes * self.vector, band.row, place * BAND_ROWS, col0)
+            values = self._load_rows(x, rows, band.end, origin)
+            self._quantize_band(x, data, scale, values, band.end, origin, num_places(groups.rows, groups.count))
+
+    @cute.jit
+    def _find(self, groups: Groups, place: Int32) -> Band:
+        """The band at a place; called by all threads, a lane of each warp for a group."""
+        row, end, before = Int32(0), Int32(0), Int32(0)
+        for base in cutlass.range(0, groups.count, WARP, unroll=1):
+            present, first, last = group_rows(groups, base, before)
+            before = last_lane(last)
+            at = first + (place - first_place(first, base + cute.arch.lane_idx())) * BAND_ROWS
+            is_here = present & (at >= first) & (at < last)
+            row = cutlass.max(row, Int32(cute.arch.warp_redux_sync(select(is_here, at, Int32(0)), "max")))
+            end = cutlass.max(end, Int32(cute.arch.warp_redux_sync(select(is_here, last, Int32(0)), "max")))
+        return Band(row, end)
+
+    @cute.jit
+    def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
+        """(vector, rows) of x, all loads at once; zeros after the group's last row, which is read in their place."""
+        values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
+        values.fill(0.0)
+        sources = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
+            sources[i] = cutlass.min(origin.row + i, end - 1)
+        if rows != 0:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                sources[i] = clamp(vector_at(Int32, rows)[sources[i]], Int32(0), Int32(x.shape[0] - 1))
+        atom, row_bytes = read_once(self.dtype), x.stride[0] * (self.dtype.width // 8)
+        first = x.iterator.toint() + Int64(origin.column) * (self.dtype.width // 8)
+        if origin.column < x.shape[1]:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                at = first + Int64(sources[i]) * row_bytes
+                cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
+        words = cute.recast_tensor(values, Int32)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
+            for j in cutlass.range_constexpr(WORDS):
+                words[j, i] = select(origin.row + i < end, words[j, i], Int32(0))
+        return values
+
+    @cute.jit
+    def _quantize_band(
+        self, x: cute.Tensor, data: cute.Tensor, scale: Int64, values: cute.Tensor, end: Int32, origin: Origin,
+        places: Int32,
+    ):  # fmt: skip
+        """Store a band's elements and its atom of scales."""
+        thread, _, _ = cute.arch.thread_idx()
+        slot = thread // self.lanes
+        smem = cutlass.utils.SmemAllocator()
+        scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, self.columns)), 16)
+        maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
+        exponents = cute.make_rmem_tensor(self.vector, Int32)
+        self._put_column_maxima(cute.recast_tensor(values, Int32), maxima, slot)
+        cute.arch.sync_threads()
+        self._column_exponents(maxima, slot, ScaleLayout(Int32(0), Int32(1)), exponents)
+        self._put_column_scales(data, exponents, scales, origin, slot)
+        outputs = Outputs(Int64(0), Int64(0), data.iterator.toint(), scale)
+        self._store_data(data, outputs, values, exponents, scales, exponents, Reach(end, end), origin)
+        cute.arch.sync_threads()
+        width = Int32(x.shape[1])
+        block0, blocks = origin.row0 // BLOCK, places * BLOCKS
+        self.stores.atoms(scales, ScaleGrid(scale, origin.col0, width, width, block0, blocks))
+
+
+class Quantize:
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        self.quantize = QuantizeGroups(spec.name, DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Int64, group_form: Int32,
+        num_groups: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if data.shape[0] > 0:
+            of_call = Groups(groups, group_form, num_groups, Int64(0), Int32(data.shape[0]))
+            self.quantize.launch_groups(x, data, scale, rows, of_call, stream)
+
+
+def trace(spec: QuantizeMxfp8Spec) -> Traced:
+    return traced(spec, Quantize(spec))

@@ -1,0 +1,71 @@
+"""The mainloop of weight gradients in MXFP8: columns of dy times columns of x, by the scales of 32 rows of each column.
+
+Both operands come from `quantize.quantize_groups`, whose blocks begin with a group, and whose scales lie as tensor
+memory takes them: an atom of 512 bytes for 128 columns and a band of 128 rows. A k-tile is such a band. So one thread
+of the warp that other kernels load epilogues by copies a k-tile's atoms to its stage, and no register holds a scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, Uint8
+from cutlass.cute.nvgpu import cpasync
+
+from ..memory.row_boxes import acquire
+from ..memory.scale_bands import ATOM_BYTES, ScaleBands
+from ..schedule.work import WorkTile
+from ..sm90.mainloop.base import Operands
+from .block_scaled import BlockScaled
+from .mainloop import ClearingWgradMainloop, WgradMainloop
+
+
+class OperandScales(NamedTuple):
+    """Scales of dy and of x."""
+
+    dy: ScaleBands
+    x: ScaleBands
+
+
+class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
+    """dy and x in MXFP8. Rows of neither come by index: the quantiser gathers them.
+
+    Pipeline "stages": full by the transaction bytes of TMA's tiles and of scales, 1 arrival of either warp.
+    """
+
+    gathers = False
+    scale_warps = 1
+    scale_arrivals = 1
+
+    @cute.jit
+    def bring_scales(
+        self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
+    ):  # fmt: skip
+        """Copy the scales of one output tile's k-tiles, of dy and of x. Return the advanced state."""
+        counts = self._atoms
+        places = storage.a_scales.data_ptr(), storage.b_scales.data_ptr()
+        tiles = work.m_tile, work.n_tile
+        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint8, num_bits_per_copy=8 * ATOM_BYTES)
+        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+            acquire(stages, state, Int32(sum(counts) * ATOM_BYTES))
+            barrier = stages.producer_get_barrier(state)
+            with cute.arch.elect_one():
+                for scales, place, tile, count in zip(operands.scales, places, tiles, counts, strict=True):
+                    for atom in cutlass.range_constexpr(count):
+                        source = scales.atom(tile * count + atom, work.row, work.expert, k_tile)
+                        target = _vector(place + (state.index * count + atom) * ATOM_BYTES)
+                        cute.copy(copy, source, target, mbar_ptr=barrier)
+            state.advance()
+        return state
+
+
+class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMainloop):
+    """Without addresses that wrap."""
+
+
+def _vector(pointer: cute.Pointer) -> cute.Tensor:
+    """An atom in shared memory."""
+    return cute.make_tensor(pointer, cute.make_layout(ATOM_BYTES))

@@ -1,0 +1,30 @@
+"""dw = grouped_wgrad(dy, x) of dy and x in MXFP8 along their rows, by groups."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...specs import WgradSpec
+from ...tracing import Traced, traced
+from ..grouped_wgrad import GroupedMxfp8Wgrad
+
+
+class Wgrad:
+    def __init__(self, spec: WgradSpec):
+        self.wgrad = GroupedMxfp8Wgrad(spec)
+
+    @cute.jit
+    def __call__(
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, dy_scale: Int64, x_scale: Int64, groups: Int64,
+        group_form: Int32, num_groups: Int32, tickets: Int64, dw_table: Int64, mask: Int64, accumulate: Int32,
+        num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            sizes = groups, group_form, num_groups, tickets
+            self.wgrad.launch_scaled(
+                dy, x, dw, (dy_scale, x_scale), sizes, dw_table, mask, accumulate, num_sms, stream
+            )  # fmt: skip
+
+
+def trace(spec: WgradSpec) -> Traced:
+    return traced(spec, Wgrad(spec))
