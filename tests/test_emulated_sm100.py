@@ -34,6 +34,7 @@ TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"), i
 FEW = (
     "grouped_mm_bf16_nn_halves_t128x128*", "grouped_glu_bf16_gated_strided_preact_t128x256*",
     "grouped_dglu_bf16_clamped_swiglu_interleaved_nt_*", "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t*_sm_100a",
+    "grouped_wgrad_mxfp8blocks_bf16_bf16_*",
 )  # fmt: skip
 """Families that `make test` runs."""
 FAMILIES = (
@@ -45,6 +46,7 @@ FAMILIES = (
     "grouped_dglu_bf16_geglu_interleaved32_t*__nn_*", "grouped_dglu_f16_gelu_t128x128x64_c1x1_tm_sm*",
     "grouped_wgrad_bf16_bf16_*", "grouped_wgrad_bf16_f32_*", "grouped_mlp_mxfp8blocks_f16_ungated_*_quantized_*",
     "grouped_mlp_mxfp8blocks_bf16_gated_blocked_preact_*", "grouped_dglu_mxfp8blocks_bf16_swiglu_interleaved_*__nn_*",
+    "grouped_wgrad_mxfp8blocks_f16_f32_*",
     *FEW,
 )  # fmt: skip
 TRIALS = 2

@@ -88,7 +88,7 @@ def explain(
     recipe, quantized = recipes.find(name, arguments.get("recipe", recipes.BF16)), call_type.quantized
     if quantized is not None and arguments.get("w").__class__ in quantized.classes:
         recipe = recipes.find(name, arguments["w"].weight_only)
-    if recipe is not recipes.BF16:
+    if quantized is not None and recipe is not recipes.BF16:
         call_type, arguments = quantized, quantized.unwrapped(recipe, arguments)
     elif "recipe" in arguments:
         arguments["recipe"] = recipe.name

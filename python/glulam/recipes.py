@@ -5,6 +5,7 @@ Wherever an operator or a module takes `recipe=`, it takes a row of `RECIPES`, o
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,17 @@ from .calls.checks import PLAIN_RECIPE, runs_kernels
 from .formats.form import Form
 from .formats.fp8_block.form import FP8_BLOCK, FP8_BLOCK_IN_BF16, FP8_ROWS, Fp8Rows
 from .formats.mxfp4.form import MXFP4, MXFP4_REBASED
-from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, COLUMN_BLOCKS, FOLDED_COLUMNS, FOLDED_ROWS, Rows
+from .formats.mxfp8.forms import (
+    BLOCKS,
+    BY_32,
+    BY_128,
+    COLUMN_BLOCKS,
+    COLUMNS_BY_32,
+    FOLDED_COLUMNS,
+    FOLDED_ROWS,
+    Columns,
+    Rows,
+)
 from .formats.nvfp4.form import NVFP4
 from .host import device as gpus
 
@@ -32,6 +43,8 @@ class Recipe:
         x, activation, weights: what each is multiplied as; None: 16-bit, as it is. x is quantised at each call, unless
             it is given so, the activation by the kernel that makes it, from float32, and weights once for each version.
         gradient_weights: what data gradients multiply weights as, where they are not what forward reads.
+        wgrad_operands: what weight gradients multiply, as `operands`. wgrad: what rows of a group, incoming gradients
+            and activations, are multiplied as there; None: 16-bit, as they are. Each call quantises them.
         dtypes: of x, biases and the result, on a GPU; the CPU reference takes float32 and float64 as well.
         trains: whether weights in 16 bits have gradients.
     """
@@ -43,6 +56,8 @@ class Recipe:
     activation: Rows | Fp8Rows | None = None
     weights: Form | None = None
     gradient_weights: Form | None = None
+    wgrad_operands: str = "16bit"
+    wgrad: Columns | None = None
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     trains: bool = False
 
@@ -59,6 +74,9 @@ BF16 = Recipe(PLAIN_RECIPE, "16bit", "16bit", trains=True)
 MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, FOLDED_COLUMNS, trains=True)
 # Blackwell's tensor cores multiply by the scales of both operands.
 MXFP8_BLOCKS = Recipe("mxfp8_blocks", "mxfp8_blocks", "mxfp8_blocks", BY_32, BY_32, BLOCKS, COLUMN_BLOCKS, trains=True)
+MXFP8_WGRAD = dataclasses.replace(
+    MXFP8_BLOCKS, name="mxfp8_wgrad", wgrad_operands="mxfp8_blocks", wgrad=COLUMNS_BY_32
+)  # fmt: skip
 # 2^e beyond float16's range would have to saturate, so that weights are decoded to bfloat16 alone.
 MXFP8_EXACT = Recipe(
     "mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, dtypes=("bfloat16",)
@@ -83,6 +101,7 @@ RECIPES: dict[str, Recipe] = {
         BF16,
         MXFP8,
         MXFP8_BLOCKS,
+        MXFP8_WGRAD,
         MXFP8_EXACT,
         MXFP8_WEIGHT_ONLY,
         MXFP4_IN_FP8,

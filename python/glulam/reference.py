@@ -102,10 +102,16 @@ def grouped_dglu(
             d_row_scale[rows] = (dm * act).sum(dim=1).to(d_row_scale.dtype)
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any) -> None:
-    """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing."""
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any,
+    rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> None:  # fmt: skip
+    """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing.
+
+    `rounded`: what is multiplied of a group's rows.
+    """
     for expert, rows in groups_of(ends, empty=True):
-        dw = wide(dy[rows]).mT @ wide(x[rows])
+        dw = wide(rounded(dy[rows])).mT @ wide(rounded(x[rows]))
         if not adds[expert]:
             out[expert].copy_(dw)
         elif rows.stop > rows.start:

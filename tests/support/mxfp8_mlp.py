@@ -29,11 +29,12 @@ tests/gpu/test_mxfp8_kernels.py looks closer."""
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
-    """float64 of E4M3 and E8M0 bytes [..., C] and [..., C/32]."""
+    """float64 of E4M3 and E8M0 bytes [..., C] and [..., ceil(C / 32)]."""
     data, scales = data.cpu().view(torch.uint8).long(), scales.cpu().view(torch.uint8)
     magnitude = torch.cat((mxfp8.MAGNITUDES, torch.tensor([torch.nan], dtype=torch.float64)))[data % 128]
     powers = torch.where(scales == mxfp8.NAN_SCALE, torch.nan, torch.exp2(scales.double() - 127))
-    return torch.where(data < 128, magnitude, -magnitude) * powers.repeat_interleave(mxfp8.BLOCK, dim=-1)
+    powers = powers.repeat_interleave(mxfp8.BLOCK, dim=-1)[..., : data.shape[-1]]
+    return torch.where(data < 128, magnitude, -magnitude) * powers
 
 
 def rounded(x: Tensor, size: int | None) -> Tensor:

@@ -5,7 +5,7 @@ and s, and backward makes h again. Where w2 alone is trained, m serves it and ne
 
 A step of launches has one for forward and one for the gradients of h, x and s, if weights lie as nn.Linear's do; else
 each GEMM is a part of its own. What is quantised, in a recipe that does, is this: the rows of both directions and the
-weights that they meet. Gradients of weights are GEMMs of what is stored in 16 bits in any recipe.
+weights that they meet. Gradients of weights are GEMMs of what is stored in 16 bits, or that in MXFP8 (`wgrad_recipe`).
 """
 
 from __future__ import annotations

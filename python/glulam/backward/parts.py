@@ -28,7 +28,8 @@ from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
-"""Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
+"""Given dy, x and, as keywords of `grouped_wgrad`, groups, indices of rows and the recipe: the gradient of a weight as
+that operator returns it, or None."""
 
 
 def contracted(w: Any, transpose_w: bool) -> int:

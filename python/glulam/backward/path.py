@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations import packed
 from ..calls.call import Call
-from ..calls.checks import check_alignment, check_plain
+from ..calls.checks import PLAIN_RECIPE, check_alignment, check_plain
 from ..calls.launch import Plan
 from ..calls.memory import tensors_of
 from ..calls.roles import TABLES
@@ -104,6 +104,7 @@ class Path:
         launches: of a planned step; None: parts are calls of public operators.
         transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
         wide: names of weights whose gradients are float32 although x is 16-bit.
+        wgrad_recipe: the recipe of weight gradients, by name.
     """
 
     inputs: ClassVar[tuple[str, ...]]
@@ -112,6 +113,7 @@ class Path:
     transpose_w: bool = False
     in_halves: bool = False
     wide: frozenset[str] = frozenset()
+    wgrad_recipe: str = PLAIN_RECIPE
 
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
@@ -190,7 +192,8 @@ class Path:
 
     def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
         """Make a weight's gradient another way; see `Targets.weights`."""
-        return write(dy, x, {**self.sizes(groups), **rows})
+        return write(dy, x, {**self.sizes(groups), **rows, "recipe": self.wgrad_recipe})
 
     def weight_gradient_call(self, name: str) -> Declared:
-        return GroupedWgradCall, {"out_dtype": torch.float32 if name in self.wide else None, "accumulate": False}
+        out_dtype = torch.float32 if name in self.wide else None
+        return GroupedWgradCall, {"out_dtype": out_dtype, "accumulate": False, "recipe": self.wgrad_recipe}

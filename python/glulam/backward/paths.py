@@ -28,7 +28,7 @@ def path_of(call: Any) -> DataPath:
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
     of_recipe = {"recipe": call.recipe, "trained": any_requires_grad(*weights.values())}
-    return QuantisedPath(form={**form, **of_recipe}, wide=wide, **common)
+    return QuantisedPath(form={**form, **of_recipe}, wide=wide, wgrad_recipe=call.recipe, **common)
 
 
 def _dtype(w: Any) -> torch.dtype:

@@ -77,7 +77,7 @@ def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | 
         form = p.activation, p.glu_layout
         return GroupedDgluSpec(p.dtype, *form, tile, dgrad, arch, p.operands, p.transpose_w, p.adapted)
     if p.op == "grouped_wgrad":
-        return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch)
+        return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch, p.operands)
     return QuantizeMxfp8Spec(p.dtype, p.axis, arch, p.rounded)
 
 

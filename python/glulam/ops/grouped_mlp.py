@@ -126,7 +126,7 @@ def grouped_mlp(
     Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
     [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.host.workspace`).
 
-    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for and recipe is "bf16" or "mxfp8":
+    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for and the recipe trains weights:
     forward then saves x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of
     rows behind the last group are zero.
 
@@ -151,6 +151,8 @@ def grouped_mlp(
         recipe: a name of `glulam.recipes.RECIPES`, or one of those objects. Products are accumulated in float32.
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
+            "mxfp8_blocks": such operands with a scale for 32 elements, weights included; "mxfp8_wgrad": the same, and
+            gradients of weights of such operands, too (docs/mxfp8.md).
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
             "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only" and "nvfp4_weight_only":
             weights in MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).

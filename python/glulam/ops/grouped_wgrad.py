@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import recipes, reference
 from ..calls.call import Call
 from ..calls.checks import (
     check_gradient_buffers,
@@ -18,13 +18,16 @@ from ..calls.checks import (
     check_rows_like,
     check_x,
     count_groups,
+    runs_kernels,
 )
-from ..calls.definition import Definition
+from ..calls.definition import Definition, Part
 from ..calls.front import operator
 from ..calls.launch import Made
-from ..choose.problem import Problem, dtype_name
+from ..choose.problem import Problem, changed, dtype_name
+from ..formats.mxfp8.layout import DATA_DTYPE, band_bytes
 from ..host.experts import ExpertList
 from ..host.groups import REACH_NO_RESULT, Splits
+from ..recipes import Recipe
 from ..reference import take_rows
 
 
@@ -35,7 +38,20 @@ def _constants(call: Any) -> dict[str, Any]:
 def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> None:
     adds = [call.accumulate] * problem.experts if call.mask is None else call.mask.tolist()
     dy, x = take_rows(call.dy, call.dy_rows), take_rows(call.x, call.x_rows)
-    reference.grouped_wgrad(dy, x, call.host_ends(), adds, out)
+    format = recipes.find(call.op, call.recipe).wgrad
+    rounded = {} if format is None else {"rounded": format.rounded}
+    reference.grouped_wgrad(dy, x, call.host_ends(), adds, out, **rounded)
+
+
+def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
+    """Memory for dy and x in MXFP8 by groups, if the recipe multiplies them so."""
+    if problem.operands == recipes.BF16.wgrad_operands:
+        return {}
+    found: dict[str, Part] = {}
+    for name, width in (("dy8", call.dy.shape[1]), ("x8", call.x.shape[1])):
+        found[name] = (problem.rows, width), DATA_DTYPE
+        found[f"{name}_scale"] = band_bytes(problem.rows, problem.experts, width)
+    return found
 
 
 class GroupedWgradCall(Call):
@@ -50,6 +66,7 @@ class GroupedWgradCall(Call):
     definition = Definition(
         results=(Made("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),),
         constants=(_constants,),
+        scratch=(_in_mxfp8,),
         reference=_reference,
     )
 
@@ -74,8 +91,23 @@ class GroupedWgradCall(Call):
         if self.out is not None:
             check_gradient_buffers(self.op, self.out, self.x, (experts, n, k))
         self._check_contradictions()
+        operands = self._check_recipe(n, k)
         gathers = self.dy_rows is not None or self.x_rows is not None
-        return self.problem(experts, k, out_features=n, out_dtype=dtype_name(self.result_dtype), gathers=gathers)
+        out_dtype = dtype_name(self.result_dtype)
+        return self.problem(experts, k, out_features=n, out_dtype=out_dtype, gathers=gathers, operands=operands)
+
+    def _check_recipe(self, n: int, k: int) -> str:
+        """What the recipe's weight gradients multiply."""
+        recipe = recipes.find(self.op, self.recipe)
+        if not recipe.trains:
+            trained = ", ".join(repr(name) for name, one in recipes.RECIPES.items() if one.trains)
+            raise ValueError(
+                f"{self.op}: recipe is {recipe.name!r}, which trains no weights; choose one of {trained}"
+            )  # fmt: skip
+        if recipe.wgrad is not None:
+            widths = {"N (dy's columns)": n, "K (x's columns)": k}
+            recipes.check_fits(self.op, recipe, dtype_name(self.x.dtype), runs_kernels(self.x), **widths)
+        return recipe.wgrad_operands
 
     def _check_dy(self) -> int:
         """dy's columns."""
@@ -119,18 +151,23 @@ class GroupedWgradCall(Call):
                 one.masked_fill_(~self.mask[expert], 0)
         return out
 
+    def dispatch(self) -> Any:
+        """By the recipe's name, as torch's schema has it."""
+        named: Any = changed(self, recipe=recipes.find(self.op, self.recipe).name)
+        return super(GroupedWgradCall, named).dispatch()
+
 
 @overload
 def grouped_wgrad(
     dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, mask: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, recipe: str | Recipe = "bf16",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def grouped_wgrad(
     dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None, out: Sequence[Tensor], accumulate: bool = False, mask: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, recipe: str | Recipe = "bf16",
 ) -> Sequence[Tensor]: ...  # fmt: skip
 @operator(GroupedWgradCall)
 def grouped_wgrad(
@@ -145,6 +182,7 @@ def grouped_wgrad(
     accumulate: bool = False,
     mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    recipe: str | Recipe = "bf16",
 ) -> Tensor | Sequence[Tensor]:
     """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
 
@@ -165,6 +203,9 @@ def grouped_wgrad(
             many rows dw_e is before.
         mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
         out_dtype: of a new result: x's dtype (default), or float32.
+        recipe: a name of `glulam.recipes.RECIPES` that trains weights, or that object. By "mxfp8_wgrad" the call
+            quantises dy and x first, to E4M3 with a power of two for 32 rows of a column; blocks begin with a group,
+            and N and K are multiples of 32. By the others dy and x are multiplied as they are.
 
     Returns:
         [E, N, K]; `out` where given.

@@ -266,7 +266,8 @@ class WeightGradientCall(GroupedWgradCall):
 
     def check(self) -> Problem:
         gathers = self.dy_rows is not None or self.x_rows is not None
-        return training_parts(self.step, gathers=gathers).weight_gradients
+        operands = recipes.find(self.op, self.recipe).wgrad_operands
+        return changed(training_parts(self.step, gathers=gathers).weight_gradients, operands=operands)
 
     definition = GroupedWgradCall.definition.extended(
         constants=(lambda call: {"out_features": call.dy.shape[1], "in_features": call.x.shape[1]},)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import QuantizeMxfp4Spec, QuantizeMxfp8Spec
+from cute_kernels.specs import BY_GROUP, QuantizeMxfp4Spec, QuantizeMxfp8Spec
 
 from ..formats.mxfp4 import quantize_mxfp4
 from ..formats.mxfp8 import MXFP8Tensor, quantize_mxfp8
@@ -26,8 +26,10 @@ def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def mxfp8(spec: QuantizeMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """What rounds to values of MXFP8 and back is part of an MLP's call, see `grouped.mlp`."""
-    if spec.rounded:
+    """What rounds to values of MXFP8 and back is part of an MLP's call, see `grouped.mlp`; rows of groups are quantised
+    in calls of weight gradients, see `grouped.wgrad`.
+    """
+    if spec.rounded or spec.axis == BY_GROUP:
         return
     for rows, columns in size.matrices:
         if spec.axis != "row" and rows % 32:

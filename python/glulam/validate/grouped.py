@@ -33,7 +33,7 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..ops.quantized_weights import FORMS
-from ..recipes import BF16, MXFP8
+from ..recipes import BF16, MXFP8, RECIPES
 from . import training
 from .inputs import UNREACHED, Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial, gradients
@@ -349,7 +349,8 @@ def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
     """What is there, NaN where it is to be overwritten, is written over, added to, or either by expert."""
     dtype, out_dtype = _dtype(spec), getattr(torch, spec.out_dtype)
-    for sized in _sizes(size, size.hidden):
+    recipe = next(name for name, one in RECIPES.items() if one.wgrad_operands == spec.operands)
+    for sized in _sizes(size, size.hidden if recipe == BF16.name else size.in_blocks):
         routing, n, k = sized
         total, experts = total_rows(routing), len(routing.sizes)
         there = weights_of(experts, n, k, out_dtype, seed=7)
@@ -368,7 +369,7 @@ def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
                 ("by index", {**kinds[0][1], "x": given["x"][: routing.rows], "x_rows": _indices(routing)}, {})
             )
         for name, more, options in kinds:
-            call = partial(_wgrad, options)
+            call = partial(_wgrad, {**options, "recipe": recipe})
             yield Trial(f"{routing.name}, {name}", {**given, **more}, call, replayed=_replayed(sized, size))
 
 

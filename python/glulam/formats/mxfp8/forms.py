@@ -112,4 +112,12 @@ class Rows:
         return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
 
 
+class Columns(Rows):
+    """Rows of a group, as weight gradients contract them: a block is of rows of a column, the first a group's first."""
+
+    def rounded(self, values: Tensor) -> Tensor:
+        return super().rounded(values.mT).mT
+
+
 BY_32, BY_128 = map(Rows, BLOCK_SIZES)
+COLUMNS_BY_32 = Columns("1x32")

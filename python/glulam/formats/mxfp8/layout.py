@@ -44,6 +44,11 @@ def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[
     return (outer, blocks) if axis == "row" else (blocks, outer)
 
 
+def band_bytes(rows: int, groups: int, columns: int) -> int:
+    """Bytes of scales of groups' columns: an atom for each band of 128 rows (`cute_kernels.memory.scale_bands`)."""
+    return round_up(columns, ATOM_OUTER) // ATOM_OUTER * (rows // GROUP_ALIGNMENT + groups) * ATOM
+
+
 def swizzled(scales: Tensor) -> Tensor:
     """[..., outer, blocks] bytes to [..., whole atoms]; what an atom has beyond them is 0.
 

@@ -1,0 +1,169 @@
+"""Gradients of weights in MXFP8: the reference against float64, the recipe in operators, layers and modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import mxfp8_mlp, oracle
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from support.gradients import leaves
+from support.inputs import Case, gradient, make_case
+from torch import Tensor
+
+import glulam
+from cute_kernels.tiles import SpecError
+from glulam import recipes
+from glulam.ops import mlp_training
+
+pytest_plugins = ["support.fixtures"]
+
+RECIPE = recipes.MXFP8_WGRAD
+SIZES = [5, 0, 31, 32, 33, 1, 130]
+HIDDEN, INTER = 96, 64
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def by_groups(rows: Tensor, ends: list[int]) -> Tensor:
+    """Rows as their weight gradient multiplies them, by the definition: each group's columns in blocks of 32 rows."""
+    parts = [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return torch.cat([mxfp8_mlp.rounded(part.mT, 32).mT if len(part) else part.double() for part in parts])
+
+
+def expected(dy: Tensor, x: Tensor, ends: list[int]) -> Tensor:
+    return oracle.grouped_wgrad(by_groups(dy, ends), by_groups(x, ends), ends)
+
+
+def case(**options: Any) -> Case:
+    return make_case(SIZES, HIDDEN, INTER, tail=6, **options)
+
+
+def operands(c: Case) -> tuple[Tensor, Tensor]:
+    """dy and x whose columns differ in scale, so that blocks along rows of the matrix would round otherwise."""
+    across = torch.exp2(torch.linspace(-6, 6, HIDDEN)).to(c.x.dtype)
+    return gradient(c) * across, c.x * across.flip(0)
+
+
+class TestOperator:
+    @pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+    def test_it_is_what_the_definition_says(self, dtype: torch.dtype) -> None:
+        c = case(dtype=dtype if dtype.itemsize == 2 else BF16)
+        dy, x = (rows.to(dtype) for rows in operands(c))
+        wide = None if dtype.itemsize > 2 else F32
+        made = glulam.grouped_wgrad(dy, x, offs=c.offs, out_dtype=wide, recipe="mxfp8_wgrad").double()
+        exact = expected(dy[: c.rows], x[: c.rows], c.ends)
+        assert exact.norm() > 0 and (made - exact).norm() < 1e-6 * exact.norm()
+        plain = glulam.grouped_wgrad(dy, x, offs=c.offs, out_dtype=wide)
+        assert not same_bits(made, plain.double()), "nothing was rounded"
+
+    def test_other_recipes_multiply_rows_as_they_are(self) -> None:
+        c = case()
+        dy, x = operands(c)
+        plain = glulam.grouped_wgrad(dy, x, offs=c.offs)
+        for recipe in recipes.RECIPES.values():
+            if recipe.trains and recipe is not RECIPE:
+                assert same_bits(glulam.grouped_wgrad(dy, x, offs=c.offs, recipe=recipe), plain)
+
+    def test_an_experts_result_depends_on_its_rows_alone(self) -> None:
+        c = case()
+        dy, x = operands(c)
+        alone = dict(zip(("dy", "x"), (rows[c.ends[-2] : c.ends[-1]] for rows in (dy, x)), strict=True))
+        one = glulam.grouped_wgrad(**alone, splits=SIZES[-1:], recipe=RECIPE)
+        among = glulam.grouped_wgrad(dy, x, offs=c.offs, recipe=RECIPE)
+        assert same_bits(one[0], among[-1])
+
+    @pytest.mark.parametrize("operand", ["dy", "x"])
+    def test_rows_come_by_index(self, operand: str) -> None:
+        c = case()
+        given = dict(zip(("dy", "x"), operands(c), strict=True))
+        index = torch.randint(0, c.rows, (len(c.x),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+        by_index = glulam.grouped_wgrad(**given, **{f"{operand}_rows": index}, offs=c.offs, recipe=RECIPE)
+        given[operand] = given[operand][index.long()]
+        assert same_bits(by_index, glulam.grouped_wgrad(**given, offs=c.offs, recipe=RECIPE))
+
+    def test_it_is_added_where_a_mask_says(self) -> None:
+        c = case()
+        dy, x = operands(c)
+        there = torch.ones(len(SIZES), HIDDEN, HIDDEN)
+        mask = torch.arange(len(SIZES)) % 2 == 0
+        out = torch.where(mask[:, None, None], there, torch.nan)
+        glulam.grouped_wgrad(dy, x, offs=c.offs, out=out, mask=mask, recipe=RECIPE)
+        dw = glulam.grouped_wgrad(dy, x, offs=c.offs, out_dtype=F32, recipe=RECIPE)
+        assert same_bits(out, dw + there * mask[:, None, None])
+
+    def test_what_cannot_be_is_refused(self, fake_gpu: FakeGpu) -> None:
+        c = case()
+        rows = c.x[:, :40].contiguous()
+        for dy, x, recipe, kind, message in (
+            (c.x, rows, RECIPE, ValueError, "K \\(x's columns\\) is 40; recipe 'mxfp8_wgrad' takes multiples of 32"),
+            (rows, c.x, RECIPE, ValueError, "N \\(dy's columns\\) is 40"),
+            (c.x, c.x, "mxfp8_exact", ValueError, "trains no weights; choose one of 'bf16'.*'mxfp8_wgrad'"),
+            (c.x, c.x, "mxfp9", ValueError, "recipe is 'mxfp9'; choose one of"),
+            (c.x, c.x, RECIPE, SpecError, "'mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a"),
+        ):
+            with pytest.raises(kind, match=message):
+                glulam.grouped_wgrad(dy, x, offs=c.offs, recipe=recipe)
+
+
+def step(c: Case, recipe: str, wanted: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor]:
+    """Gradients of a grouped_mlp."""
+    given = leaves(c, wanted) if wanted else leaves(c)
+    glulam.grouped_mlp(**given, offs=c.offs, recipe=recipe, **options).backward(gradient(c))
+    return {name: value.grad for name, value in given.items() if value.grad is not None}
+
+
+def weight_gradients(c: Case) -> dict[str, Tensor]:
+    """What they must be: of the rows that backward has in 16 bits."""
+    options: dict[str, Any] = {
+        "activation": "swiglu", "glu_layout": "concat", "recipe": "mxfp8_blocks", "offs": c.offs,
+        "row_scale": c.row_scale, "trained": True,
+    }  # fmt: skip
+    _, preact = mlp_training.forward(c.x, c.w1, c.w2, b1=c.b1, b2=c.b2, **options)
+    made = mlp_training.backward(
+        gradient(c), c.w1, c.w2, preact, **options, input_grad=True, row_scale_grad=True
+    )  # fmt: skip
+    return {
+        "w1": glulam.grouped_wgrad(made.dpreact, c.x, offs=c.offs, recipe=RECIPE),
+        "w2": glulam.grouped_wgrad(gradient(c), made.act, offs=c.offs, recipe=RECIPE),
+    }
+
+
+class TestMlp:
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_weight_gradients_alone_differ_from_those_in_blocks(self, recompute: bool) -> None:
+        c = case()
+        made, blocks = (step(c, name, recompute=recompute) for name in ("mxfp8_wgrad", "mxfp8_blocks"))
+        assert made.keys() == blocks.keys() == {"x", "w1", "w2", "row_scale", "b1", "b2"}
+        for name, value in weight_gradients(c).items():
+            assert same_bits(made.pop(name), value)
+            error = float((blocks[name].double() - value.double()).norm() / blocks.pop(name).double().norm())
+            assert 1e-2 < error < 6e-2, name
+        assert all(same_bits(value, blocks[name]) for name, value in made.items())
+
+    def test_gradients_of_float32_weights_are_float32(self) -> None:
+        c = case()
+        c.w1, c.w2 = c.w1.float(), c.w2.float()
+        made = step(c, "mxfp8_wgrad", ("w1", "w2"))
+        for name, value in made.items():
+            assert value.dtype == F32 and not same_bits(value, value.to(BF16).float()), name
+
+    @pytest.mark.parametrize("wanted", ["w1", "w2"])
+    def test_one_weight_is_trained(self, wanted: str) -> None:
+        c = case()
+        assert same_bits(step(c, "mxfp8_wgrad", (wanted,))[wanted], weight_gradients(c)[wanted])
+
+    def test_it_is_one_graph(self) -> None:
+        c, compiled = case(), leaves(case())
+        torch.compiler.reset()
+        call = torch.compile(
+            lambda given: glulam.grouped_mlp(**given, offs=c.offs, recipe="mxfp8_wgrad"), backend="aot_eager",
+            fullgraph=True,
+        )  # fmt: skip
+        call(compiled).backward(gradient(c))
+        assert all(same_bits(compiled[name].grad, value) for name, value in step(c, "mxfp8_wgrad").items())
+
+    def test_other_gpus_refuse_it_by_name(self, fake_gpu: FakeGpu) -> None:
+        with pytest.raises(SpecError, match="'mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a"):
+            step(case(), "mxfp8_wgrad")
