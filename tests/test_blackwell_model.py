@@ -1,11 +1,12 @@
-"""The model on paper of docs/blackwell.md: its table is what `cute_kernels.sm100.cost` computes.
+"""The model on paper of docs/blackwell.md: its tables are what `cute_kernels.sm100.cost` computes.
 
-After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_blackwell_model.py, and read the table.
+After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_blackwell_model.py, and read the tables.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,40 @@ def _table() -> str:
     return "\n".join((*HEAD, *rows))
 
 
-def test_the_table_is_what_the_model_says() -> None:
+WGRAD_HEAD = (
+    "| gradient of w1 | rows an expert | MMA | operands | GEMM, MB | GEMM, us | quantising, MB | quantising, us | us |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def _wgrad_row(name: str, layer: tuple[int, int, int, int], average: int, tile: TileConfig) -> str:
+    experts, columns, depth, _ = layer
+    of = cost.tile_cycles(tile, average)
+    times = cost.wgrad_times(cost.Wgrad(experts, average, columns, depth), tile)
+    kind = "MXFP8" if tile.k == 128 else "BF16"
+    numbers = " | ".join(f"{number:.0f}" for number in (of.mma, of.operands, *times, times[1] + times[3]))
+    return f"| {name.removesuffix(', FC1')}, {kind} | {average} | {numbers} |"
+
+
+def _wgrad_table() -> str:
+    rows = [
+        _wgrad_row(name, layer, average, tile)
+        for name, layer in LAYERS.items()
+        for average in (1024, 4096)
+        for tile in (LARGE, LARGE8)
+    ]
+    return "\n".join((*WGRAD_HEAD, *rows))
+
+
+@pytest.mark.parametrize(("head", "table"), [(HEAD, _table), (WGRAD_HEAD, _wgrad_table)], ids=["forward", "wgrad"])
+def test_a_table_is_what_the_model_says(head: tuple[str, str], table: Callable[[], str]) -> None:
     text = PAGE.read_text()
-    begin = text.index(HEAD[0])
+    begin = text.index(head[0])
     end = text.index("\n\n", begin)
     if os.environ.get("GLULAM_GOLDEN") == "write":
-        PAGE.write_text(text[:begin] + _table() + text[end:])
+        PAGE.write_text(text[:begin] + table() + text[end:])
         return
-    assert text[begin:end] == _table()
+    assert text[begin:end] == table()
 
 
 @pytest.mark.parametrize("tile", [LARGE, SMALL, LARGE8], ids=lambda tile: tile.name)

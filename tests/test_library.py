@@ -232,7 +232,7 @@ def test_gradients_are_refused_in_a_trace(c: Case) -> None:
     with pytest.raises(Exception, match="has no gradient"):
         compiled(x)
     with pytest.raises(glulam.GradientNotSupported):
-        torch.ops.glulam.grouped_wgrad(x, c.x, c.offs, None, None, None, None)
+        torch.ops.glulam.grouped_wgrad(x, c.x, c.offs, None, None, None, None, "bf16")
 
 
 def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.tiles import SpecError
 from glulam import recipes
+from glulam.nn import GroupedMLP
 from glulam.ops import mlp_training
 
 pytest_plugins = ["support.fixtures"]
@@ -167,3 +168,70 @@ class TestMlp:
     def test_other_gpus_refuse_it_by_name(self, fake_gpu: FakeGpu) -> None:
         with pytest.raises(SpecError, match="'mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a"):
             step(case(), "mxfp8_wgrad")
+
+
+def module(c: Case, **options: Any) -> GroupedMLP:
+    made = GroupedMLP(len(c.sizes), HIDDEN, INTER, bias=True, recipe="mxfp8_wgrad", dtype=BF16, **options)
+    state = {"fc1.weight": c.w1, "fc1.bias": c.b1, "fc2.weight": c.w2, "fc2.bias": c.b2}
+    made.load_state_dict({name: value.clone() for name, value in state.items()})
+    return made
+
+
+def backward(c: Case, made: GroupedMLP) -> None:
+    made(c.x, offs=c.offs, row_scale=c.row_scale).backward(gradient(c))
+
+
+def weights_of(made: GroupedMLP) -> list[Any]:
+    return [*made.fc1.parameter_list("weight"), *made.fc2.parameter_list("weight")]
+
+
+class TestModules:
+    @pytest.fixture
+    def wanted(self) -> list[Tensor]:
+        """Gradients of the weights of each expert, in float32: of w1, then of w2."""
+        c = case()
+        c.w1, c.w2 = c.w1.float(), c.w2.float()
+        made = step(c, "mxfp8_wgrad", ("w1", "w2"))
+        return [*made["w1"], *made["w2"]]
+
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("delayed", [False, True])
+    def test_gradients_go_to_main_grad(self, wanted: list[Tensor], packed: bool, delayed: bool) -> None:
+        c = case()
+        made = module(c, packed=packed, delay_wgrad=delayed)
+        for weight in weights_of(made):
+            weight.main_grad = torch.ones_like(weight, dtype=F32, requires_grad=False)
+        backward(c, made)
+        if delayed:
+            made.backward_dw()
+        mains = [one for w in weights_of(made) for one in (w.main_grad if packed else [w.main_grad])]
+        assert all(same_bits(main, 1 + one) for main, one in zip(mains, wanted, strict=True))
+
+    def test_experts_that_are_frozen_change_nothing_for_others(self, wanted: list[Tensor]) -> None:
+        c = case()
+        made = module(c, packed=False, delay_wgrad=True)
+        for expert, weight in enumerate(weights_of(made)):
+            weight.requires_grad_(expert % 3 == 0)
+        backward(c, made)
+        made.backward_dw()
+        for expert, (weight, one) in enumerate(zip(weights_of(made), wanted, strict=True)):
+            assert weight.grad is None if expert % 3 else same_bits(weight.grad, one.to(BF16))
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_a_layer_reads_tokens_by_index(self, recompute: bool) -> None:
+        """As a grouped_mlp of copies of the rows, whose incoming gradients are copies, too."""
+        torch.manual_seed(3)
+        tokens, experts, k = 90, 5, 2
+        x, dy = torch.randn(tokens, HIDDEN).to(BF16), torch.randn(tokens, HIDDEN).to(BF16)
+        weights = {
+            "w1": torch.randn(experts, 2 * INTER, HIDDEN).to(BF16) / 8,
+            "w2": torch.randn(experts, HIDDEN, INTER).to(BF16) / 8,
+        }
+        ids = torch.randint(0, experts, (tokens, k)).int()
+        routing = glulam.Routing.from_topk(ids, torch.rand(tokens, k), experts)
+        of_tokens, of_rows = ({name: w.clone().requires_grad_() for name, w in weights.items()} for _ in range(2))
+        glulam.moe(x, routing, **of_tokens, recipe=RECIPE, recompute=recompute).backward(dy)
+        rows, d_rows = (one[routing.token_of_row.long()] for one in (x, dy))
+        scale = routing.weight_of_row
+        glulam.grouped_mlp(rows, **of_rows, offs=routing.offs, row_scale=scale, recipe=RECIPE).backward(d_rows)
+        assert all(same_bits(of_tokens[name].grad, of_rows[name].grad) for name in weights)

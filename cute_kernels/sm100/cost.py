@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from ..arch import Gemm
+from ..formats import MXFP8
 from ..tiles import TileConfig
 
 
@@ -76,3 +77,39 @@ def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
     tiles = gemm.experts * math.ceil(gemm.average / tile.m) * math.ceil(gemm.columns / tile.n)
     cycles = math.ceil(tiles / machine.sms) * tile_cycles(tile, gemm.depth).longest
     return machine.launch_us + max(moved / machine.memory, cycles / machine.clock)
+
+
+class Wgrad(NamedTuple):
+    """Weight gradients [columns, depth] of `experts`, contracted over `average` rows each."""
+
+    experts: int
+    average: int
+    columns: int
+    depth: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of dy and x together."""
+        return self.experts * self.average * (self.columns + self.depth)
+
+
+class WgradTimes(NamedTuple):
+    """Megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands, 0 in 16 bits."""
+
+    gemm_mb: float
+    gemm_us: float
+    quantising_mb: float
+    quantising_us: float
+
+
+def wgrad_times(wgrad: Wgrad, tile: TileConfig, machine: Machine = B200) -> WgradTimes:
+    """Times if every expert has as many rows: operands are read once, and results of 16 bits written."""
+    element_bytes = SWIZZLE_BYTES // tile.k
+    moved = wgrad.elements * element_bytes + wgrad.experts * wgrad.columns * wgrad.depth * 2
+    tiles = wgrad.experts * math.ceil(wgrad.columns / tile.m) * math.ceil(wgrad.depth / tile.n)
+    cycles = math.ceil(tiles / machine.sms) * tile_cycles(tile, wgrad.average).longest
+    gemm_us = machine.launch_us + max(moved / machine.memory, cycles / machine.clock)
+    if element_bytes == 2:
+        return WgradTimes(moved / 1e6, gemm_us, 0.0, 0.0)
+    quantised = wgrad.elements * (2 + 1 + 1 / MXFP8.block)
+    return WgradTimes(moved / 1e6, gemm_us, quantised / 1e6, 2 * machine.launch_us + quantised / machine.memory)
