@@ -54,6 +54,10 @@ def _is_mm(transpose_w: bool) -> Callable[[Any], bool]:
     return _is(GroupedMmSpec, transpose_w=transpose_w, in_halves=False)
 
 
+def _is_wgrad(spec: Any) -> bool:
+    return isinstance(spec, GroupedWgradSpec) and spec.operands == "16bit"
+
+
 OPERATIONS: dict[str, Kind] = {
     "fc1": Kind(_is(GroupedGluSpec), lambda case: ("grouped_glu", case.hidden, case.intermediate, 0)),
     "fc2": Kind(_is_mm(False), lambda case: ("grouped_mm", case.intermediate, 0, case.hidden)),
@@ -64,11 +68,11 @@ OPERATIONS: dict[str, Kind] = {
     "dglu": Kind(_is(GroupedDgluSpec, dgrad=None), lambda case: ("grouped_dglu", case.hidden, case.intermediate, 0)),
     "dgrad": Kind(_is_mm(True), lambda case: ("grouped_mm", 2 * case.intermediate, 0, case.hidden)),
     "dw1": Kind(
-        lambda spec: isinstance(spec, GroupedWgradSpec),
+        _is_wgrad,
         lambda case: ("grouped_wgrad", case.hidden, 0, 2 * case.intermediate),
     ),
     "dw2": Kind(
-        lambda spec: isinstance(spec, GroupedWgradSpec),
+        _is_wgrad,
         lambda case: ("grouped_wgrad", case.intermediate, 0, case.hidden),
     ),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +238,101 @@ class TestModules:
         scale = routing.weight_of_row
         glulam.grouped_mlp(rows, **of_rows, offs=routing.offs, row_scale=scale, recipe=RECIPE).backward(d_rows)
         assert all(same_bits(of_tokens[name].grad, of_rows[name].grad) for name in weights)
+
+
+# Errors that docs/mxfp8.md tells --------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs/mxfp8.md"
+ROWS_OF_PAGE = [700, 20, 300, 4]
+WIDTH, NARROW = 256, 128
+Numbers = dict[str, list[float]]
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def _scaled_operands(generator: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
+    """dy and x by the words of the page."""
+    total = sum(ROWS_OF_PAGE)
+
+    def both(rows: float = 0.0, columns: float = 0.0) -> tuple[Tensor, Tensor]:
+        dy, x = (
+            _normal(generator, total, WIDTH)
+            * torch.exp(rows * _normal(generator, total, 1) + columns * _normal(generator, 1, WIDTH))
+            for _ in range(2)
+        )
+        return dy, x
+
+    dy, x = both()
+    powers = torch.exp2(torch.randint(-10, 11, (total, 1), generator=generator).float())
+    return {
+        "1": both(),
+        "columns lognormal, sigma 1": both(columns=1),
+        "rows lognormal, sigma 1": both(rows=1),
+        "rows lognormal, sigma 2": both(rows=2),
+        "rows and columns lognormal, sigma 1": both(1, 1),
+        "one row of dy in 32 times 1000": (dy * torch.where(torch.arange(total) % 32 == 0, 1e3, 1.0)[:, None], x),
+        "eight columns of dy times 1000": (dy * torch.where(torch.arange(WIDTH) < 8, 1e3, 1.0), x),
+        "rows of dy times 2^-10 to 2^10, of x times the inverse": (dy * powers, x / powers),
+    }
+
+
+def _relative(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def _errors_of_operands() -> Numbers:
+    found = {}
+    splits = torch.tensor(ROWS_OF_PAGE)
+    for name, operands in _scaled_operands(torch.Generator().manual_seed(0)).items():
+        dy, x = (one.to(BF16) for one in operands)
+        exact = glulam.grouped_wgrad(dy.double(), x.double(), splits=splits)
+        found[name] = [
+            _relative(glulam.grouped_wgrad(dy, x, splits=splits, out_dtype=dtype, recipe=recipe), exact)
+            for recipe, dtype in (("bf16", BF16), ("mxfp8_wgrad", BF16), ("mxfp8_wgrad", F32))
+        ]
+    return found
+
+
+def _errors_of_an_mlp() -> Numbers:
+    found, total = {}, sum(ROWS_OF_PAGE)
+    for name, (rows, columns) in {
+        "1": (0, 0), "rows lognormal, sigma 1": (1, 0), "columns lognormal, sigma 1": (0, 1)
+    }.items():  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        x, dy = (
+            _normal(generator, total, NARROW)
+            * torch.exp(rows * _normal(generator, total, 1) + columns * _normal(generator, 1, NARROW))
+            for _ in range(2)
+        )
+        w1, w2 = (_normal(generator, 4, rows, NARROW) / NARROW**0.5 for rows in (2 * NARROW, NARROW))
+        given = {"x": x.to(BF16), "w1": w1.to(BF16), "w2": w2.to(BF16)}
+
+        def gradients(recipe: str, given: dict[str, Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+            leaves = {key: value.detach().requires_grad_(key != "x") for key, value in given.items()}
+            y = glulam.grouped_mlp(**leaves, splits=torch.tensor(ROWS_OF_PAGE), recipe=recipe)
+            return torch.autograd.grad(y, (leaves["w1"], leaves["w2"]), dy)
+
+        exact = gradients("bf16", {key: value.double() for key, value in given.items()}, dy.to(BF16).double())
+        made = [gradients(recipe, given, dy.to(BF16)) for recipe in ("bf16", "mxfp8_blocks", "mxfp8_wgrad")]
+        found[name] = [_relative(one[place], exact[place]) for place in range(2) for one in made]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head", "numbers"), [("| dy and x |", _errors_of_operands), ("| x and dy |", _errors_of_an_mlp)]
+)  # fmt: skip
+def test_errors_are_those_that_the_page_tells(head: str, numbers: Callable[[], Numbers]) -> None:
+    """To write them: GLULAM_GOLDEN=write python -m pytest tests/test_mxfp8_wgrad.py -k page."""
+    text, found = PAGE.read_text(), numbers()
+    begin = text.index("\n", text.index("|---", text.index(head))) + 1
+    end = text.index("\n\n", begin)
+    rows = [f"| {name} | " + " | ".join(f"{error:.1e}" for error in errors) + " |" for name, errors in found.items()]
+    if os.environ.get("GLULAM_GOLDEN") == "write":
+        PAGE.write_text(text[:begin] + "\n".join(rows) + text[end:])
+        return
+    told = [row.strip("| ").split(" | ") for row in text[begin:end].split("\n")]
+    assert [name for name, *_ in told] == list(found)
+    for (_, *errors), wanted in zip(told, found.values(), strict=True):
+        assert [float(error) for error in errors] == pytest.approx(wanted, rel=0.1)
