@@ -54,6 +54,7 @@ from cute_kernels.specs import (
     MhcSpec,
     Spec,
     TailSpec,
+    WgradSpec,
     from_dict,
     to_dict,
 )
@@ -258,6 +259,12 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
             lambda: GroupedMmSpec(tile=LARGE8, operands="mxfp8_blocks"),
             "operands='mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a",
         ),
+        (
+            lambda: GroupedWgradSpec(tile=LARGE8, operands="mxfp8_blocks"),
+            "operands='mxfp8_blocks' are multiplied on sm_100a, sm_103a alone, not on sm_90a",
+        ),
+        (lambda: GroupedWgradSpec(operands="mxfp8"), "operands='mxfp8' is not.*one of: 16bit, mxfp8_blocks"),
+        (lambda: WgradSpec(operands="16bit"), "operands='16bit' is not supported; choose one of: mxfp8_blocks"),
         (
             lambda: GroupedMmSpec(tile=IN_TENSOR_MEMORY, arch="sm_100a", adapted=True),
             "on Hopper's own kernels; leave adapted out",
