@@ -22,7 +22,10 @@ from .tensor_memory import SLAB_LANES
 
 
 class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
-    """Arguments are those of Hopper's. mainloop_types: with addresses that wrap, and without (`cute_kernels/plain.py`)."""
+    """Arguments are those of Hopper's.
+
+    mainloop_types: with addresses that wrap, and without (`cute_kernels/plain.py`).
+    """
 
     role_registers = ACROSS_REGISTERS  # of a scheduler with two walks
     epilogue_type = WgradEpilogue
