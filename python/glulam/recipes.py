@@ -114,6 +114,11 @@ RECIPES: dict[str, Recipe] = {
 """By name. "bf16": 16-bit operands of x's dtype, which may be float16 as well."""
 
 
+def of_weight_gradients(operands: str) -> str:
+    """The name of the first recipe whose weight gradients multiply these operands."""
+    return next(name for name, recipe in RECIPES.items() if recipe.wgrad_operands == operands)
+
+
 def find(op: str, recipe: Any) -> Recipe:
     """The row that a name stands for, or an equal object.
 

@@ -24,7 +24,7 @@ from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_weights import FORMS
-from ..recipes import RECIPES
+from ..recipes import BF16, RECIPES, of_weight_gradients
 
 Random = Callable[..., Tensor]
 """Of a shape, and of `scale`: normal random numbers of the problem's dtype."""
@@ -75,6 +75,7 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
         "activation": p.activation, "glu_layout": p.glu_layout, "transpose_w": p.transpose_w, "offs": offs,
         "return_preact": p.save_preact, "input_grad": bool(p.out_features),
         "out_dtype": getattr(torch, p.out_dtype, None),
+        "recipe": of_weight_gradients(p.operands) if p.op == "grouped_wgrad" else BF16.name,
     }  # fmt: skip
     calls = []
     for sizes in step:

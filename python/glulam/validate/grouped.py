@@ -33,7 +33,7 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..ops.quantized_weights import FORMS
-from ..recipes import BF16, MXFP8, RECIPES
+from ..recipes import BF16, MXFP8, of_weight_gradients
 from . import training
 from .inputs import UNREACHED, Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial, gradients
@@ -349,7 +349,7 @@ def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
     """What is there, NaN where it is to be overwritten, is written over, added to, or either by expert."""
     dtype, out_dtype = _dtype(spec), getattr(torch, spec.out_dtype)
-    recipe = next(name for name, one in RECIPES.items() if one.wgrad_operands == spec.operands)
+    recipe = of_weight_gradients(spec.operands)
     for sized in _sizes(size, size.hidden if recipe == BF16.name else size.in_blocks):
         routing, n, k = sized
         total, experts = total_rows(routing), len(routing.sizes)
