@@ -6,7 +6,7 @@ Persistent and warp-specialised, one CTA on each SM:
     0           TMA loads        ring (tile), stages (empty)            stages (full, by transaction bytes)
     1           scheduler        ring (empty)                           ring (full)
     2           epilogue loads   ring (tile), loads (empty)             loads (full, by transaction bytes)
-                or, of weight gradients in MXFP8, scales (block_scaled_wgrad.py)
+    2           bring scales, of weight gradients in MXFP8 (block_scaled_wgrad.py)
                                  ring (tile), stages (empty)            stages (full, by transaction bytes)
     3           MMA              ring (tile), stages (full),            stages (empty, by commit),
                                  accumulators (empty)                   accumulators (full, by commit)
