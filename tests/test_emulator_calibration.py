@@ -58,7 +58,6 @@ SERVED_BY = {
     "grouped_mlp_mxfp8": "fold_mxfp8_bf16_row grouped_mlp_mxfp8_bf16_*",
     "grouped_mlp_mxfp8_exact": "quantize_mxfp8_bf16_row quantize_mxfp8_bf16_row_rounded grouped_mlp_mxfp8exact_bf16_*",
     "grouped_mlp_mxfp8_weight_only": "quantize_mxfp8_bf16_row grouped_mlp_mxfp8w_bf16_*",
-    "grouped_mlp_mxfp4": "quantize_mxfp4_bf16 grouped_mlp_mxfp4_bf16_*",
     "grouped_mlp_mxfp4_weight_only": "quantize_mxfp4_bf16 grouped_mlp_mxfp4w_bf16_*",
     "grouped_mlp_backward": "grouped_mlp_bf16_*_preact_* grouped_dglu_bf16_*__nn_* grouped_wgrad_bf16_bf16_*",
     "route": "layer_route_e* layer_route_backward",

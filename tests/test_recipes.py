@@ -35,6 +35,7 @@ from cute_kernels.tiles import SpecError
 from glulam import MXFP8Tensor, recipes
 from glulam.formats import prepared as prepared_weights
 from glulam.host import device as gpus
+from glulam.nn.quantized_linear import LAYERS
 from glulam.recipes import BF16 as BF16_RECIPE
 from glulam.recipes import MXFP8, MXFP8_EXACT, Recipe
 
@@ -363,7 +364,9 @@ class TestRecipes:
     @pytest.mark.parametrize("bad", ["fp8", None, 3, ["mxfp8"], "MXFP8"])
     def test_unknown(self, bad: Any) -> None:
         c = case()
-        with pytest.raises(ValueError, match=r"recipe is .*choose one of bf16, mxfp8, mxfp8_blocks, mxfp8_exact"):
+        with pytest.raises(
+            ValueError, match=r"recipe is .*choose one of bf16, mxfp8, mxfp8_blocks, mxfp8_wgrad, mxfp8_exact"
+        ):
             glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=bad)
         with pytest.raises(ValueError, match=r"GroupedMLP: recipe is"):
             glulam.nn.GroupedMLP(2, 64, 32, recipe=bad)
@@ -460,7 +463,7 @@ def test_gradients_are_refused(recipe: str, name: str) -> None:
 
 
 class TestModule:
-    @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "mxfp4_weight_only"])
+    @pytest.mark.parametrize("recipe", [name for name in RECIPES if type(recipes.RECIPES[name].weights) not in LAYERS])
     @pytest.mark.parametrize("packed", [False, True])
     def test_forward(self, recipe: str, packed: bool) -> None:
         c = case()
@@ -670,7 +673,7 @@ def test_recipes_with_kernels_are_those_whose_operands_an_architecture_has(
     having = {name for name, recipe in recipes.RECIPES.items() if recipes.has_kernels(recipe, x)}
     quantised = {"mxfp8", "mxfp4", "fp8_block"} if arch == "sm_90a" else set()
     if ARCHS[arch].folder == "sm100":
-        quantised = {"mxfp8", "mxfp8_blocks"}
+        quantised = {"mxfp8", "mxfp8_blocks", "mxfp8_wgrad"}
     everywhere = {"bf16", "mxfp8_exact", *(name for name in recipes.RECIPES if name.endswith("weight_only"))}
     assert having == everywhere | quantised
 

@@ -217,7 +217,7 @@ def grouped_glu_gate_up(given: Inputs) -> Any:
 
 
 def _mlp(given: Inputs, recipe: str, **options: Any) -> Any:
-    x = given.normal(ROWS, 256 if recipe in ("mxfp8", "mxfp4") else HIDDEN)
+    x = given.normal(ROWS, HIDDEN if recipe != "mxfp8" else 256)
     w1 = given.normal(EXPERTS, 2 * INTER, x.shape[1], scale=0.1)
     w2 = given.normal(EXPERTS, x.shape[1], INTER, scale=0.1)
     return glulam.grouped_mlp(
@@ -235,7 +235,7 @@ def grouped_mlp_clamped(given: Inputs) -> Any:
     return _mlp(given, "bf16", activation="clamped_swiglu", glu_layout="interleaved", limit=1.5)
 
 
-for _recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4", "mxfp4_weight_only"):
+for _recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4_weight_only"):
     NEAR[f"grouped_mlp_{_recipe}"] = partial(_mlp, recipe=_recipe)
 
 

@@ -77,8 +77,9 @@ class Mxfp4Rebased(Form):
         return data.shape[-1] * elements_of(data.dtype)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
-        w = self.tensor_of(parts)
-        return values_of(w.data[expert].view(torch.uint8), w.scale[expert].view(torch.uint8))
+        data, scale, _ = parts
+        assert scale is not None
+        return values_of(data[expert].view(torch.uint8), scale[expert].view(torch.uint8))
 
 
 MXFP4, MXFP4_REBASED = Mxfp4(), Mxfp4Rebased()
