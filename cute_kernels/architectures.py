@@ -42,7 +42,7 @@ CONSTRUCTS = {
     "tmem_loads": "tcgen05.ld 16x256b, which reads accumulators in the order of mma's registers",
     "rows": "TMA addresses that wrap, which clip rows where a group ends",
 }
-"""What NVIDIA's examples for an architecture do not use, and no GPU at hand has run."""
+"""Constructs that NVIDIA's examples for an architecture do not use, and that no GPU at hand has run."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Recipes of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""

@@ -12,12 +12,13 @@ reads them: it waits for its own copies alone. Threads of a quarter warp write t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint16
 
+from ..device.chunks import CHUNK_WORDS, chunk_at, load_chunk
 from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk, offset_by, vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
@@ -33,7 +34,6 @@ BLOCK = 64
 LINE_BYTES = 128
 BLOCK_BYTES = DEPTH * LINE_BYTES
 WORD_BYTES = 4
-WORDS = CHUNK_BYTES // WORD_BYTES
 VECTOR = 8
 """16-bit numbers of one store."""
 SCALE_DTYPES = {1: Uint8, 2: Uint16, 4: Int32}
@@ -165,7 +165,7 @@ class DecodedLines(Invariant):
         """
         scales = self._scale_words(slot)
         numbers = [time * self.blocks + block for time in times for block in range(self.blocks)]
-        chunks = [_words_at(slot + (number * THREADS + self.thread) * CHUNK_BYTES) for number in numbers]
+        chunks = [load_chunk(slot + (number * THREADS + self.thread) * CHUNK_BYTES) for number in numbers]
         return chunks, [scales[number * THREADS] for number in numbers]
 
     def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
@@ -179,19 +179,19 @@ class DecodedLines(Invariant):
                 line = first + block * BLOCK_BYTES + time * self.lines_at_once * LINE_BYTES
                 for vector in range(self.vectors):
                     value = values[vector * VECTOR // self.scale_block]
-                    store = cute.make_rmem_tensor(WORDS, Int32)
+                    store = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
                     for pair, word in enumerate(self._vector(words, block, vector, value)):
                         store[pair] = word
-                    cute.autovec_copy(store, _vector_at(line ^ Int32(vector * CHUNK_BYTES)))
+                    cute.autovec_copy(store, chunk_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
         """Eight numbers of a chunk in order."""
         element = self.decoder.element
         if element.pairs == 1:  # pairs follow each other
-            return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(WORDS)]
+            return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(CHUNK_WORDS)]
         # Word t has elements 2 t and 2 t + 1 of every eight, in an order that depends on the block of 32.
         pair = next(p for p in range(element.pairs) if element.place(p, 2 * block) == vector)
-        return [self.pair(words[i], pair, value) for i in range(WORDS)]
+        return [self.pair(words[i], pair, value) for i in range(CHUNK_WORDS)]
 
     def _values(self, word: Int32) -> list[Int32]:
         """The values of a chunk's scales."""
@@ -204,15 +204,3 @@ class DecodedLines(Invariant):
         at = slot + self.chunk_bytes + self.thread * WORD_BYTES
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(self.count * THREADS))
-
-
-def _vector_at(address: Int32) -> Any:
-    """16 bytes of shared memory."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
-    return cute.make_tensor(pointer, cute.make_layout(WORDS))
-
-
-def _words_at(address: Int32) -> cute.Tensor:
-    words = cute.make_rmem_tensor(WORDS, Int32)
-    cute.autovec_copy(_vector_at(address), words)
-    return words

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8
 
+from ..device.chunks import CHUNK_WORDS, chunk_at, load_chunk
 from ..device.gmem import CHUNK_BYTES, vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
@@ -26,12 +27,10 @@ from ..schedule.work import WorkTile
 from ..specs import BLOCK_ROWS
 from .scales import BYTE_SIGNS, byte_of
 
-WORDS = CHUNK_BYTES // 4
-"""Of a chunk of 16 bytes, which is a block."""
 GREATEST = MXFP4_ROWS.row_binades
 """u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
-"""Less than u, of what elements are multiplied by."""
+"""Elements of a block are multiplied by 2^(u - EXPONENT)."""
 # The bytes of E4M3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6: what u = 0 makes of these but of 0.5, whose half of
 # the least normal number is not an exponent less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
@@ -142,17 +141,17 @@ class RowsInFp8(Invariant):
         source = narrow + self.row * self.narrow_row
         source += (self.block ^ swizzle_of(self.row, self.narrow_row)) * CHUNK_BYTES
         target = wide + self.row * SWIZZLE_BYTES + (2 * self.block ^ self.row % 8) * CHUNK_BYTES
-        chunks = [_chunk(source + i * (self.rows_at_once * self.narrow_row)) for i in self.times[: self.ahead]]
+        chunks = [load_chunk(source + i * (self.rows_at_once * self.narrow_row)) for i in self.times[: self.ahead]]
         for i in self.times:
             word, place = divmod(i, BYTES_A_WORD)
             lower, upper = _magnitudes(byte_of(self.shifts[word], place))
-            decoded = [half for j in range(WORDS) for half in _decoded(chunks[i][j], lower, upper)]
+            decoded = [half for j in range(CHUNK_WORDS) for half in _decoded(chunks[i][j], lower, upper)]
             # Before the stores, since the compiler moves no load past one.
             if (following := i + self.ahead) < len(self.times):
-                chunks.append(_chunk(source + following * (self.rows_at_once * self.narrow_row)))
+                chunks.append(load_chunk(source + following * (self.rows_at_once * self.narrow_row)))
             at = target + i * (self.rows_at_once * SWIZZLE_BYTES)
-            _store(at, decoded[:WORDS])
-            _store(at ^ Int32(CHUNK_BYTES), decoded[WORDS:])
+            _store(at, decoded[:CHUNK_WORDS])
+            _store(at ^ Int32(CHUNK_BYTES), decoded[CHUNK_WORDS:])
 
 
 def _magnitudes(shift: Int32) -> tuple[Int32, Int32]:
@@ -172,20 +171,8 @@ def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
     return halves[0], halves[1]
 
 
-def _vector(address: Int32) -> cute.Tensor:
-    """16 bytes of shared memory."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
-    return cute.make_tensor(pointer, cute.make_layout(WORDS))
-
-
-def _chunk(address: Int32) -> cute.Tensor:
-    words = cute.make_rmem_tensor(WORDS, Int32)
-    cute.autovec_copy(_vector(address), words)
-    return words
-
-
 def _store(address: Int32, words: list[Int32]) -> None:
-    registers = cute.make_rmem_tensor(WORDS, Int32)
+    registers = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
     for i, word in enumerate(words):
         registers[i] = word
-    cute.autovec_copy(registers, _vector(address))
+    cute.autovec_copy(registers, chunk_at(address))

@@ -11,7 +11,7 @@ import cutlass.utils.blackwell_helpers as sm100_utils
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import tcgen05
 
-from ..device.gmem import CHUNK_BYTES
+from ..device.chunks import CHUNK_WORDS
 from ..device.select import select
 from ..device.vectors import shared_at
 from ..device.warps import WARP
@@ -22,7 +22,6 @@ from ..sm90.mainloop.gathered_rows import LANES_A_LINE, LINES_AT_ONCE, WARPS, Ga
 from .tensor_memory import TensorMemory
 
 STEP_BITS = 256
-CHUNK_WORDS = CHUNK_BYTES // 4
 
 
 class TensorCoreMainloop(Mainloop):

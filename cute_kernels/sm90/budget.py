@@ -40,7 +40,7 @@ class BesideDecoding(NamedTuple):
 
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
-"""Of two MMA warpgroups and two that decode: all that 640 threads have."""
+"""Registers of two MMA warpgroups and two that decode: all that 640 threads have."""
 DECODED_STAGES = 2
 """K-tiles of weights that are decoded to FP8: one is multiplied while the next is written."""
 DECODING_TO_FP8 = {1: (2, BesideDecoding(72, 224, 104)), 2: (1, BesideDecoding(40, 208, 56))}

@@ -24,16 +24,16 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from ...decoding.rows_in_fp8 import BlockScales, RowsInFp8
 from ...device.invariant import Invariant
 from ...device.swizzle import SWIZZLE_BYTES, swizzled_layout
-from ...epilogue.fragments import TileShare, registers
+from ...epilogue.fragments import registers
 from ...epilogue.sizes import THREADS
-from ...formats import MXFP8_WIDE, WORD_ELEMENTS
+from ...formats import WORD_ELEMENTS
 from ...memory.weights import ExpertAddress
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from .. import budget
 from ..gemm_policy import GemmPolicy
 from .base import WARPS_PER_GROUP, Operands
-from .fp8 import MMA_K, PIECE_N, PIECE_REGS, Fp8Mainloop, RowScales
+from .fp8 import PIECE_N, PIECE_REGS, Fp8Mainloop, RowScales
 from .gathered_rows import row_indices
 
 WORD_BYTES = 4
@@ -134,14 +134,8 @@ class DecodedFp8Mainloop(Fp8Mainloop):
             defer_sync=True,
         )
 
-    def scales(self, operands: Operands, share: TileShare) -> RowScales:
-        """A thread's, for all of its tiles."""
-        k = cute.size(operands.a, mode=[1])
-        last = cute.ceil_div(k, self.tile.k) - 1
-        pitch = MXFP8_WIDE.num_scales(k)
-        return RowScales(
-            operands.scales.rows, operands.rows, self.first_row(share), 2 * self.tile.slabs, pitch, last
-        )  # fmt: skip
+    def scales_of_rows(self, operands: Operands) -> Int64:
+        return operands.scales.rows
 
     def lines(self, operands: Operands) -> RowsInFp8:
         """Make the decoder of a thread of a decoding warpgroup."""
@@ -207,13 +201,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
             taken = cute.make_rmem_tensor(scales.count, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
                 slab, columns = piece // self.pieces, piece % self.pieces
-                warpgroup.fence()
-                for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
-                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
-                    b = cute.append_ones(tCrB[None, columns, k_block, slot], 2)
-                    cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
-                warpgroup.commit_group()
+                self._start_piece(tiled_mma, wgmma_acc, (tCrA, slab, state.index), (tCrB, columns, slot))
                 if const_expr(piece == 0):
                     taken.store(scales.take(k_tile).load())
                 warpgroup.wait_group(0)

@@ -130,7 +130,12 @@ class Fp8Mainloop(GemmMainloop):
         first_row = self.first_row(share)
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
-        return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, MXFP8_WIDE.num_scales(k), last)
+        scales = self.scales_of_rows(operands)
+        return RowScales(scales, operands.rows, first_row, 2 * self.tile.slabs, MXFP8_WIDE.num_scales(k), last)
+
+    def scales_of_rows(self, operands: Operands) -> Int64:
+        """Return the address of the scale bytes of x's rows."""
+        return operands.scales
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
@@ -172,13 +177,7 @@ class Fp8Mainloop(GemmMainloop):
             taken = cute.make_rmem_tensor(scales.count, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
                 slab, columns = piece // self.pieces, piece % self.pieces
-                warpgroup.fence()
-                for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
-                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
-                    b = cute.append_ones(tCrB[None, columns, k_block, state.index], 2)
-                    cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
-                warpgroup.commit_group()
+                self._start_piece(tiled_mma, wgmma_acc, (tCrA, slab, state.index), (tCrB, columns, state.index))
                 if const_expr(piece == 0):
                     taken.store(scales.take(k_tile).load())
                 warpgroup.wait_group(0)
@@ -186,6 +185,18 @@ class Fp8Mainloop(GemmMainloop):
             stages.consumer_release(state)
             state.advance()
         return state
+
+    def _start_piece(
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: tuple[cute.Tensor, int, Int32],
+        b: tuple[cute.Tensor, int, Int32],
+    ) -> None:  # fmt: skip
+        """Start the MMAs of a piece of a k-tile. a, b: descriptors, which slab or which columns, and the stage."""
+        warpgroup.fence()
+        for k_block in range(self.tile.k // MMA_K):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
+            taken = [cute.append_ones(of[None, part, k_block, stage], 2) for of, part, stage in (a, b)]
+            cute.gemm(tiled_mma, acc, *taken, acc)
+        warpgroup.commit_group()
 
     @cute.jit
     def _promote(

@@ -26,6 +26,13 @@ def produce(role: Role, to: Pipeline, number: int) -> None:
     role.commit(to, number)
 
 
+def bring(role: Role, to: Pipeline, number: int) -> None:
+    """Load an item's first part, by a copy whose bytes the role tells the barrier to expect."""
+    role.acquire(to, number)
+    role.commit(to, number)
+    role.send(to, number)
+
+
 def consume(role: Role, of: Pipeline, number: int) -> None:
     """Wait for an item, use it, and give its slot back."""
     role.await_full(of, number)
@@ -68,9 +75,7 @@ def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> M
     stages = made.pipeline("stages", slots, full=1 + counted, empty=2, parts=2)
     loads = made.role(LOADS)
     for k_tile in range(n):
-        loads.acquire(stages, k_tile)
-        loads.commit(stages, k_tile)  # with the number of bytes to expect
-        loads.send(stages, k_tile, part=0)
+        bring(loads, stages, k_tile)
         if not gathers:
             loads.send(stages, k_tile, part=1)
     if gathers:
@@ -143,9 +148,7 @@ def turns(tiles: int = 4, k_tiles: int = 2, slots: int = 2, role: str = MMA, bro
     turn = [made.named("turns") for _ in range(2)]
     loads = made.role(LOADS)
     for k_tile in range(tiles * k_tiles):
-        loads.acquire(stages, k_tile)
-        loads.commit(stages, k_tile)
-        loads.send(stages, k_tile)
+        bring(loads, stages, k_tile)
     for index in range(2):
         mma = made.role(role)
         if index == 1 and broken != "no turns":
@@ -172,9 +175,7 @@ def loads(chunks: int = 5, slots: int = 2, role: str = MMA, broken: str = "") ->
     both = made.named(WARPS)
     load = made.role(EPILOGUE_LOADS)
     for chunk in range(chunks):
-        load.acquire(loads, chunk)
-        load.commit(loads, chunk)
-        load.send(loads, chunk)
+        bring(load, loads, chunk)
     for stores in (True, False):
         warp = made.role(role)
         for chunk in range(chunks):
@@ -251,9 +252,7 @@ def decoded(
     loads = made.role(LOADS)
     numbers = range(tiles * k_tiles)
     for number in numbers:
-        loads.acquire(stages, number)
-        loads.commit(stages, number)
-        loads.send(stages, number)
+        bring(loads, stages, number)
     for rank in range(warpgroups):
         decode = made.role(DECODE)
         for number in numbers:
@@ -292,9 +291,7 @@ def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "")
     numbers = range(tiles * k_tiles)
     loads = made.role(LOADS)
     for number in numbers:
-        loads.acquire(stages, number)
-        loads.commit(stages, number)
-        loads.send(stages, number, part=0)
+        bring(loads, stages, number)
     for rank in range(2):
         decode = made.role(DECODE)
         for number in numbers:

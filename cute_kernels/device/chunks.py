@@ -1,0 +1,22 @@
+"""Chunks of 16 bytes in shared memory, as four words."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .gmem import CHUNK_BYTES
+
+CHUNK_WORDS = CHUNK_BYTES // 4
+
+
+def chunk_at(address: Int32) -> cute.Tensor:
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
+
+
+def load_chunk(address: Int32) -> cute.Tensor:
+    """Return registers that hold a chunk."""
+    words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+    cute.autovec_copy(chunk_at(address), words)
+    return words
