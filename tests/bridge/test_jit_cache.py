@@ -90,7 +90,6 @@ def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pyt
     monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("compiled again"))
     jit.get(SPEC, tracer=TOY_TRACER)
     assert _traced(cache) == 1
-    assert "cutlass" not in sys.modules
 
 
 def test_an_entry_is_a_bundle_of_its_own(filled: Path) -> None:
