@@ -39,7 +39,8 @@ from perf import __main__ as perf
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples", "plugins")
-PAGES = [page for pattern in ("*.md", "docs/*.md", "perf/README.md") for page in sorted(REPOSITORY.glob(pattern))]
+PATTERNS = ("*.md", "docs/**/*.md", "perf/README.md")
+PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
 README, OPERATORS = REPOSITORY / "README.md", REPOSITORY / "docs/operators.md"
 DESIGN = REPOSITORY / "docs/design.md"
 CONTRIBUTING, CHANGELOG = REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"

@@ -73,7 +73,7 @@ def test_one_graph_serves_every_routing() -> None:
     assert isinstance(again, torch.Tensor) and torch.equal(out[:rows], again[:rows])
 
 
-PAGES = [page for pattern in ("*.md", "docs/*.md", "perf/**/*.md") for page in sorted(REPOSITORY.glob(pattern))]
+PAGES = [page for pattern in ("*.md", "docs/**/*.md", "perf/**/*.md") for page in sorted(REPOSITORY.glob(pattern))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
