@@ -1,4 +1,4 @@
-"""The grouped GEMM of FP8 with block scales: promotions multiply by the scales of rows and of weights."""
+"""The grouped GEMM of FP8 with block scales. Promotion multiplies partial sums by row scale times weight scale."""
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -11,7 +11,7 @@ from .mainloop.block_fp8 import BlockFp8Mainloop, ScaleSources
 
 
 class GroupedBlockFp8Gemm(GroupedFp8Gemm):
-    """GEMM of rows with a float32 scale for 128 columns, and weights with one for a block of 128 x 128."""
+    """FP8 GEMM with float32 scales: one for each 128 columns of a row of x, one for each 128 x 128 block of w."""
 
     def make_mainloop(self) -> BlockFp8Mainloop:
         shape = self.shape

@@ -1,5 +1,6 @@
-"""What a tile takes of an SM: shared memory, stages of its ring, accumulators. Plain Python: no compiler is needed to
-say that a tile does not fit.
+"""Resources that a tile takes from an SM: shared memory, stages of the operand ring, registers, accumulators.
+
+Plain Python: whether a tile fits can be checked without a compiler.
 """
 
 from __future__ import annotations
@@ -10,29 +11,32 @@ from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
 from ..specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ..tiles import SpecError, TileConfig
 
-# Of a CTA that has an SM alone; each CTA takes 1 KB besides.
+# Shared memory of a CTA that has an SM to itself. Every CTA takes another 1 KB, which is reserved.
 SMEM_BYTES, RESERVED_BYTES = 227 * 1024, 1024
-# Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
+# Barriers, ring slots and biases (SMALL_BYTES) and column scales (SCALE_BYTES) come before the first buffer that is
+# aligned to 1024 bytes.
 SMALL_BYTES, SCALE_BYTES = 2048, 1024
-# One being multiplied, one on its way.
+# One stage is multiplied while the next is loaded.
 MIN_STAGES = 2
 
-# Where preactivations come by TMA, of a CTA: pairs of slots, one in work, one on its way, and as many slots for act. A
-# power of two.
+# Pairs of preactivation slots of a CTA that loads preactivations by TMA: one pair in use, one being loaded. act has as
+# many slots. Must be a power of two, since `preact.py` masks with PAIRS - 1.
 PAIRS = 2
 
-# Registers a thread at launch, by MMA warpgroups of a CTA and CTAs of an SM: warpgroups share them. One warpgroup needs
-# no redistribution.
+# Registers a thread at launch, by (MMA warpgroups of a CTA, CTAs of an SM). `registers` redistributes them among the
+# warpgroups; a single MMA warpgroup needs no redistribution.
 LAUNCH_REGISTERS = {(2, 1): 168, (4, 1): 96, (2, 2): 80}
 REGISTERS_UNIT = 8
-# Of the load warpgroup. TMA and a scheduler that walks the groups once make do with LOAD_REGISTERS; one of two walks
-# (light_groups.py) and 8 rows by index a lane take ACROSS_REGISTERS, 16 rows ALONG_REGISTERS, and LOADING_REGISTERS 22
-# rows, or 10 beside TMA loads.
+# Registers of a thread of the load warpgroup:
+#   LOAD_REGISTERS      TMA loads, and a scheduler that walks the groups once.
+#   ACROSS_REGISTERS    a scheduler with two walks (light_groups.py), and 8 gathered rows a lane.
+#   ALONG_REGISTERS     16 gathered rows a lane.
+#   LOADING_REGISTERS   22 gathered rows a lane, or 10 beside TMA loads.
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
 
 
 class BesideDecoding(NamedTuple):
-    """Registers of a thread of the load warpgroup, of an MMA warpgroup and of one that decodes weights."""
+    """Registers of a thread, by warpgroup: load warpgroup, MMA warpgroup, decoding warpgroup."""
 
     load: int
     mma: int
@@ -40,54 +44,60 @@ class BesideDecoding(NamedTuple):
 
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
-"""Registers of two MMA warpgroups and two that decode: all that 640 threads have."""
+"""For two MMA and two decoding warpgroups: together all registers that a CTA of 640 threads has."""
 DECODED_STAGES = 2
-"""K-tiles of weights that are decoded to FP8: one is multiplied while the next is written."""
+"""Slots for k-tiles of weights that are decoded to FP8: one is multiplied while the next is written."""
 DECODING_TO_FP8 = {1: (2, BesideDecoding(72, 224, 104)), 2: (1, BesideDecoding(40, 208, 56))}
-"""Warpgroups that decode to FP8 and all registers, by MMA warpgroups: 512 threads have 128 each on average."""
+"""By number of MMA warpgroups: how many warpgroups decode to FP8, and the registers of each kind.
+
+512 threads have 128 registers each on average.
+"""
 
 
 def packed_bytes(tile: TileConfig) -> int:
-    """Of a k-tile of weights in 4 bits."""
+    """Return the bytes of a k-tile of 4-bit weights."""
     return tile.n * tile.k // 2
 
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:
-    """Of a thread of the load warpgroup and of an MMA warpgroup. Who asks for more than a launch had waits for ever."""
+    """Return the registers of a thread of the load warpgroup (`load`) and of an MMA warpgroup.
+
+    setmaxnreg hangs if the sum exceeds the registers that the launch reserved.
+    """
     rest = LAUNCH_REGISTERS[tile.warpgroups, tile.ctas_per_sm] * (tile.warpgroups + 1) - load
     return load, rest // tile.warpgroups // REGISTERS_UNIT * REGISTERS_UNIT
 
 
 def smem_bytes(tile: TileConfig) -> int:
-    """Of one of the CTAs that share an SM."""
+    """Return the shared memory of a CTA, where `tile.ctas_per_sm` CTAs share an SM."""
     return (SMEM_BYTES + RESERVED_BYTES) // tile.ctas_per_sm - RESERVED_BYTES
 
 
 def stage_k(tile: TileConfig) -> int:
-    """Elements of k of a stage: of a swapped tile of many rows half a k-tile's, since few whole ones would fit."""
+    """Return the depth of a stage: half a k-tile for swapped tiles with m > 128, since few whole ones would fit."""
     return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
 
 
 def stages(tile: TileConfig, staging_bytes: int, element_bytes: int, scales_columns: bool = False) -> int:
-    """Stages of operand tiles that fit beside `staging_bytes` of stores and, if it `scales_columns`, their scales."""
+    """Return how many stages fit beside `staging_bytes` of staging slots and, if `scales_columns`, column scales."""
     stage = (tile.m + tile.n) * tile.k * element_bytes
     small = SMALL_BYTES + (SCALE_BYTES if scales_columns else 0)
     return (SMEM_BYTES - small - staging_bytes) // stage
 
 
 def stages_to_decode(tile: TileConfig, staging_bytes: int) -> int:
-    """Stages of FP8 rows and packed weights that fit beside stores and decoded weights."""
+    """Return how many stages of FP8 rows and packed weights fit beside staging slots and decoded weights."""
     taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODED_STAGES * tile.n * tile.k
     return (SMEM_BYTES - taken) // (tile.m * tile.k + packed_bytes(tile))
 
 
 def dglu_slots(gated: bool) -> int:
-    """Staging slots of a CTA of grouped_dglu: act, and a preactivation's two parts or one."""
+    """Return the staging slots of a CTA of grouped_dglu: for each pair, act and one or two preactivation parts."""
     return PAIRS * (1 + (2 if gated else 1))
 
 
 class Budget(NamedTuple):
-    """One GEMM's kernel: stages of its ring, bytes of each, bytes for stores, accumulators a thread, threads."""
+    """Resources of one GEMM kernel: stages, bytes a stage, bytes of staging slots, accumulators a thread, threads."""
 
     tile: TileConfig
     stages: int
@@ -98,7 +108,7 @@ class Budget(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Without what comes before the first buffer."""
+        """Bytes of stages and staging slots, without the small arrays before the first buffer."""
         return self.stages * self.stage_bytes + self.staging_bytes
 
 
@@ -123,7 +133,7 @@ def _of_weights(tile: TileConfig) -> Budget:
 
 
 def budgets(spec: Spec) -> tuple[Budget, ...]:
-    """Those of a spec's GEMMs with 16-bit operands, in the order of its launches; none for any other spec."""
+    """Return the budgets of a spec's GEMMs in launch order; () if the operands are not 16-bit or there is no GEMM."""
     if getattr(spec, "operands", "16bit") != "16bit":
         return ()
     if isinstance(spec, GroupedMlpSpec):
@@ -139,7 +149,7 @@ def budgets(spec: Spec) -> tuple[Budget, ...]:
 
 
 def check(spec: Spec) -> None:
-    """Raises SpecError where a kernel of the spec finds no room in shared memory."""
+    """Raise SpecError if a kernel of the spec does not fit into shared memory."""
     for budget in budgets(spec):
         if budget.stages < MIN_STAGES:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""The specs that a Hopper bundle ships. Plain Python: importing this imports no compiler."""
+"""Specs that a Hopper bundle ships, and the tiles of their kernels. Plain Python: imports no compiler."""
 
 from __future__ import annotations
 
@@ -34,44 +34,49 @@ from ..specs import (
 from ..tiles import TileConfig
 
 ARCH = "sm_90a"
-# Pingpong: an epilogue that runs beside the other warpgroup's MMAs is worth more than the operand traffic that a tile
-# of 128 x 256 saves. Two CTAs share weights where they can, which is faster where groups are small (0.98 against 0.95
-# of dense cuBLAS on Qwen3-30B), and rows where they must, for a fixed (2, 1) leaves one of them idle at a group's odd
-# row tile (0.66 against 0.79 on Qwen3-30B under skew).
+# Pingpong: hiding an epilogue behind the other warpgroup's MMAs is worth more than the operand traffic that a tile of
+# 128 x 256 saves. Adaptive: the two CTAs of a cluster share weights where they can, which is faster if groups are small
+# (0.98 instead of 0.95 of dense cuBLAS on Qwen3-30B). Otherwise they share rows, because a fixed (2, 1) cluster leaves
+# one CTA idle at a group's odd row tile (0.66 instead of 0.79 on Qwen3-30B under skew).
 LARGE = TileConfig(m=128, n=128, k=64, cluster_m=2, schedule="pingpong", adaptive=True)
-# Every tile of a weight gradient has its rows: nothing to adapt to. The wider one is for weights that it cuts with less
-# waste.
+# Not adaptive: a weight gradient has no ragged row tiles. WGRAD_WIDE is for weights that its tiles cover with less
+# padding.
 WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
 WGRAD_WIDE = TileConfig(m=128, n=192, k=64, cluster_m=2, schedule="pingpong")
 WGRAD_TILES = (WGRAD, WGRAD_WIDE)
-# Few rows an expert: half the rows, and a deeper pipeline of weight tiles, which are narrow so that the few experts of
-# a token fill the GPU (31.8 us instead of 40.5 for two of DeepSeek-V3's in FC1).
+# Few rows an expert: half the rows, so more stages fit. Weight tiles are narrow so that a token's few experts fill the
+# GPU (FC1 of two of DeepSeek-V3's experts: 31.8 us instead of 40.5).
 SMALL = TileConfig(m=64, n=128, k=64)
 TILES = (LARGE, SMALL)
-# FP8 rows and weights. A promotion every 128 costs more than an exposed epilogue: warpgroups of one tile hide
-# it behind each other's MMAs, pingpong ones, one of which is in its epilogue, do not (0.9 against 1.2 PFLOP/s).
+# FP8 rows and weights. Cooperative, since promoting sums every 128 elements of k costs more than an exposed epilogue:
+# warpgroups that share a tile hide promotions behind each other's MMAs; of two pingpong warpgroups one is in its
+# epilogue, so that they hide less (0.9 instead of 1.2 PFLOP/s).
 LARGE8 = TileConfig(m=128, n=256, k=128, cluster_m=2, adaptive=True)
 SMALL8 = TileConfig(m=64, n=256, k=128)
-# FC1 makes a scale's 128 elements of 256 weight rows. FC2 need not, and has CTAs for twice the SMs where experts are
-# few (grouped_mlp of two of Mixtral-8x7B's: 99 us instead of 121).
+# FC1 needs 256 weight rows to make the 128 activations that share a scale. FC2 does not: with 128 weight rows it has
+# twice the CTAs, which fill more SMs if experts are few (grouped_mlp of two of Mixtral-8x7B's experts: 99 us instead
+# of 121).
 SMALL8_FC2 = TileConfig(m=64, n=128, k=128)
-# Preactivations and their gradients take the shared memory that 256 columns would.
+# 128 columns: preactivations and their gradients take the shared memory that 256 columns would need.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
-# Weights in MXFP4 that are decoded to FP8: each CTA decodes what it multiplies, and a cluster would share little.
+# MXFP4 weights decoded to FP8. No cluster: each CTA decodes its own weights, so that a cluster would share little.
 LARGE8_W4 = TileConfig(m=128, n=256, k=128)
 TILES8_W4 = (LARGE8_W4, SMALL8)
-# Weights alone, in MXFP8, MXFP4 or NVFP4. Many rows an expert: a weight is decoded once for 256 of them. Few: four
-# warpgroups decode, which hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every
-# CTA beside its weights. The fewest: those warpgroups are two CTAs', so that a token's few experts fill more SMs (23.6
-# us instead of 29.1 for eight of Qwen3-30B's in MXFP8), and one's epilogue hides behind the other's decoding.
+# Quantised weights with 16-bit rows (MXFP8, MXFP4 or NVFP4).
+# Many rows an expert (LARGE_W8): a weight is decoded once for 256 rows.
+# Few rows (SMALL_W8): four warpgroups decode, which hide each other's latencies; the fewer columns an MMA has, the less
+# of x every CTA loads beside its weights.
+# Fewest rows (TINY_W8): the four warpgroups belong to two CTAs of an SM, so that a token's few experts fill more SMs
+# (eight of Qwen3-30B's experts in MXFP8: 23.6 us instead of 29.1), and one CTA's epilogue hides behind the other's
+# decoding.
 LARGE_W8 = TileConfig(m=256, n=128, k=128, schedule="swapped_single")
 MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8)
-# Data gradients through weights that are decoded to shared memory, for MMAs that have weights second as those of 16
-# bits do. Every CTA decodes what it multiplies, so that a cluster would share nothing.
+# Data gradients through quantised weights, which are decoded into shared memory: weights are the MMA's second operand,
+# as 16-bit weights are. No cluster: every CTA decodes its own weights, so that a cluster would share nothing.
 DGRAD_W = TileConfig(m=128, n=128, k=64, schedule="pingpong")
 
 
@@ -94,28 +99,31 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,
 }
-"""What one FC1 kernel chooses at run time, by (operands, tile, whether it stores the preactivation).
+"""Choices that one FC1 kernel makes at run time, by (operands, tile, whether it stores the preactivation).
 
-"gated", "ungated": one kernel serves all activations of that kind; "layouts": all gate layouts. What is not listed is
-compiled for each.
+"gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts.
+For everything not listed, each activation and each layout has a kernel of its own.
 
-A branch there takes 0.997 to 1.004 times as long on average, at most 1.02. Elsewhere it does not hide behind the MMAs:
-one token on the small 16-bit tile 1.015 to 1.04, MXFP8 with ungated activations 1.03, the other decoding tiles 1.01 to
-1.07, a backward up to 2.
+The listed kernels take 0.997 to 1.004 times as long with the branch on average, at most 1.02. The others are not merged
+because their MMAs do not hide the branch: one token on the small 16-bit tile takes 1.015 to 1.04 times as long, MXFP8
+with ungated activations 1.03, the other decoding tiles 1.01 to 1.07, a backward up to 2.
 """
 
 
 ALONE_TRANSPOSED = ("clamped_swiglu", "interleaved")
-"""What gpt-oss has, whose weights lie transposed: not one of several where a branch costs decoding time."""
+"""Activation and layout of gpt-oss, whose weights lie transposed. They keep a kernel of their own on tiles where a
+branch costs decoding time."""
 
 
 def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it. `width`: I.
+    """Return the activation form and the layout form that an FC1 kernel is compiled for. width: I.
 
-    Of transposed weights each layout is loaded another way (natural_order.py), and activations are merged on all tiles.
+    The forms are keys of `specs.ACTIVATION_FORMS` and `specs.LAYOUT_FORMS`. Transposed weights are loaded in a
+    different way for each layout (natural_order.py), so that layouts are not merged; activations are merged on all
+    tiles, except ALONE_TRANSPOSED.
     """
     merged = MERGED.get((operands, tile, save_preact), ())
     kind = form_of_several(activation)
@@ -132,7 +140,7 @@ _SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8}
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    """Return the tile of FC2 for a tile of FC1, or the tile of the data gradient for one of grouped_dglu."""
     return _SECOND.get(first, first)
 
 
@@ -156,13 +164,16 @@ _DECODING_TO_FP8: list[Spec] = [
     ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
-"""Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
-wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240).
-Beside warpgroups that decode to FP8, those warps are what has too few."""
+"""Kernels that may spill registers.
+
+_SPILLING: gathering warps leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues. The spilled
+values go to memory once a tile, which costs less than could be measured (a backward runs at 0.985 to 1.03 of the speed
+with 240 registers). _DECODING_TO_FP8: beside warpgroups that decode to FP8, the gathering warps have too few registers.
+"""
 
 
 def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
-    """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
+    """Return every spec of a profile, in a fixed order, so that builds of the same sources are byte-identical."""
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]

@@ -1,7 +1,7 @@
-"""How long a grouped GEMM takes on a tile, by a model: what tiles are compared by where nothing was measured.
+"""A model of how long a grouped GEMM takes on a tile. Tiles that were not measured are compared by it.
 
-A launch, plus the slower of two: moving the bytes, or computing the tiles in rounds of a persistent grid. The host does
-not know group sizes, so two routings stand for all: even, and Dirichlet(0.5), where an expert's rows are distributed as
+Time = launch + the slower of moving the bytes and computing the tiles in rounds of a persistent grid. The host does not
+know group sizes, so two routings stand for all: even, and Dirichlet(0.5), where an expert's rows are distributed like
 the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.json;
 tests/test_choice.py checks the choices on the other half.
 """
@@ -23,17 +23,17 @@ RARE = 1e-4  # a sum over row tiles ends where the probability of more rows fall
 
 @dataclass(frozen=True)
 class Machine:
-    """What the kernels reach on a GPU.
+    """Rates that the kernels reach on a GPU.
 
     Attributes:
         sms: streaming multiprocessors.
-        launch_us: from launch to the first tile, and from the last tile to the end.
-        cluster_us: what a launch takes longer where CTAs form clusters.
-        memory: bytes a microsecond that the whole GPU reads.
+        launch_us: time from launch to the first tile, plus time from the last tile to the end.
+        cluster_us: additional launch time if CTAs form clusters.
+        memory: bytes a microsecond that the whole GPU reads from memory.
         operands: bytes a microsecond that an SM receives while all SMs load.
         flop: FLOP a microsecond of an SM.
-        reread: the share of the weights that is read again where two clusters want them.
-        sharpness: exponent of the norm that joins both times; the larger, the better they overlap.
+        reread: share of the weights that is read again if two clusters need the same ones.
+        sharpness: exponent of the norm that combines both times; the larger, the better they overlap.
     """
 
     sms: int = 132
@@ -50,21 +50,24 @@ H200 = Machine()
 
 
 def _more_than(rows: float, average: float) -> float:
-    """The probability that a skewed expert has more than `rows`."""
+    """Return the probability that an expert has more than `rows` rows under Dirichlet(0.5) routing."""
     return math.erfc(math.sqrt(rows / (2 * average)))
 
 
 def active_share(average: float, routing: str) -> float:
-    """The share of experts that get any row, where the average expert has `average`. Above 0: others divide by it."""
+    """Return the share of experts that get any row, if experts have `average` rows on average.
+
+    Always above 0, since callers divide by it.
+    """
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
 @functools.lru_cache(maxsize=1024)  # a choice asks several times: for tiles, GEMMs and their terms
 def row_tiles(average: float, height: int, routing: str) -> float:
-    """Tiles of `height` rows that an expert has, on average.
+    """Return how many tiles of `height` rows an expert has on average.
 
-    Skewed: the sum over j of P(rows > j height). Where it has many terms, the Euler-Maclaurin formula gives it; for
-    erfc of a square root its correction is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), which is the 0.2346.
+    Under skew that is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin formula
+    replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step): the 0.2346.
     """
     active = active_share(average, routing)
     if routing == EVEN:
@@ -79,13 +82,15 @@ def row_tiles(average: float, height: int, routing: str) -> float:
 
 
 def _pairs_rows(average: float, tile: TileConfig) -> bool:
-    """Whether the CTAs of a cluster have different row tiles, and thus share weights."""
+    """Return whether the CTAs of a cluster have different row tiles, and therefore share weights."""
     return tile.cluster_m > 1 and not (tile.adaptive and average <= tile.m)
 
 
 def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: Machine) -> float:
-    """All rows and the weights of experts that have rows are read once, a part of the weights again where two clusters
-    want them. `height`: rows of the row tiles that share weights.
+    """Return the time to move all bytes. height: rows of the row tiles that share weights.
+
+    All rows are read once, and so are the weights of experts that have rows. A part of the weights is read again if two
+    clusters need the same ones.
     """
     active = active_share(average, routing)
     readers = row_tiles(average, height, routing) / active
@@ -96,10 +101,13 @@ def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: M
 def _tile_us(
     gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, busy: float, machine: Machine
 ) -> float:
-    """One of a CTA's tiles while a share `busy` of all CTAs has one. The next tile hides its epilogue."""
+    """Return the time of one tile of a CTA while a share `busy` of all CTAs has a tile.
+
+    The epilogue costs nothing here, because it hides behind the next tile.
+    """
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
-    box = tile.box_rows  # boxes that hold any row are loaded
+    box = tile.box_rows  # only boxes that hold a row of the group are loaded
     loaded_rows = box * row_tiles(average, box, routing) / row_tiles(average, tile.m, routing)
     asked = loaded_rows / share_rows + tile.n / share_weights
     load = busy * BYTES * tile.k * asked / machine.operands
@@ -108,7 +116,7 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """All rounds of all clusters. The last one counts as full under even routing, as half full otherwise."""
+    """Return the time of all rounds of tiles. The last round counts as full if routing is even, else as half full."""
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
     tiles = gemm.experts * row_tiles(average, tile.m * high, routing) * across
@@ -118,7 +126,7 @@ def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, ro
 
 
 def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
-    """Microseconds under one of the two routings."""
+    """Return the microseconds of a GEMM under one of the two routings."""
     average = gemm.average
     pairs_rows = _pairs_rows(average, tile)
     height = tile.m * tile.cluster_m if pairs_rows else tile.m
@@ -130,7 +138,7 @@ def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H20
 
 
 def time_us(gemm: Gemm, tile: TileConfig, machine: Machine = H200) -> float:
-    """Microseconds, the geometric mean of both routings; a single expert has only one."""
+    """Return the microseconds of a GEMM: the geometric mean over both routings, or even routing for one expert."""
     if gemm.experts == 1:
         return routed_us(gemm, tile, EVEN, machine)
     return math.sqrt(routed_us(gemm, tile, EVEN, machine) * routed_us(gemm, tile, SKEWED, machine))

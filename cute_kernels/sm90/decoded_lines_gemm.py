@@ -1,4 +1,7 @@
-"""The grouped GEMM over quantised weights' rows, decoded on the way: y[row] = epilogue(x[row] @ w[e])."""
+"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of quantised weights, which are decoded on the way.
+
+The contraction runs over the rows of w[e].
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,7 +22,7 @@ from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
-    """GEMM of 16-bit rows and decoded weights, contracted over the weights' rows. `weights`: their format."""
+    """GEMM of 16-bit rows and decoded weights, contracted over weight rows. weights: format of the weights."""
 
     decoding_warpgroups = DECODING_WARPGROUPS
 

@@ -1,4 +1,4 @@
-"""How Hopper's GEMMs go through their tiles. Plain Python: the host asks, too."""
+"""The order in which Hopper's GEMMs take their tiles, and their L2 policy. Plain Python: the host uses it, too."""
 
 from __future__ import annotations
 
@@ -7,36 +7,42 @@ from ..formats import OPERANDS
 from ..gemms import GemmPolicy as GemmPolicy
 from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec, WgradSpec
 
-# At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
-# fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
+# A group is light if it has at most so many rows: loading its weights from memory then takes longer than the MMAs. With
+# 128, gpt-oss-120b is as fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
 LIGHT_ROWS = 64
-# Of a weight gradient: an SM's share of memory's bandwidth stores a 16-bit tile in the time of as many rows' MMAs. With
-# twice as many, results of 32 bits are up to 3 % slower.
+# LIGHT_ROWS of weight gradients: the MMAs of so many rows take as long as storing a 16-bit tile at an SM's share of the
+# memory bandwidth. With twice as many, 32-bit results are up to 3 % slower.
 WGRAD_LIGHT_ROWS = 160
-# Shallower contractions end before the next ticket is there: with 512 columns, tiles in a fixed order are 3 % faster.
+# Shallower contractions end before the next ticket arrives: with K = 512, tiles in a fixed order are 3 % faster.
 MIN_TICKET_DEPTH = 768
 
 
 def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small). In
-    MXFP8 the branch costs tiles of many rows 1 %, and those of few gain 2 to 3."""
+    """Return whether weights that are read once are the first to leave L2.
+
+    Not for a 16-bit grouped_dglu, whose epilogue loads tensors of its own: it costs 1 %, except if groups are small. In
+    MXFP8 the branch costs tiles with many rows 1 %, and tiles with few rows gain 2 to 3 %.
+    """
     if not OPERANDS[spec.operands].w.scale:
         return not isinstance(spec, DgluSpec)
     return spec.tile.m <= ROWS
 
 
 def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Not where weights are contracted over their rows: contractions are longer there, and CTAs that leave step share
-    less of their operands in L2 (0.92 of the speed on gpt-oss-120b, Dirichlet 0.5)."""
+    """Return whether the MMAs of a tile's second half are left out if that half has no rows.
+
+    Not if the contraction runs over weight rows: contractions are longer there, and CTAs that fall out of step share
+    less of their operands in L2 (0.92 of the speed on gpt-oss-120b, Dirichlet 0.5).
+    """
     over_rows = spec.transpose_w != isinstance(spec, DgluSpec)
     return spec.tile.takes_turns and spec.tile.slabs == 2 and not over_rows
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """That of a stage."""
+    """Return the policy of a GEMM's kernel."""
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
-    # An epilogue with loads of its own has no registers for two walks, and gains nothing (grouped_dglu).
+    # grouped_dglu loads tensors in its epilogue: it has no registers for two walks, and would gain nothing.
     tickets = spec.tile.adaptive and not isinstance(spec, DgluSpec)
     light_rows = LIGHT_ROWS if tickets else 0
     return GemmPolicy(tickets, light_rows, _evicts_weights(spec), _skips_half_tiles(spec))

@@ -27,11 +27,13 @@ from .persistent import PersistentGemm
 
 
 class GroupedGemm(PersistentGemm):
-    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
+    """GEMM of rows of x with the weights of each row's expert.
 
-    `in_halves`: two such w, one for either half of x's columns.
+    transposed: w[e] has rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
 
-    `adapted`: also low[row] @ b[e]^T, or @ b[e], in the same accumulators; b lies as w.
+    in_halves: two transposed w, one for each half of x's columns.
+
+    spec.adapted: the accumulators also get low[row] @ b[e]^T (transposed: @ b[e]); b is stored like w.
     """
 
     epilogue: Epilogue
@@ -57,11 +59,11 @@ class GroupedGemm(PersistentGemm):
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> Any:
-        """Host side: what `slots_type` stores into."""
+        """Host side: make the TMA store of an output, as `slots_type` uses it."""
         return make_store(view, cols=self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:
-        """Host side: where the mainloop finds the scales that it multiplies by."""
+        """Host side: return the scales that the mainloop multiplies by: an address, or a tuple of addresses."""
         return x_scale
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
@@ -75,12 +77,16 @@ class GroupedGemm(PersistentGemm):
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
         x_scale: Int64 | int = 0, w_up: Int64 | None = None, low: Any = None, w_blocks: Int64 | None = None,
     ):  # fmt: skip
-        """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`; `low`:
-        the tensors low and b of an adapted GEMM; None: it is none; `w_blocks`: the address of the scales of weights'
-        blocks, where their rows have some as well.
+        """Launch on `stream`.
 
-        See PersistentGemm.start for `position`.
+        Args:
+            inputs: the epilogue's inputs.
+            rows: address of the indices of x's rows; 0: rows lie in order.
+            x_scale: address of the scales of x, if x is in FP8.
+            w_up: address of the weights' second half, as in `weight_view`.
+            low: tensors (low, b) of an adapted GEMM; None: not adapted.
+            w_blocks: address of the weights' block scales, if weight rows have scales, too; None: they have none.
+            position: see PersistentGemm.start.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
@@ -100,7 +106,7 @@ class GroupedGemm(PersistentGemm):
 
 
 class GroupedFp8Gemm(GroupedGemm):
-    """Of rows in MXFP8 and folded weights, on a cooperative tile."""
+    """GEMM of MXFP8 rows and E4M3 weights whose scales are folded to one a row, on a cooperative tile."""
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)

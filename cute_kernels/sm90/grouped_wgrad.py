@@ -1,8 +1,8 @@
 """The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
 
-Every element of dw is made by one CTA in one pass, so the result is deterministic. Where a group accumulates, what dw
-holds is loaded and added, or the TMA store adds in memory: once an element, so in a fixed order, either way. An empty
-group adds nothing, or overwrites with zeros.
+One CTA computes each element of dw in one pass, so the result is deterministic. If a group accumulates, either the
+kernel loads dw's previous values and adds them, or the TMA store adds in memory. Both add once an element, so the order
+is fixed. An empty group adds nothing, or overwrites dw[e] with zeros.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from .mainloop.base import Operands
 from .mainloop.wgrad import WgradMainloop
 from .persistent import PersistentGemm
 
-# With fewer rows a group on average, for each byte of an element of dw, what dw holds is loaded: L2 adds to 1.2 TB/s of
-# it, loads and stores make 1.5, but a tile's epilogue takes longer. With 512 rows 16 bits are 7 to 18 % slower so, and
-# 32 bits 14 to 20 % faster, with 1024 either is 3 to 9 % slower.
+# If groups have fewer rows on average than this constant times dw's bytes an element (384 for 16 bits, 768 for 32),
+# dw's previous values are loaded; else TMA stores add in memory. L2 adds to 1.2 TB/s of dw. Loads and stores reach 1.5
+# TB/s, but a tile's epilogue takes longer. With loads, 512 rows: 16 bits are 7 to 18 % slower, 32 bits 14 to 20 %
+# faster; 1024 rows: both are 3 to 9 % slower.
 LOADING_ROWS_PER_BYTE = 192
 
 
 class GroupedWgrad(PersistentGemm):
-    """Kernel of dy [T,N] and x [T,K] of `dtype` into dw of `out_dtype`."""
+    """Kernel that contracts dy [T, N] and x [T, K] of `dtype` into dw [E, N, K] of `out_dtype`."""
 
     epilogue: WgradEpilogue
     load_registers = ACROSS_REGISTERS
     epilogue_type: type[WgradEpilogue] = WgradEpilogue
     mainloop_type: type[WgradMainloop] = WgradMainloop
-    # Rows of one store into dw.
+    # Rows of one TMA store into dw.
     store_rows = ROWS
 
     def __init__(
@@ -64,7 +65,7 @@ class GroupedWgrad(PersistentGemm):
         rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
+        """Launch on `stream`. rows: addresses of the indices of dy's and x's rows; 0: in order, as one or both are."""
         operands = self.make_mainloop().operands(dy, x, *rows)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         self._launch(operands, num_rows, dy, x, dw, groups, dw_table, mask, accumulate, num_sms, stream)
@@ -75,7 +76,7 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch with these operands, `num_rows` rows in all; dy and x have the columns of dw."""
+        """Launch with `operands` of `num_rows` rows in all. dy and x: only their numbers of columns (N, K) are used."""
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (self.store_rows, self.epilogue.cols)
         layout = smem_layout(dw.element_type, rows=self.store_rows)

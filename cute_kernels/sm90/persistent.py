@@ -1,36 +1,53 @@
-"""The kernel that every GEMM of this folder is: a scheduler, a mainloop and an epilogue, put together.
+"""PersistentGemm: the kernel of every GEMM in this folder. A scheduler, a mainloop and an epilogue are its parts.
 
-Persistent and warp-specialised: `tile.ctas_per_sm` CTAs on each SM, mostly one, in clusters that share operand tiles by
-multicast.
+Persistent and warp-specialised: `tile.ctas_per_sm` CTAs on each SM (mostly one), in clusters that share operand tiles
+by multicast.
 
-    warp(s)              role        waits for                          signals
-    0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
-    1                    scheduler   ring (empty)                       ring (full)
-    2                    epilogue loads   ring (tile), loads (empty)    loads (full, by transaction bytes)
-    2 or 0, 3            gather rows, where they come by index: 0 beside its TMA loads, where 2 is taken
-                                     ring (tile), stages (empty)        stages (full, 1 a thread)
-    4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
-                                             stages (full), loads (full)  loads (empty)
-                                             decoded (full)             decoded (empty)
-    the others           decode weights, where the mainloop has such warpgroups, which take turns at k-tiles
-                                     ring (tile), stages (empty)        stages (full, 1 a thread), ring (empty)
-                         or packed ones of stages into a ring of their own (sm90/mainloop/decoded_fp8.py)
-                                     ring (tile), stages (full),        stages (empty), decoded (full, 1 a thread),
-                                     decoded (empty)                    ring (empty)
+    warp(s)              role             waits for                         signals
+    0                    TMA loads        ring (tile), stages (empty)       stages (full, by transaction bytes)
+    1                    scheduler        ring (empty)                      ring (full)
+    2                    epilogue loads   ring (tile), loads (empty)        loads (full, by transaction bytes)
+    2 and 3              gather rows, if an operand's rows come by index; 0 and 3 if warp 2 loads for the epilogue
+                                          ring (tile), stages (empty)       stages (full, 1 a thread)
+    4 .. 3 + 4 n         MMA, n warpgroups
+                                          ring (tile), turns,               stages (empty), ring (empty), turns,
+                                          stages (full), loads (full)       loads (empty)
+                                          decoded (full)                    decoded (empty)
+    from 4 + 4 n on      decode weights, if the mainloop has decoding warpgroups, which take turns at k-tiles:
+                         from memory into a stage
+                                          ring (tile), stages (empty)       stages (full, 1 a thread), ring (empty)
+                         or from a stage's packed weights into a ring of decoded k-tiles (mainloop/decoded_fp8.py)
+                                          ring (tile), stages (full),       stages (empty), decoded (full, 1 a thread),
+                                          decoded (empty)                   ring (empty)
 
-    cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
-    other tile each; one's epilogue runs while the other's MMAs do.
+    cooperative   n = tile.m / 64 warpgroups share every tile, 64 rows each.
+    pingpong      n = 2 warpgroups take every other tile each; the epilogue of one runs during the MMAs of the other.
+    swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each.
 
-    ring    WorkRing, 4 slots, or 2 where tickets are drawn. full: 1 arrival (scheduler); empty: 1 a consumer warp. All
-            warpgroups read it, and each role that waits for a tile frees its slot.
-    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
-            CTA that shares them.
-    tickets a cluster's, where it draws them, sent to its second CTA through slots (schedule/tickets.py).
-    loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
-            (sm90/epilogue/preact.py), or from the warp that stores (sm90/epilogue/slot_loads.py).
-    turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
-            these, named barriers 5 + warpgroup.
-    slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
+    ring      WorkRing, 4 slots, or 2 if clusters draw tickets. full: 1 arrival (scheduler); empty: 1 a consumer warp.
+              Every warp of another role in this table reads every tile, and frees the slot once it has read it.
+    stages    PipelineTmaAsync, as many stages as fit. full: the bytes of A and B; empty: 1 arrival from each warp that
+              works on the tile, in each CTA that shares the stage.
+    tickets   if clusters draw them: the first CTA draws a ticket for the cluster and sends it to the second CTA
+              (schedule/tickets.py).
+    loads     tensors that the epilogue combines with its accumulators, if they come by TMA: from the epilogue load warp
+              (sm90/epilogue/preact.py), or from the warp that stores (sm90/epilogue/slot_loads.py).
+    turns     pingpong only. Named barriers 3 + warpgroup order the warpgroups at the tensor cores; named barriers
+              5 + warpgroup order their epilogues, if these share staging slots.
+    slots     a warpgroup's staging slots for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
+
+A tile, from start to end:
+
+1. The scheduler writes the tile's coordinates into a slot of the ring, up to 4 (or 2) tiles ahead of the other roles.
+2. The TMA warp reads the tile. For each k-tile it waits for an empty stage and starts the copies of A and B; the
+   gathering or decoding warps fill their part of the same stages. When the tile has all its copies, the TMA warp goes
+   on with the next tile, so that stages fill while an epilogue runs.
+3. An MMA warpgroup reads the tile, starts loading small inputs such as the bias, waits for its turn (pingpong) and
+   multiplies stage by stage. It frees a stage when the wgmmas that read it have ended.
+4. The warpgroup passes the turn on and runs the epilogue: it turns accumulators into results, writes them into staging
+   slots, and one of its warps starts TMA stores from there.
+5. A tile with expert < 0 ends every role. The TMA warp first waits until all stages are empty, because the other CTA of
+   a cluster may still write into this one; MMA warpgroups first wait until their stores have read the slots.
 """
 
 from typing import Any
@@ -63,12 +80,14 @@ LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
 
 class PersistentGemm(Invariant):
-    """The tile and the policy of a spec, and an epilogue. A subclass says which mainloop feeds it and how its tiles are
-    scheduled.
+    """The kernel of one spec. A subclass makes its mainloop and its scheduler; the caller passes the epilogue.
 
-    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. decoding_warpgroups:
-    how many decode weights, mostly none; then beside_decoding: the registers of all kinds of warpgroups. slots_type:
-    what MMA warpgroups store through.
+    Attributes:
+        dtype: element type of the operands that are not decoded.
+        load_registers: registers of a thread of the load warpgroup.
+        decoding_warpgroups: number of warpgroups that decode weights, mostly 0.
+        beside_decoding: registers of a thread by kind of warpgroup, used if there are decoding warpgroups.
+        slots_type: class of the staging slots that MMA warpgroups store through.
     """
 
     load_registers = budget.LOAD_REGISTERS
@@ -95,24 +114,27 @@ class PersistentGemm(Invariant):
 
     @property
     def first_spare_warp(self) -> int:
-        """Of those of the load warpgroup that have no other role than to gather."""
+        """First warp of the load warpgroup that only gathers: 2, or 3 if warp 2 loads for the epilogue."""
         return EPILOGUE_LOAD_WARP + self.shape.has_load_warp
 
     @property
     def _registers(self) -> tuple[int, int]:
-        """Of a thread of the load warpgroup and of an MMA warpgroup."""
+        """Registers of a thread of the load warpgroup, and of a thread of an MMA warpgroup."""
         if self.decoding_warpgroups:
             return self.beside_decoding.load, self.beside_decoding.mma
         return budget.registers(self.tile, self.load_registers)
 
     @property
     def _redistributes(self) -> bool:
-        """Whether warpgroups share registers otherwise than a launch does: one MMA warpgroup alone needs no more."""
+        """True if warpgroups move registers by setmaxnreg. One MMA warpgroup alone has enough from the launch."""
         return self.num_warpgroups > 1 or self.decoding_warpgroups > 0
 
     @property
     def smem_percent(self) -> int | None:
-        """Of the memory for shared memory and L1 that the former takes, where several CTAs share an SM."""
+        """Percentage of the memory for L1 and shared memory that becomes shared memory; None: no preference.
+
+        Set only if several CTAs share an SM.
+        """
         return None
 
     @property
@@ -129,9 +151,10 @@ class PersistentGemm(Invariant):
         self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
-        """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before.
+        """Launch on `stream`. position: how many kernels of the same call come before this one.
 
-        Offs of the call are written by its first kernel, so that all but the second find them there.
+        If that is not 0, the kernel starts early, by programmatic dependent launch. If the call's first kernel writes
+        the offs, the second kernel waits for it before it reads them; later kernels find them written.
         """
         self._name_kernel()
         is_there = (groups.encoding == OFFS_OF_CALL) & (position > 1)
@@ -147,7 +170,7 @@ class PersistentGemm(Invariant):
         )
 
     def _name_kernel(self) -> None:
-        """Profilers then show the spec. The DSL's own prefix would also make ptxas treat the kernel as CUTLASS's."""
+        """Name the kernel after its spec, for profilers. With the DSL's prefix ptxas would treat it as CUTLASS's."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
@@ -158,7 +181,7 @@ class PersistentGemm(Invariant):
         return cute.struct(type("Storage", (), {"__annotations__": self._smem_fields(mainloop)}))
 
     def _smem_fields(self, mainloop: Mainloop) -> dict[str, Any]:
-        """Barriers, then what is small, then operands and slots."""
+        """Fields of shared memory in their order: barriers, small arrays, operand stages, staging slots."""
         array, aligned, tickets = cute.struct.MemRange, cute.struct.Align, self.policy.tickets
         slots = cute.cosize(self._staging_layout())
         fields: dict[str, Any] = {
@@ -179,7 +202,7 @@ class PersistentGemm(Invariant):
         return fields
 
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
-        """Where TMA brings weights, if it does."""
+        """Return the shared memory that TMA loads weights into: B itself, unless they are decoded on the way to B."""
         return sB
 
     @cute.kernel
@@ -217,10 +240,12 @@ class PersistentGemm(Invariant):
         sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
         pipeline_init_wait(cluster)
 
-        # Behind the kernel that writes sizes all wait; the kernel behind this one begins later, and finds them.
+        # OFFS_OF_CALL: the previous kernel writes the offs, which every role reads, so all wait for it here. The next
+        # kernel starts after this wait and finds the offs written.
         if groups.encoding == OFFS_OF_CALL:
             cute.arch.griddepcontrol_wait()
-        # Before its wait, a role overlaps the kernel before and reads nothing of what that writes: sizes, weights.
+        # Until its own griddepcontrol_wait, a role overlaps the previous kernel and may read only what that kernel does
+        # not write (weights), or has written before the wait above (group sizes).
         cute.arch.griddepcontrol_launch_dependents()
 
         if warpgroup == 0:
@@ -236,7 +261,7 @@ class PersistentGemm(Invariant):
                     self._epilogue_load_role(loads, inputs, ring)
             elif const_expr(mainloop.gathers):
                 if gathers:
-                    rank = warp - EPILOGUE_LOAD_WARP  # of two; the TMA warp is the first where the epilogue has warp 2
+                    rank = warp - EPILOGUE_LOAD_WARP  # 0 or 1; if warp 2 loads for the epilogue, the TMA warp is rank 0
                     self._gather_role(mainloop, operands, sA, sB, stages, ring, rank)
         else:
             if const_expr(self.decoding_warpgroups > 0):
@@ -257,7 +282,7 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, storage: Any,
         staging: cute.Tensor, loads: Any, sA: cute.Tensor, sB: cute.Tensor, stages: Any, ring: WorkRing,
     ) -> None:  # fmt: skip
-        """Registers, slots and the epilogue's state of an MMA warpgroup, then its role."""
+        """Set up an MMA warpgroup (registers, staging slots, epilogue state), then run its role."""
         if self._redistributes:
             cute.arch.setmaxregister_increase(self._registers[1])
         thread, _, _ = cute.arch.thread_idx()
@@ -268,7 +293,7 @@ class PersistentGemm(Invariant):
         self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     def _own_smem(self, storage, index: Int32) -> Smem:
-        """A warpgroup's shared memory beside its slots."""
+        """Return the small shared-memory fields of a warpgroup's epilogue, by name."""
         own = {}
         for field in self.shape.smem:
             everyone = cute.make_layout((*field.shape, self.num_warpgroups))
@@ -290,7 +315,7 @@ class PersistentGemm(Invariant):
             ahead = Int32(0)
             ring_state.advance()
             work = ring.get(ring_state)
-        # A CTA must outlive its peers' multicasts into it and arrivals on its barriers.
+        # A CTA must outlive the other CTA's multicasts into it and arrivals on its barriers.
         stages.producer_tail(state)
 
     @cute.jit
@@ -321,7 +346,7 @@ class PersistentGemm(Invariant):
     def _decode_role(
         self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Weights do not depend on the kernel before, so nothing is waited for."""
+        """Decode the weights of every tile. No griddepcontrol_wait: the previous kernel does not write weights."""
         lines, slots = mainloop.lines(operands), narrow.data_ptr().toint() + rank * mainloop.slots_bytes
         ring_state = ring.consumer_state()
         state = mainloop.decoding_state()
@@ -336,7 +361,7 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
-        """Tile by tile; the mainloop says when it wants to know which tile is next."""
+        """Multiply and store tile by tile. `mainloop.looks_ahead` says when to read the next tile from the ring."""
         looks_ahead = mainloop.looks_ahead
         if const_expr(not mainloop.scales_are_ready):
             cute.arch.griddepcontrol_wait()

@@ -1,4 +1,4 @@
-"""What Hopper answers for itself (`arch.Room`): which shipped tile serves a call, which tiles can be, and how fast."""
+"""Hopper's `arch.Room`: which shipped tile serves a call, which tiles are possible, and how fast they are."""
 
 from __future__ import annotations
 
@@ -41,31 +41,38 @@ MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(DECODED, _DECODING),
     **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
 }
-"""By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
-for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller
-ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has. In MXFP4 the first step is
-1.8 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py); NVFP4, not yet measured, has the same. With
-64 rows on average half of the groups have more than a tile of SMALL8, and LARGE8 is 1.01 to 1.29 times as fast (four
-models, one H100).
+"""By operands: tiles in ascending order, each with the greatest average of rows an expert that it serves.
+
+Decoded weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55
+times as long. So does the smaller size, if random routing gives 10, 30 and 50 % of the groups more rows than one of its
+tiles holds, which gives the limits. In MXFP4 the first step is 1.8 times, since TINY_W8 alone has a faster mainloop
+(mainloop/few_rows.py). NVFP4 has MXFP4's limits; it takes 1.05 to 1.08 of MXFP4's time in decoding
+(docs/decisions/nvfp4-weights.md).
+
+FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
+1.29 times as fast (four models, one H100).
 """
 WIDE_PADDING = 0.9
-"""WGRAD_WIDE serves weights where its tiles have at most this share of the elements that WGRAD's have.
+"""WGRAD_WIDE serves weights whose cover by its tiles has at most this share of the elements of WGRAD's cover.
 
-It then takes 0.61 to 1.04 times as long. With 0.94 to 0.98 it may be 1.15 times as fast under sustained load and 0.81
-times as fast on a cool GPU (gpt-oss-120b); where neither pads anything, up to 1.2 times as slow under skew.
+At or below this share WGRAD_WIDE takes 0.61 to 1.04 times as long as WGRAD. With a share of 0.94 to 0.98 it may be 1.15
+times as fast under sustained load, and 0.81 times as fast on a cool GPU (gpt-oss-120b). If neither tile pads anything,
+it is up to 1.2 times as slow under skew.
 """
 WIDE_PADDING_BY_INDEX = 1.15
-"""The same where rows come by index: it then takes 0.80 to 0.94 times as long, since it has more MMAs for each copy."""
+"""WIDE_PADDING for rows that come by index: WGRAD_WIDE then takes 0.80 to 0.94 times as long, since it has more MMAs
+for each copied row.
+"""
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
+    """Return the tiles that ship for a problem. Training-only problems have one, since their experts have many rows."""
     if problem.op == "grouped_wgrad":
         return WGRAD_TILES
     if problem.op == "grouped_dglu":
         return (LARGE,) if problem.operands == "16bit" else (DGLU8,)
-    if problem.op in ("quantize_mxfp8", "quantize_fp8_block"):  # whose spec has no tile
+    if problem.op in ("quantize_mxfp8", "quantize_fp8_block"):  # their specs have no tile
         return (LARGE,)
     if problem.operands == "16bit":
         return TILES
@@ -93,12 +100,12 @@ def _by_rows(problem: Problem) -> TileConfig:
 
 
 def _covered(problem: Problem, tile: TileConfig) -> int:
-    """Elements of the tiles that cover the weights."""
+    """Return the number of elements of the tiles that cover the weights."""
     return sum(tile.padded(n, k) for n, k in problem.weights)
 
 
 def _by_padding(problem: Problem) -> TileConfig:
-    """The tile that cuts weights with less waste."""
+    """Return the tile of a weight gradient that covers the weights with less padding."""
     usual, wide = WGRAD_TILES
     most = WIDE_PADDING_BY_INDEX if problem.gathers else WIDE_PADDING
     return wide if _covered(problem, wide) <= most * _covered(problem, usual) else usual
@@ -130,7 +137,7 @@ def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
 
 
 def _span(above: float, most: float) -> str:
-    """The numbers above one limit, if it is not 0, up to another, if it is finite."""
+    """Say which numbers lie above `above` (0: no lower limit) and are at most `most` (inf: no upper limit)."""
     limits = (f"more than {above:.0f}" if above else "", f"at most {most:.0f}" if most < math.inf else "")
     return " and ".join(limit for limit in limits if limit)
 

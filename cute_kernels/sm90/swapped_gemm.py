@@ -1,4 +1,4 @@
-"""The grouped GEMM of MXFP8 weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
+"""The grouped GEMM of quantised weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,17 +21,18 @@ from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
 
-# Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
+# The most that barriers and the ring's slots take. Row scales and exponents follow, then the first aligned buffer.
 BARRIER_BYTES = 512
 ALIGNMENT = 1024
-# Tiles of so few rows of x leave the L1 cache a line for the scales of each weight row, read 4 bytes a k-tile. It costs
-# a stage and saves 1 to 7 % of the time: what L2 gives an SM, scales and x beside the weights, is what bounds a decode.
+# Tiles with at most FEW_ROWS rows of x leave the L1 cache one line for the scales of each weight row, of which a k-tile
+# reads 4 bytes. That costs a stage and saves 1 to 7 % of the time, because decoding is bound by the bandwidth from L2
+# to an SM, which brings scales and x beside the weights.
 FEW_ROWS = 32
 LINE_BYTES = 128
 
 
 class SwappedGemm(PersistentGemm):
-    """A mainloop and an epilogue that know rows of x as the columns of the MMA. `weights`: their format."""
+    """GEMM whose MMAs have weights as rows and rows of x as columns. weights: format of the weights."""
 
     slots_type = SwappedSlots
 
@@ -63,7 +64,7 @@ class SwappedGemm(PersistentGemm):
 
     @property
     def smem_percent(self) -> int | None:
-        """All but what scales are left of it."""
+        """Percentage of shared memory after the L1 cache has got its lines for scales; None: one CTA an SM."""
         ctas = self.tile.ctas_per_sm
         return None if ctas == 1 else 100 - 100 * ctas * self._cache_bytes // (SMEM_BYTES + RESERVED_BYTES)
 

@@ -1,8 +1,9 @@
-"""Which weight rows of a swapped tile a thread has. Plain Python: `warpgroup` and `thread` are numbers of any kind.
+"""Assignment of a swapped tile's weight rows to threads. Plain Python: `warpgroup` and `thread` may be ints or Int32.
 
-The decoder reads rows of its own choice into the rows of an MMA. A slab of 64 gives thread t of its warpgroup the rows
-16 (t / 32) + (t % 32) / 4 + 8 r, r = 0, 1. Gated, a thread has rows of a and the rows of u that belong to them: of two
-slabs one is a's and one u's; of one slab, r = 0 is a's and r = 1 is u's.
+An MMA gives thread t of a warpgroup the rows 16 (t / 32) + (t % 32) / 4 + 8 r of each slab of 64 rows, r = 0, 1. The
+decoder chooses which weight rows it reads into these MMA rows. In a gated layer it chooses them so that a thread has
+rows of a and the matching rows of u: of two slabs, one holds rows of a and the other rows of u; of one slab, r = 0 is
+a row of a and r = 1 a row of u.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..epilogue.sizes import ROWS
 from ..formats import Format
 from ..tiles import TileConfig
 
-# What a swizzle moves.
+# Bytes that a swizzle moves as one unit.
 SWIZZLE_CHUNK = 16
 
 # Rows of a slab that a thread has.
@@ -21,15 +22,15 @@ ROW_HALVES = 2
 
 
 def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
-    """In which 16-byte chunk of a row of a stage its element `k` is, and at which byte of it."""
+    """Return the 16-byte chunk of a stage's row that holds element `k`, and the byte in the chunk."""
     return divmod(weights.num_bytes(k), SWIZZLE_CHUNK)
 
 
 class SwappedRows:
-    """Which weight rows of a tile a thread has, by their number: two of each slab, `count` in all, those of a first.
+    """The weight rows of a tile that a thread has: two of each slab, `count` in all, numbered with rows of a first.
 
-    The tile has the rows of each part (a, u) together. A warpgroup makes `columns` columns of the output, in chunks of
-    `chunk_columns`, of which a thread has `thread_columns`, 8 apart.
+    In the tile the rows of a part (a, u) lie together. A warpgroup computes `columns` columns of the output, in chunks
+    of `chunk_columns`. In each chunk a thread has `thread_columns` columns, 8 apart.
     """
 
     def __init__(self, tile: TileConfig, parts: int):
@@ -45,19 +46,19 @@ class SwappedRows:
         return row // self.part_count
 
     def row_offset(self, row: int) -> int:
-        """Of a row from its thread's first row in the same part."""
+        """Return the offset of a row from its thread's first row in the same part."""
         chunk, half = divmod(row % self.part_count, ROW_HALVES)
         return chunk * ROWS + half * 8
 
     def distance(self, row: int) -> int:
-        """Of a row from its thread's first row, in rows of the tile."""
+        """Return the offset of a row from its thread's first row, in rows of the tile."""
         return self.part(row) * self.part_n + self.row_offset(row)
 
     def first_column(self, warpgroup: Any) -> Any:
-        """The first column that a warpgroup makes, of its tile's."""
+        """Return the first column of the tile's output that a warpgroup computes."""
         return warpgroup * self.columns
 
     def column(self, row: int, warpgroup: Any, thread: Any) -> Any:
-        """The column that a row makes: its place in its part of the tile."""
+        """Return the output column of a weight row: the row's place in its part of the tile."""
         in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
         return self.first_column(warpgroup) + in_slab + self.row_offset(row)

@@ -10,16 +10,17 @@ from ..epilogue.fragments import TileShare
 from ..epilogue.sizes import THREADS
 from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 
-# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (sm90/epilogue/store.py).
+# First named barrier of each kind, one a warpgroup. Barrier 0 is the whole CTA's, 1 and 2 belong to the epilogues
+# (sm90/epilogue/store.py).
 MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 
 class Turns(Invariant):
-    """Whose turn it is at something that both warpgroups use, a tile at a time; nothing where `apply` is false.
+    """Turns of two warpgroups at a resource that both use, one tile at a time. If `apply` is false, nothing waits.
 
-    Barrier first_barrier + w: warpgroup w waits, the other arrives when it is done with its tile. Required for
-    correctness: a warpgroup that waits for a stage of a ring more than a round early takes an older phase of the
-    stage's barrier for its own.
+    At barrier first_barrier + w, warpgroup w waits, and the other warpgroup arrives when it is done with its tile.
+    Required for correctness: a warpgroup that waits for a stage more than one round of the ring early would take an
+    older phase of the stage's barrier for its own.
     """
 
     def __init__(self, first_barrier: int, apply: bool, warpgroup_index: Int32):
@@ -28,12 +29,12 @@ class Turns(Invariant):
         self.index = warpgroup_index
 
     def is_mine(self, turn: Int32) -> Boolean | bool:
-        """Whether this warpgroup has the tile of that number."""
+        """Return whether tile number `turn` is this warpgroup's."""
         return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
 
     @cute.jit
     def open(self):
-        """Before the first tile, which is warpgroup 0's."""
+        """Give the first turn to warpgroup 0. Called by both warpgroups before their first tile."""
         if const_expr(self.apply):
             if self.index == 1:
                 self.pass_on()
@@ -54,5 +55,5 @@ class Turns(Invariant):
 
 
 def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
-    """A warpgroup's share of the CTA's tile number `turn`: all of it, where warpgroups take turns."""
+    """Return a warpgroup's share of the CTA's tile number `turn`: all of the tile if warpgroups take turns."""
     return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)

@@ -1,1 +1,1 @@
-"""What of epilogues is Hopper's alone: loads and stores by TMA, transposed and quantised results, weight gradients."""
+"""Hopper's own parts of epilogues: loads and stores by TMA, transposed and quantised results, weight gradients."""

@@ -1,5 +1,7 @@
-"""Epilogue of a fused FC1 in FP8 with block scales: the activation leaves as E4M3 with a float32 scale for each 128 of
-a row (quantize/float_scales.py). Weights' scales were in the promotions.
+"""Epilogue of a fused FC1 in FP8 with block scales.
+
+Stores the activation as E4M3 with a float32 scale for each 128 of a row (quantize/float_scales.py). It applies no
+weight scales, since promotion already has.
 """
 
 from __future__ import annotations

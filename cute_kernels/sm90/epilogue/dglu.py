@@ -1,4 +1,4 @@
-"""The epilogue of grouped_dglu where a warp of its own brings preactivations, by TMA."""
+"""The epilogue of grouped_dglu, with preactivations that the epilogue load warp brings by TMA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .preact import MatrixPair, PreactRing, make_loads
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Slots are of the CTA: a chunk's number says which are its (preact.py)."""
+    """All warpgroups of a CTA share its slots. A chunk's number determines its slots (preact.py)."""
 
     ring_type: type[PreactRing] = PreactRing
 

@@ -1,4 +1,4 @@
-"""Preactivations come by TMA, into a ring of slots of the CTA."""
+"""TMA loads of preactivations into a ring of staging slots that all warpgroups of a CTA share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .store import Slots
 
 
 class PreactLoads(NamedTuple):
-    """A TMA load from the preactivations: (T, columns), or (T, I, half) where the layout is concat."""
+    """A TMA load from the preactivations: (T, columns), or (T, I, half) if the layout is concat."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
 def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
-    """Host side: the descriptor for loading slots."""
+    """Host side: make the TMA descriptor for loading slots."""
     atom, view = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(), layout.view(preact), smem_layout(preact.element_type), (ROWS, COLS)
     )
@@ -34,10 +34,11 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 
 
 class PreactRing(Invariant):
-    """Staging slots of a CTA's chunks, which are numbered in the order of work: an act slot and a pair of them each.
+    """Staging slots of a CTA's chunks, which are numbered in the order of work.
 
-    Pipeline of PAIRS stages. full: the bytes of a pair (epilogue load warp). empty: 1 arrival (the warp that stored the
-    chunk, once its stores have read the slots). A full pair so means that its act slot is free, too.
+    Each chunk has a pair of preactivation slots (one if there is no gate) and one act slot. Pipeline of PAIRS stages;
+    full: the bytes of a pair (epilogue load warp); empty: 1 arrival (the warp that stored the chunk, after its stores
+    have read the slots). Therefore the act slot of a full pair is free.
     """
 
     def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, layout: PreactLayout):
@@ -53,11 +54,11 @@ class PreactRing(Invariant):
         )
 
     def act_slot(self, number: Int32) -> Int32:
-        """The staging slot of a chunk's act."""
+        """Return the staging slot of act of chunk `number`."""
         return number & (PAIRS - 1)
 
     def slot(self, number: Int32, slot: int) -> Int32:
-        """The staging slot of one of the slots of a chunk's pair."""
+        """Return the staging slot of slot 0 or 1 of the pair of chunk `number`."""
         return PAIRS + self.act_slot(number) * self.layout.slots + slot
 
     def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:
@@ -66,7 +67,7 @@ class PreactRing(Invariant):
 
     @cute.jit
     def load(self, loads: PreactLoads, number: Int32, row: Int32, column: Int32):
-        """Bring a chunk's preactivations; called by the epilogue load warp."""
+        """Load the preactivations of chunk `number`; called by the epilogue load warp."""
         state = self._state(number, True)
         self.pipeline.producer_acquire(state)
         barrier = self.pipeline.producer_get_barrier(state)
@@ -79,7 +80,7 @@ class PreactRing(Invariant):
         self, loads: PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
-        """Load a slot from a row and a column on."""
+        """Load a slot with the box whose first element is (row, at) of a half (None: the tensor has no halves)."""
         smem = cute.group_modes(self.smem, 0, 2)
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         tile = cute.local_tile(cute.domain_offset((row, at), view), (ROWS, COLS), (0, 0))
@@ -90,12 +91,12 @@ class PreactRing(Invariant):
         self.pipeline.consumer_wait(self._state(number, False))
 
     def release(self, number: Int32) -> None:
-        """Called by the storing warp."""
+        """Free the slots of chunk `number`; called by the storing warp."""
         self.pipeline.consumer_release(self._state(number, False))
 
 
 class MatrixPair(PreactPair):
-    """Read by ldmatrix."""
+    """A pair of preactivation slots that is read by ldmatrix."""
 
     def __init__(self, ring: PreactRing, slots: Slots):
         super().__init__(ring, slots)

@@ -1,7 +1,7 @@
-"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each block of a row, for FC2.
+"""Epilogue of a fused FC1 in MXFP8: stores the activation as E4M3 with a scale for each block of a row, for FC2.
 
-It is quantised from float32, by the rules of docs/mxfp8.md. A tile has whole blocks: their columns of the activation
-lie in the registers of four lanes, a quarter each, for each of their two rows.
+The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks. The elements of a
+block are in registers of four lanes, a quarter each; a lane has elements of two rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .store import Slots
 
 
 class QuantizingState(WarpgroupState):
-    """`act_slots`: the staging slots as columns of E4M3. `pitch`: scales of a row."""
+    """State of a warpgroup. act_slots: the staging slots as columns of E4M3. pitch: number of scales of a row."""
 
     def __init__(self, inputs, slots: Slots, smem: ColumnSmem, act_slots: Slots, pitch: Int32):
         super().__init__(inputs, slots, smem)
@@ -37,7 +37,7 @@ class QuantizingState(WarpgroupState):
 
 
 class QuantizingEpilogue(ActivationEpilogue):
-    """Stores: act (E4M3), and the preactivation (16-bit) where the spec saves it.
+    """Stores act (E4M3), and the preactivation (16-bit) if the spec saves it.
 
     act_cols: columns of the activation that a slot holds. block_cols: columns that share a scale.
     """
@@ -85,7 +85,7 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _quantize(self, state: QuantizingState, values: cute.Tensor, work: WorkTile, row: Int32, column: Int32):
-        """Multiply a block of columns by what makes E4M3 numbers of it, and store its scales."""
+        """Scale a block of columns into E4M3's range and store the scale of each of its rows."""
         count = cute.size(values)
         for half in cutlass.range_constexpr(2):
             amax = Int32(0)
@@ -104,7 +104,7 @@ class QuantizingEpilogue(ActivationEpilogue):
                 self._store_scale(state, scale, at, column)
 
     def _scale_of(self, amax: Float32) -> Any:
-        """A block's scale, as `_multiplier_of` and `_store_scale` take it."""
+        """Return the scale of a block with this greatest magnitude, for `_multiplier_of` and `_store_scale`."""
         return exponent_of(amax)
 
     def _multiplier_of(self, scale: Any) -> Float32:
@@ -113,7 +113,7 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """Store a block's scale as often as memory holds it: at once if the rows' width lets the copies be aligned."""
+        """Store all copies of a block's scale: by one store if a row's number of scales keeps them aligned."""
         copies = self.act.copies
         block = column // self.act.scale_step
         address = state.inputs.out_scale + Int64(row) * state.pitch + block

@@ -1,6 +1,7 @@
-"""TMA loads into a warpgroup's staging slots, of what is added to the accumulators that leave from there.
+"""TMA loads into a warpgroup's staging slots of values that are added to its accumulators.
 
-An element lies in a slot where its sum will, so a warpgroup reads a slot, adds its accumulators and overwrites it.
+The loaded value and the sum of an element have the same place in a slot, so a warpgroup reads the slot, adds its
+accumulators and overwrites the slot with the sums.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .store import Slots
 
 
 class TileLoads(NamedTuple):
-    """A TMA load of a slot's elements."""
+    """TMA atom and tensor for loading one slot."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
 class SlotBarriers(Invariant):
-    """Of a CTA. full, of a slot: its bytes, by transaction; 1 arrival (the storing warp, which expects them)."""
+    """Full barriers of a CTA's slots. full: the bytes of a slot, by transaction; 1 arrival (the storing warp)."""
 
     def __init__(self, barriers: cute.Pointer, num_warpgroups: int):
         self.full = barriers
@@ -34,7 +35,7 @@ class SlotBarriers(Invariant):
 
     @cute.jit
     def make(self):
-        """Called by all threads, before the CTA's warps see each other's barriers."""
+        """Initialise the barriers; called by all threads, before `pipeline_init_arrive`."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.count):
@@ -42,7 +43,7 @@ class SlotBarriers(Invariant):
 
 
 class SlotLoads(Invariant):
-    """One warpgroup's. The loads of a slot are numbered from 0, and each is waited for."""
+    """Loads of one warpgroup. The loads of a slot are numbered from 0, and the warpgroup waits for each of them."""
 
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
@@ -65,7 +66,7 @@ class SlotLoads(Invariant):
 
     @cute.jit
     def add(self, values: cute.Tensor, slot: cutlass.Constexpr[int], adds: Boolean):
-        """Add a loaded slot to accumulators of its elements, where `adds`."""
+        """Add a loaded slot to the accumulators of its elements, if `adds`; else leave them as they are."""
         dtype = self.slots.dtype
         loaded = cute.make_rmem_tensor(cute.size(values), dtype)
         if const_expr(dtype.width == 16):

@@ -1,4 +1,4 @@
-"""Storing tiles: staging slots in shared memory, and the TMA stores that empty them.
+"""Stores of tiles: staging slots in shared memory, and the TMA stores that empty them.
 
 Each MMA warpgroup owns 64 rows of a tile and works alone: it converts 128 bytes of columns at a time, writes them into
 one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle), and one warp starts a TMA store of the slot.
@@ -25,7 +25,7 @@ FIRST_BARRIER = 1
 
 
 class RaggedStore(NamedTuple):
-    """A TMA store into (T, columns[, half]) whose rows end where a group ends."""
+    """A TMA store into (T, columns[, half]) that is clipped at the end of a group."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
@@ -34,19 +34,19 @@ class RaggedStore(NamedTuple):
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
         rows: int = ROWS,
     ) -> cute.Tensor:  # fmt: skip
-        """The 64 x 64 tile at (row, col), or of as many rows and columns as a slot has."""
+        """Return the tile [rows, cols] at (row, col), clipped at the group's end."""
         group = clipped(self.tensor, row, work.group_end)
         if half is not None:
             group = group[None, None, half]
         return self.cut(group, col, rows, cols)
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """The tile at a column of a group's rows from the slot's first on."""
+        """Return the tile [rows, cols] at column `col` of `group`, whose first row is the slot's first."""
         return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
 def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -> RaggedStore:
-    """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
+    """Host side: make the TMA descriptor for storing slots into tensor (T, columns[, half])."""
     cols = columns(tensor.element_type) if cols is None else cols
     atom, view = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows, cols=cols),
@@ -56,14 +56,15 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
 
 
 class Slots(slots.Slots):
-    """Of TMA stores: fill one from registers, store it, reuse it when its store has read it."""
+    """Staging slots for TMA stores. Fill a slot from registers, store it, reuse it once the store has read it."""
 
     def __init__(
         self, smem: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
         chunks_per_tile: int,
     ):  # fmt: skip
         self.dtype = dtype
-        # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
+        # Chunk c of every tile takes slot c % SLOTS. With an odd number of chunks, a tile's first slot is the previous
+        # tile's last one, so that no store may be pending.
         self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
         self.smem = smem
         self.cols = cute.size(smem, mode=[1])
@@ -75,20 +76,20 @@ class Slots(slots.Slots):
         self._partition()
 
     def _partition(self) -> None:
-        """How stmatrix gets the accumulators of 64 rows into a slot."""
+        """Set the copy by which stmatrix writes the accumulators of 64 rows into a slot."""
         if self.dtype.width == 16:
             self.tiled_copy = self.matrix_copy(warp.StMatrix8x8x16bOp(False, 4))
             self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """How ldmatrix or stmatrix moves a slot's 16-bit elements from or to registers in accumulators' order."""
+        """Make the ldmatrix or stmatrix copy between a slot's 16-bit elements and registers in accumulator order."""
         k_major = OperandMajorMode.K
         shape = (ROWS, self.cols)
         mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
-        """Return the slots for elements of another width, with all columns that they hold or `cols`."""
+        """Return the same slots for elements of another width. cols: columns of a slot; None: as many as fit."""
         count, most = cute.size(self.smem, mode=[2]), columns(dtype)
         parts = () if cols in (None, most) else (most // cols,)
         layout = smem_layout(dtype, *parts, count, cols=cols)
@@ -101,21 +102,21 @@ class Slots(slots.Slots):
 
     @cute.jit
     def acquire(self):
-        """Wait until the store that last used the next slot has read it."""
+        """Wait until the next slot is free, because the last store from it has read it."""
         if self.is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(self.may_be_pending, read=True)
         self.sync()
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Write a slot's worth of registers, in the order of accumulators, converted where they are not yet."""
+        """Wait for a free slot, then write registers in accumulator order into it, converted to the slot's dtype."""
         converted = narrowed(values, self.dtype)
         self.acquire()
         self.write(converted, slot)
 
     @cute.jit
     def write(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """The same of converted registers, into a slot that is free."""
+        """Write converted registers in accumulator order into a slot, which must be free."""
         if const_expr(self.dtype.width == 16):
             shape = self.destination[None, None, None, 0].shape
             source = cute.make_tensor(values.iterator, cute.make_layout(shape))
@@ -127,7 +128,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
-        """Write 16 of a slot's columns from 16-bit registers in the order of accumulators. The slot must be free."""
+        """Write 16 columns of a slot from 16-bit registers in accumulator order. The slot must be free."""
         target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
 
@@ -138,7 +139,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start storing a published slot, with a policy for L2; called by the storing warp alone."""
+        """Start the store of a published slot; called by the storing warp alone. policy: of L2; None: the default."""
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
         )
@@ -147,23 +148,23 @@ class Slots(slots.Slots):
 
     @cute.jit
     def store(self, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Publish a filled slot and start its store into a tile of `target`."""
+        """Publish a filled slot and start its store into `tile` of `target`."""
         self.publish()
         if self.is_storing_warp:
             self.start(target.atom, tile, slot)
 
     @cute.jit
     def put(self, values: cute.Tensor, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Convert, stage and store a slot's worth of accumulator registers."""
+        """Convert a slot's worth of accumulators, write them into the slot and start its store."""
         self.fill(values, slot)
         self.store(target, tile, slot)
 
     def wait_all(self):
-        """Until stores have read their slots; called by the storing warp."""
+        """Wait until all stores have read their slots; called by the storing warp."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def drain(self):
-        """Before the CTA ends: shared memory must outlive its stores' reads."""
+        """Wait for all stores before the CTA ends, because they still read its shared memory."""
         if self.is_storing_warp:
             self.wait_all()

@@ -1,9 +1,10 @@
-"""Epilogues of a swapped tile: accumulators whose rows are columns of the output, and whose columns are its rows.
+"""Epilogues of a swapped tile: the rows of its accumulators are output columns, and the columns are output rows.
 
-The element (row, column) of a slab's accumulators (`fragments`) is output column `row`, output row `column`: thread t
-has columns 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and rows 8 j + 2 (t % 4) + v % 2 at register 4 j + v. Of a slab
-that is half a's and half u's, v / 2 is the part, and columns are 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes
-results on their way into a slot. So a bias is a register and a row scale comes from shared memory.
+Element (row, column) of a slab's accumulators (`fragments`) is output column `row` and output row `column`. At register
+4 j + v, thread t has output column 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and output row 8 j + 2 (t % 4) + v % 2.
+In a slab that holds a and u in equal halves, v / 2 is the part, and the output column is 8 (t / 32) + (t % 32) / 4 of
+32. stmatrix transposes the results on their way into a slot. Therefore a bias is in a register of the thread, and row
+scales come from shared memory.
 """
 
 from __future__ import annotations
@@ -38,14 +39,19 @@ from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
 from .store import Slots
 
 WARPS = THREADS // 32
-# Rows and columns of a matrix of stmatrix, which writes two or four.
+# Rows and columns of a matrix of stmatrix; the most matrices that one stmatrix writes (here two or four).
 MATRIX = 8
 MATRICES = 4
 
 
 class RowSmem(NamedTuple):
-    """A warpgroup's shared memory: a float32 for each row of the tile; a byte for each of its warps and rows of a chunk
-    where the output is rounded; a float32 for each part where weights have global scales."""
+    """Small shared memory of a warpgroup's epilogue.
+
+    Attributes:
+        scales: float32 [tile.m], the row scales.
+        exponents: uint8 [rows of a chunk, warps]; None: the output is not rounded.
+        globals: float32 [parts]; None: weights have no global scales.
+    """
 
     scales: cute.Tensor
     exponents: Any = None  # cute.Tensor | None
@@ -53,10 +59,13 @@ class RowSmem(NamedTuple):
 
 
 class SwappedSlots(Slots):
-    """Slots of as many rows as a chunk has, filled from transposed accumulators."""
+    """Staging slots that hold one chunk each and are filled from transposed accumulators."""
 
     def _partition(self) -> None:
-        """A lane's 16 bytes of a piece: row lane % 8 of matrix lane / 8, which are 1 or 2 of columns, then of rows."""
+        """Compute where a lane's 16 bytes of a piece go: row lane % 8 of matrix lane / 8.
+
+        Matrices are numbered along columns first (1 or 2 of them), then along rows.
+        """
         rows, columns = (cute.size(self.smem, mode=[i]) for i in range(2))
         across = columns // (WARPS * MATRIX)
         matrices = min(MATRICES, rows // MATRIX * across)
@@ -73,7 +82,7 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Write a chunk of registers, in the order of accumulators."""
+        """Wait for a free slot, then write a chunk of registers in accumulator order into it."""
         converted = narrowed(values, self.dtype)
         self.acquire()
         count = self.piece_values
@@ -85,13 +94,13 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def skip(self):
-        """Count a chunk that is not stored, so that others find their slots free when they should be."""
+        """Commit an empty bulk group for a chunk that is not stored, so that wait counts of `acquire` stay right."""
         if self.is_storing_warp:
             cute.arch.cp_async_bulk_commit_group()
 
 
 class SwappedState(Invariant):
-    """What one MMA warpgroup's epilogue holds while the kernel runs."""
+    """State of one MMA warpgroup's epilogue while the kernel runs."""
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
         self.optional = inputs.optional
@@ -109,13 +118,13 @@ class SwappedState(Invariant):
 
 
 class SwappedEpilogue(Epilogue):
-    """Chunks of at most 64 rows and 64 columns, or 32 of a slab that has both a and u.
+    """Store results in chunks of at most 64 rows and 64 columns (32 columns if a slab holds both a and u).
 
-    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory, and the
-    global scales of its parts, times what products lack (`decoding.scales`).
+    `begin` returns a thread's biases, one for each of its weight rows. It also writes the tile's row scales to shared
+    memory, and the global scales of its parts times the power of two that the products lack (`decoding.scales`).
     """
 
-    # Whether a row scale multiplies the bias alone, and counts only where there is one.
+    # True: a row scale multiplies the bias alone, so that it is read only if there is a bias.
     scales_bias = False
     rounds = False
 
@@ -126,7 +135,7 @@ class SwappedEpilogue(Epilogue):
         super().__init__(dtype, tile, parts, layout, weights)
         self.unit = 2.0 ** decoder_of(weights).scales.rest_exponent if self.has_global_scales else 1.0
         self.rows = SwappedRows(tile, parts)
-        # Where stages are halves of k-tiles, slots are halves too: they make room for one more.
+        # If stages hold half a k-tile, slots hold half the rows, too, to make room for one more stage.
         self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
         self.chunk_columns = self.rows.chunk_columns
         self.row_chunks = tile.m // self.chunk_rows
@@ -205,7 +214,7 @@ class SwappedEpilogue(Epilogue):
         self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, row_chunk: cutlass.Constexpr[int],
         column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """A chunk of results, float32: for each 8 rows, the thread's columns by two rows."""
+        """Return a thread's float32 results of a chunk: for each 8 rows, [thread_columns, 2 rows]."""
         slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
         sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
         for i in cutlass.range_constexpr(cute.size(sums[0])):
@@ -226,15 +235,15 @@ class SwappedEpilogue(Epilogue):
         return outputs
 
     def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
-        """Of the row of a chunk's result i, which is one of the tile's eight rows number `eight`."""
+        """Return the row scale of result i of a chunk, whose row is among rows 8 eight to 8 eight + 7 of the tile."""
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
-        """Results but for row scales, of sums for each part."""
+        """Compute results, without row scales, from the sums of each part."""
         return sums[0]
 
     def _round(self, state: SwappedState, values: cute.Tensor) -> None:
-        """Round a chunk of results to numbers of another format."""
+        """Round a chunk of results to values of another format; called if `rounds`."""
 
 
 class SwappedLinearEpilogue(SwappedEpilogue):
@@ -244,9 +253,9 @@ class SwappedLinearEpilogue(SwappedEpilogue):
 
 
 class SwappedActivationEpilogue(SwappedEpilogue):
-    """act = activation(acc + bias) * scale[row]; rounded to MXFP8 values, 32 columns a block, where the format says so.
+    """act = activation(acc + bias) * scale[row], rounded to MXFP8 values if the operands' format asks for it.
 
-    A thread holds both halves of each of its outputs.
+    A block of MXFP8 has 32 columns. A thread holds both parts (a, u) of each of its outputs.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -259,9 +268,10 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor):
-        """To what quantising to MXFP8 and back gives, from float32. A block of 32 columns is that of two warps or four.
+        """Round to the values that quantising from float32 to MXFP8 and back gives.
 
-        A thread's columns, `count` of them, are of one block: exponent i is that of row i % 2 of the eight i / 2.
+        Two or four warps share a block of 32 columns. All `count` columns of a thread are in one block. Exponent i is
+        that of row i % 2 of the thread in the 8 rows number i / 2.
         """
         count = self.rows.thread_columns
         exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
@@ -272,7 +282,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
             for log_distance in cutlass.range_constexpr(2, 5):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << log_distance))
             exponents[i] = exponent_of(amax.bitcast(Float32))
-        # The greater maximum has the greater exponent.
+        # Exchange exponents rather than maxima: the greater maximum has the greater exponent.
         self._exchange(state, exponents)
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] * multiplier_of(exponents[i // (2 * count) * 2 + i % 2])
@@ -284,7 +294,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _exchange(self, state: SwappedState, exponents: cute.Tensor):
-        """The greatest of each row's exponent and those of the warps which have other columns of the block."""
+        """Replace each row's exponent by the greatest among the warps that share the block."""
         for i in cutlass.range_constexpr(cute.size(exponents)):
             if state.lane < 4:
                 row = i // 2 * 8 + 2 * state.lane + i % 2

@@ -1,4 +1,4 @@
-"""Epilogue of a weight gradient: what dw holds is overwritten, or added to, in memory or here."""
+"""Epilogue of a weight gradient: overwrites dw, or adds to it, by TMA in memory or in registers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ from .store import Slots
 
 
 class WgradInputs(NamedTuple):
-    """Where dw's experts lie, and which groups add: all (`accumulate` != 0) or those with mask[e] (bool, 0: absent).
+    """Inputs of the epilogue.
 
-    loads_dw: whether what dw holds is loaded and added here, rather than added to in memory.
+    Attributes:
+        address: where dw's experts lie.
+        mask: address of bool [E]: group e adds to dw[e] if mask[e] is true. 0: `accumulate` decides.
+        accumulate: without a mask, all groups add if this is not 0; else all overwrite.
+        loads_dw: True: groups that add load dw's previous values and add them in registers. False: TMA adds in memory.
+        loads: TMA loads of dw's previous values.
     """
 
     address: ExpertAddress
@@ -36,7 +41,7 @@ class WgradInputs(NamedTuple):
 
 
 class WgradStores(NamedTuple):
-    """TMA stores into dw (n, k, lo, hi), one that overwrites and one that adds."""
+    """Two TMA stores into dw (n, k, lo, hi): one overwrites, one adds."""
 
     overwrite: cute.CopyAtom
     add: cute.CopyAtom
@@ -53,11 +58,12 @@ class WgradState(Invariant):
 
 
 class WgradEpilogue(KernelEpilogue):
-    """Store accumulators as dw's type, overwriting or adding.
+    """Store accumulators as dw's type; they overwrite dw or are added to it.
 
-    Nobody here reads dw again, so it is the first to leave L2 (up to 9 % of gpt-oss-120b's time under skew).
+    The stores mark dw as the first to leave L2, since the kernel does not read it again (saves up to 9 % of
+    gpt-oss-120b's time under skew).
 
-    loads_type: what brings what dw holds.
+    loads_type: class that loads dw's previous values.
     """
 
     loads_type: type[SlotLoads] = SlotLoads
@@ -84,7 +90,7 @@ class WgradEpilogue(KernelEpilogue):
         return WgradState(inputs, slots, barriers, self.loads_type)
 
     def _tiles(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
-        """Where in dw the chunks of a warpgroup's share go."""
+        """Return the tile of dw for each chunk of a warpgroup's share."""
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
         first_row = self._first_row(work, share)
         first_n = work.n_tile * self.chunks_per_slab
@@ -97,12 +103,12 @@ class WgradEpilogue(KernelEpilogue):
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """A chunk of an expert's dw, `column` counted in chunks."""
+        """Return a chunk of an expert's dw. column: counted in chunks."""
         return cute.local_tile(dw, (ROWS, self.cols), (first_row + slab, column))
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Whether this tile adds to what dw holds. If that is loaded, its first chunks are on their way."""
+        """Return whether this tile adds to dw, and start the loads of dw's first chunks if `loads_dw`."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -140,7 +146,7 @@ class WgradEpilogue(KernelEpilogue):
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Store sums with what was loaded, or without it, each chunk from the slot that had it."""
+        """Add dw's loaded values if `adds`, and store each chunk from the slot that its values were loaded into."""
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
         targets = self._tiles(stores.tensor, state, work, share)
         sources = self._tiles(state.inputs.loads.tensor, state, work, share)

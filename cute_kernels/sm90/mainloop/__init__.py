@@ -1,1 +1,1 @@
-"""From operands in memory to accumulators: a producer's loads, wgmma, and the formats between them."""
+"""Mainloops, from operands in memory to accumulators: loads by TMA or cp.async, decoding of weights, wgmma."""

@@ -17,11 +17,11 @@ from .gemm import GemmMainloop
 class AdaptedMainloop(GemmMainloop):
     """Contracts x with w, then low [T, r] with b, into the same accumulators.
 
-    low and b are a second pair of operands with TMA descriptors of their own; b lies as w does. With r at most 64 the
-    second product takes one k-tile, whose columns past r are zeros.
+    low and b are a second pair of operands with TMA descriptors of their own; b is stored like w. If r is at most 64,
+    the second product takes one k-tile, whose columns past r are zeros.
 
     warp               in each k-tile of the second product
-    TMA warp           loads low and b, without multicast and without a policy of L2
+    TMA warp           loads low and b, without multicast and with the default L2 policy
     gathering warps    if x's rows come by index: arrive at once, without a copy
 
     The gathering warps arrive because a stage's barrier counts them in every k-tile of a launch. They copy nothing
@@ -29,13 +29,13 @@ class AdaptedMainloop(GemmMainloop):
     """
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
-        """Host side: operands with low and b, their last `extra`. b: (n, k, lo, hi)."""
+        """Host side: append the operands low and b (n, k, lo, hi) to `operands.extra`."""
         atom_a, a = self._tma(low, self.a_major, self.tile.box_rows, 1)
         atom_b, b = self._tma(b, self.b_major, self.part_n, 1)
         return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Count the stages of the first product: its weights alone are loaded ahead."""
+        """Return the stages of the first product: only its weights are loaded ahead."""
         return super().num_k_tiles(operands, work)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

@@ -31,12 +31,15 @@ MMA_K = 16
 
 
 AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
-"""When a warpgroup asks for its next tile. Early, it may ask for its scales; late, it has registers and a turn less to
-wait for: tiles are handed out as late as can be (schedule/tickets.py)."""
+"""When a warpgroup reads its next tile from the ring.
+
+Early: it can fetch the next tile's scales during the current tile. Late: it needs fewer registers, and waits less for
+tiles, which are handed out as late as possible (schedule/tickets.py).
+"""
 
 
 class MmaTile(NamedTuple):
-    """What a warpgroup multiplies: a tile, the one after it (itself, where it is asked for later), and its share."""
+    """A tile to multiply, the tile after it (the same tile if that is not known yet), and the warpgroup's share."""
 
     work: WorkTile
     next_work: WorkTile
@@ -45,16 +48,17 @@ class MmaTile(NamedTuple):
 
 
 class NoScales(Invariant):
-    """Of a mainloop that multiplies by none."""
+    """Scales of a mainloop that multiplies by no scales."""
 
     def begin(self, work: WorkTile) -> None:
-        """Ask for the first scales of a tile."""
+        """Start loading the first scales of a tile."""
 
 
 class Loop(NamedTuple):
-    """One of the loops over k-tiles that a tile's MMAs are made of.
+    """One of the consecutive loops over k-tiles that compute a tile.
 
-    `slabs`, `depth`: how much of a k-tile it multiplies. `before`: k-tiles of the tile that earlier loops multiply.
+    slabs, depth: slabs and elements of k that the loop multiplies of each k-tile. before: number of k-tiles that
+    earlier loops of the tile multiply.
     """
 
     num_k_tiles: Int32
@@ -64,9 +68,9 @@ class Loop(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs.
+    """Inputs of a mainloop: TMA atoms and coordinate tensors of A and B, and further data of each kind of mainloop.
 
-    scales: their address, for a mainloop that multiplies by them.
+    scales: address of the scales, for a mainloop that multiplies by scales.
     """
 
     atom_a: cute.CopyAtom
@@ -79,7 +83,7 @@ class Operands(NamedTuple):
 
 
 class Source(Invariant):
-    """A TMA load. Where the two CTAs of a cluster share it, each loads its half of a tile, for both."""
+    """A TMA load. If the two CTAs of a cluster share it, each CTA loads half of a tile and multicasts it to both."""
 
     def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, sharers: int):
         self.atom = atom
@@ -89,7 +93,7 @@ class Source(Invariant):
         self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Shared and global memory of tiles whose first two modes are (rows, k)."""
+        """Partition shared and global memory of tiles whose first two modes are (rows, k)."""
         sharers = cute.make_layout(self.sharers)
         return cpasync.tma_partition(
             self.atom, self.rank, sharers, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
@@ -102,23 +106,23 @@ class Source(Invariant):
 
 
 class Mainloop(Invariant):
-    """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
+    """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for an MMA warpgroup.
 
-    Pipeline "stages": the producer, 1 thread of the TMA warp, arms a stage's transaction count and TMA arrives. The
-    consumers, one lane of each MMA warp of each CTA that shares the stage, arrive when their wgmma have read it.
+    Pipeline "stages". Producer: 1 thread of the TMA warp arms a stage's transaction count, and TMA completes it.
+    Consumers: one lane of each MMA warp of each CTA that shares the stage arrives after its wgmmas have read the stage.
     """
 
-    # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
+    # True: a tile may have no k-tiles at all; its accumulators are then zeros.
     may_be_empty = False
-    # Whether an operand's rows may come by index.
+    # True: an operand's rows may come by index.
     gathers = True
     looks_ahead = AFTER_EPILOGUE
-    # Whether scales are there before the kernel before has ended.
+    # True: the previous kernel does not write the scales, so that they can be read before it has ended.
     scales_are_ready = False
-    # Shared memory of weights before they are decoded: of each warpgroup that copies them there, and in all.
+    # Bytes of shared memory for weights before they are decoded: of each decoding warpgroup, and in all.
     slots_bytes = 0
     narrow_bytes = 0
-    # Stages of a ring of decoded weights, which has barriers behind those of the stages.
+    # Slots of a ring of decoded weights, whose barriers follow those of the stages.
     decoded_stages = 0
 
     def __init__(
@@ -134,7 +138,7 @@ class Mainloop(Invariant):
         self.b_layout = self._smem_layout(self.b_major, tile.n, stages)
 
     def _smem_layout(self, major: OperandMajorMode, rows: int, *stages: int) -> cute.ComposedLayout:
-        """(rows, k[, stages]) with 128-byte swizzle."""
+        """Make the layout (rows, k[, stages]) with 128-byte swizzle."""
         kinds = warpgroup.SmemLayoutAtomKind
         is_k_major = major == OperandMajorMode.K
         atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if is_k_major else kinds.MN_SW128, self.dtype)
@@ -146,7 +150,7 @@ class Mainloop(Invariant):
         return (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
 
     def tiled_mma(self) -> cute.TiledMma:
-        """64 x tile.n wgmmas, the warpgroups of a tile stacked along rows."""
+        """Make the MMA: wgmmas of 64 x tile.n, the warpgroups of a tile stacked along rows."""
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -164,7 +168,7 @@ class Mainloop(Invariant):
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, self.tile.k), num_multicast=num_multicast)
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
-        """`gathers`: whether warps fill stages beside the TMA thread. Each of their threads arrives."""
+        """Make the pipeline of stages. gathers: gathering warps fill stages, too, and each of their threads arrives."""
         producers = self.producers(gathers)
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
         consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
@@ -179,12 +183,14 @@ class Mainloop(Invariant):
         )
 
     def producers(self, gathers: Boolean) -> Int32:
-        """Threads that arrive at a stage when it is full."""
+        """Return how many threads arrive at a stage's full barrier."""
         return select(gathers, Int32(1 + WARP * WARPS), Int32(1))
 
     def after_wait(self) -> None:
-        """What a stage that is full still needs before wgmma reads it: rows that were copied, not loaded by TMA, are
-        writes of the generic proxy. Where none were, the fence costs nothing that could be measured.
+        """Fence between the wait for a full stage and the wgmmas that read it.
+
+        Rows that cp.async copied are writes of the generic proxy, which wgmma sees only after a fence. If there are no
+        such rows, the fence costs nothing that could be measured.
         """
         if self.gathers:
             cute.arch.fence_view_async_shared()
@@ -202,16 +208,16 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ) -> Int32:  # fmt: skip
-        """Load what does not depend on the kernel before; returns how many k-tiles of the first tile have it."""
+        """Start loads of the first tile that do not depend on the previous kernel. Returns for how many k-tiles."""
         return Int32(0)
 
     def load(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state.
+        """Fill stages with all k-tiles of one output tile; called by the TMA warp. Returns the advanced state.
 
-        `ahead`: the k-tiles that `load_ahead` has begun.
+        ahead: number of k-tiles that `load_ahead` has begun.
         """
         raise NotImplementedError
 
@@ -219,42 +225,50 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """As `load`, of rows that come by index; called by the first or second of the warps that gather."""
+        """Fill stages with the rows that come by index; called by both gathering warps. Returns the advanced state.
+
+        rank: 0 or 1, of the warp.
+        """
         raise NotImplementedError
 
     def lines(self, operands: Operands) -> Any:
-        """What a thread holds that decodes weights."""
+        """Make the decoder of a thread of a decoding warpgroup."""
         raise NotImplementedError
 
     def decoding_state(self) -> pipeline.PipelineState:
-        """Of the stages, for a warpgroup that decodes weights."""
+        """Make the pipeline state by which a decoding warpgroup follows the stages."""
         return self.producer_state()
 
     def decode(
         self, lines: Any, operands: Operands, sB: cute.Tensor, slots: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """As `load`, of weights to be decoded; called by all of warpgroup number `rank` of those that do."""
+        """Decode the weights of one output tile; called by all threads of decoding warpgroup `rank`.
+
+        Returns the advanced state.
+        """
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
+        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at `slab`."""
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
     def scales(self, operands: Operands, share: TileShare) -> Any:
-        """A thread's, for all of its tiles; `begin` asks for a tile's first ones."""
+        """Make the scales of a thread, for all of its tiles; their `begin` starts loading those of a tile."""
         return NoScales()
 
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        """Those that `mma` is made of. At a branch within or around a loop ptxas would wait for each wgmma: where there
-        is a choice, there is a loop for each, of which others have no rounds.
+        """Return the loops that `mma` runs one after the other.
+
+        At a branch within or around a loop, ptxas would wait for each wgmma. So each case has a loop of its own, and
+        the loops of the other cases have no rounds.
         """
         return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
 
     def accumulators(self) -> cute.Tensor:
-        """A thread's accumulators: (wgmma's own, slab, 1)."""
+        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1)."""
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((self.tile.m, self.tile.n)), Float32)
 
     @cute.jit
@@ -262,9 +276,9 @@ class Mainloop(Invariant):
         self, acc: cute.Tensor, fragments: tuple, scales: NoScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
+        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        One k-tile of wgmma stays in flight: the stage before it is released while it runs.
+        The wgmmas of one k-tile stay in flight: while they run, the stage of the k-tile before is released.
         """
         release = state.clone()
         if const_expr(self.may_be_empty):
@@ -284,7 +298,7 @@ class Mainloop(Invariant):
         slabs: cutlass.Constexpr[int], depth: cutlass.Constexpr[int], before: Int32 | cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, release: pipeline.PipelineState,
     ):  # fmt: skip
-        """The k-tiles of a Loop, the last in flight. Returns the next stage, and one to release."""
+        """Multiply the k-tiles of a Loop, the last left in flight. Returns the next stage, and the one to release."""
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -309,20 +323,20 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages.
+    """A mainloop that loads weights into all stages before the previous kernel, which does not write them, has ended.
 
-    `policy.evicts_weights`: weights that are read once are the first to leave L2, so that what is read again stays: the
-    data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    policy.evicts_weights: weights that are read once are the first to leave L2, so that operands that are read again
+    stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
     """
 
     policy: GemmPolicy
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
-        """The distance of an expert's weight rows."""
+        """Return the distance of an expert's weight rows in bytes."""
         raise NotImplementedError
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Stages that a tile takes: here a k-tile is one."""
+        """Return the stages that a tile takes: one for each k-tile, unless a subclass divides k-tiles."""
         return self.num_k_tiles(operands, work)
 
     @cute.jit
@@ -330,7 +344,7 @@ class WeightsFirst(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """The weights of as many stages as there are."""
+        """Start loading weights into every stage that the first tile uses."""
         count = Int32(0)
         if work.expert >= 0:
             count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))
@@ -350,9 +364,10 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which have their weights; `with_rows`: with rows of x as well.
+        """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
-        A branch, because a load with a policy, be it the usual one, costs up to 1 %.
+        with_rows: rows of x are loaded, too. A branch chooses the L2 policy, because a load with an explicit policy,
+        even with the default one, costs up to 1 %.
         """
         tiles = (operands, sA, sB, stages)
         rest = (work, ahead, count, with_rows)
@@ -370,5 +385,5 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """The same, with L2's policy for the weights. Returns the advanced state."""
+        """Fill stages as `_load` does. policy: of L2, for weights; None: the default. Returns the advanced state."""
         raise NotImplementedError

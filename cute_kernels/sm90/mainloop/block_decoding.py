@@ -1,10 +1,10 @@
 """The decoding mainloop for E4M3 weights with a float32 scale for each block of 128 x 128 (FP8 as checkpoints ship it).
 
-An element times its scale is a float32 product, rounded to bfloat16: what dequantising the weight to bfloat16 gives, so
-that the MMA multiplies the dequantised weight. A k-tile is 128 deep, which is a block: a warpgroup's rows of a part of
-the tile have one scale a k-tile, and every thread asks for the same one.
+An element times its scale is a float32 product that is rounded to bfloat16. Dequantising the weight to bfloat16 gives
+the same number, so the MMA multiplies the dequantised weight. A k-tile is one block deep (128): all rows that a
+warpgroup has of a part of the tile share one scale a k-tile, and every thread loads it.
 
-Scales need no checks: a NaN or infinite scale makes NaN or infinite weights, and so results, by itself.
+Scales need no checks: a NaN or infinite scale makes NaN or infinite weights, and therefore such results, by itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from .decoding import DecodingMainloop
 
 
 class BlockScales(Invariant):
-    """The bits of a float32 scale for each part of the tile, asked for while the k-tile before is in work; for a tile's
-    first k-tile, during the last of the tile before.
+    """The bits of one float32 scale for each part of the tile.
 
-    words: (0, row), the scale of each of the thread's rows. begins: where the scales of a part's grid row begin.
+    The scales of a k-tile are loaded during the k-tile before it; those of a tile's first k-tile during the last k-tile
+    of the previous tile.
+
+    words: (0, row), the scale of each of the thread's rows. begins: address of the scales of each part's grid row.
     """
 
     def __init__(
@@ -49,13 +51,13 @@ class BlockScales(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile):
-        """Ask for the first scales of a tile."""
+        """Start loading the first scales of a tile."""
         self._aim(work)
         self._fetch(Int32(0))
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Fetch from a tile's rows from now on. Rows past the last one are zeros and never stored: its scales do."""
+        """Set `begins` for a tile. Rows past the last are zeros and never stored, so they use the last row's scales."""
         rows = self.rows
         first = self.grid.expert(work.expert)
         column = cutlass.min(work.n_tile * rows.part_n + rows.first_column(self.share.first_slab), self.half - 1)
@@ -69,24 +71,24 @@ class BlockScales(Invariant):
             self.next[part] = vector_at(Int32, self.begins[part])[k_tile]
 
     def take(self) -> None:
-        """Make `words` of the scales that were asked for."""
+        """Move the loaded scales to `words`."""
         for part in range(self.rows.parts):
             self.taken[part] = self.next[part]
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Ask for the scales of a k-tile; of the one behind the last, for the first of the next tile."""
+        """Start loading the scales of a k-tile. After the last k-tile comes the first of the next tile."""
         if k_tile == self.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
         self._fetch(k_tile)
 
     def spoil(self, acc: cute.Tensor) -> None:
-        """Nothing is noted."""
+        """Do nothing: there are no bad scales to note."""
 
 
 class BlockDecodingMainloop(DecodingMainloop):
-    """Like `DecodingMainloop`; `scales` of the operands is the address of the grids' (memory/block_scales.py)."""
+    """`DecodingMainloop` for block scales: `operands.scales` is the address of the scales (memory/block_scales.py)."""
 
     def scales(self, operands: Operands, share: TileShare) -> BlockScales:
         _, expert_rows, gate = operands.extra

@@ -1,9 +1,9 @@
-"""The FP8 mainloop with float32 scales: E4M3 rows with one for each 128 of the contraction, times weights with one for
-each block of 128 x 128.
+"""The FP8 mainloop with float32 scales: one for 128 elements of a row of x, one for a 128 x 128 block of weights.
 
-As `Fp8Mainloop`, except that the sum of a k-tile is multiplied by a row's scale times the weights': one multiplication
-for each of a thread's rows and scales, beside 64 multiply-adds a piece. 64 columns of a half have one weight scale in
-every layout (memory/block_scales.py), so a tile of 256 weight rows has two in all, which all its threads ask for:
+`Fp8Mainloop`, except that the sum of a k-tile is multiplied by the row's scale times the weights' scale: one
+multiplication for each of a thread's rows and weight scales, beside 64 multiply-adds a piece. In every layout 64
+columns of a half share a weight scale (memory/block_scales.py), so a tile of 256 weight rows has two weight scales,
+which all its threads load:
 
     no gate        a scale for each 128 columns
     concat         one for the activated half, one for the linear half
@@ -34,8 +34,14 @@ HALF_BLOCK = BLOCK // 2
 
 
 class ScaleSources(NamedTuple):
-    """Scales of rows, float32 [rows, ceil(K / 128)] at an address, and of weights. gate: which weight rows
-    are whose. half: weight rows of each part."""
+    """Locations of the scales of rows and of weights.
+
+    Attributes:
+        rows: address of the row scales, float32 [rows, ceil(K / 128)].
+        weights: the grid of weight scales.
+        gate: which weight rows belong to which half.
+        half: number of weight rows of each part.
+    """
 
     rows: Int64
     weights: BlockGrid
@@ -44,11 +50,11 @@ class ScaleSources(NamedTuple):
 
 
 class BlockScales(RowScales):
-    """The scales of a thread's rows, and after them the tile's weight scales: `count` in all, each taken and asked for
-    as `RowScales` does.
+    """The scales of a thread's rows, followed by the tile's weight scales: `count` in all.
 
-    weights: how many a tile has. weight_begins: where the scales of each one's grid row begin. halves: of a piece,
-    which has scales of its own for either half of its columns in an interleaved layout.
+    They are loaded and taken like those of `RowScales`. weights: number of weight scales of a tile. weight_begins:
+    address of the grid row of each weight scale. halves: 2 if the two halves of a piece's columns have different weight
+    scales, as in an interleaved layout; else 1.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class BlockScales(RowScales):
 
     @cute.jit
     def begin(self, work: WorkTile):
-        """Ask for a tile's first scales."""
+        """Start loading the first scales of a tile."""
         grid = self.sources.weights
         first = grid.expert(work.expert)
         for i in cutlass.range_constexpr(self.weights):
@@ -77,8 +83,10 @@ class BlockScales(RowScales):
         RowScales.begin(self, work)
 
     def _grid_row(self, work: WorkTile, i: int) -> Int32:
-        """The grid row of the tile's weight scale number i. Columns past the last one are zeros: any scale will do, as
-        long as other columns of their block have it."""
+        """Return the grid row of the tile's weight scale number i.
+
+        Columns past the last one are zeros, so the last column's scale serves a block that begins past the end.
+        """
         sources, layout = self.sources, self.layout
         column, part = work.n_tile * self.part_n, 0
         if self.parts == 1:
@@ -101,14 +109,14 @@ class BlockScales(RowScales):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """The scales of a k-tile, which the call before asked for; asks for the next one's."""
+        """Return the scales of a k-tile, whose loads the previous call started, and start the next k-tile's loads."""
         scales = cute.make_rmem_tensor(self.count, Float32)
         scales.store(self.next.load())
         self._fetch(k_tile + 1)
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor of a half of a piece of a row: the row's scale times the weights'."""
+        """Return the factor of one half of a piece of a row: row scale times weight scale."""
         return scales[row] * self._weight_scale(scales, columns, half)
 
     def _weight_scale(self, scales: cute.Tensor, columns: int, half: int) -> Float32:
@@ -120,7 +128,7 @@ class BlockScales(RowScales):
 
 
 class BlockFp8Mainloop(Fp8Mainloop):
-    """`scales` of the operands: a ScaleSources. `layout`: of the weights, one of specs.LAYOUT_FORMS."""
+    """`Fp8Mainloop` whose `operands.scales` is a ScaleSources. layout: of the weights, one of specs.LAYOUT_FORMS."""
 
     def __init__(
         self, tile: TileConfig, parts: int, layout: str, stages: int, policy: GemmPolicy, load_warp_gathers: bool
@@ -129,7 +137,7 @@ class BlockFp8Mainloop(Fp8Mainloop):
         self.layout = layout
 
     def scales(self, operands: Operands, share: TileShare) -> BlockScales:
-        """A thread's, for all of its tiles."""
+        """Make the scales of a thread, for all of its tiles."""
         of_tile = self.part_n, self.parts, self.pieces, self.layout
         sources: Any = operands.scales
         return BlockScales(sources, operands.rows, self.first_row(share), 2 * self.tile.slabs, *of_tile)

@@ -1,14 +1,14 @@
-"""The FP8 mainloop of weights in 4 bits: TMA brings rows of x and packed weights, warpgroups decode these to E4M3.
+"""The FP8 mainloop of 4-bit weights: TMA brings rows of x and packed weights; warpgroups decode the weights to E4M3.
 
 Two rings of k-tiles:
 
-    stages    rows of x and packed weights. Full by TMA's bytes, and where rows come by index when the copies are there;
-              empty: 1 an MMA warp, and 1 a warp of the warpgroup that has decoded the weights.
-    decoded   weights as wgmma reads them. Full: 1 a thread of that warpgroup, after a fence that orders its writes
-              before wgmma's reads; empty: 1 an MMA warp.
+    stages    rows of x and packed weights. full: TMA's bytes, and the copies of rows that come by index; empty: 1 an
+              MMA warp, and 1 a warp of the warpgroup that decodes the k-tile.
+    decoded   weights as wgmma reads them. full: 1 a thread of the warpgroup that decodes the k-tile, after a fence
+              that orders its writes before wgmma's reads; empty: 1 an MMA warp.
 
-Warpgroups that decode take turns at k-tiles. A k-tile of 256 weight rows takes a warp of each scheduler 400
-instructions, and its MMAs with 64 rows of x 512 cycles.
+Decoding warpgroups take turns at k-tiles. For a k-tile of 256 weight rows, each warp scheduler issues 400
+instructions of a decoding warp, while the MMAs with 64 rows of x take 512 cycles.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ from .gathered_rows import row_indices
 
 WORD_BYTES = 4
 CHUNKS_AHEAD = {1: 3, 2: 4}
-"""That a decoding thread reads, by the number of warpgroups that decode, which share their registers."""
+"""Chunks that a decoding thread reads ahead, by number of decoding warpgroups, which share their registers."""
 
 
 class Scales(NamedTuple):
-    """The address of the scales of x's rows, and where those of weights lie."""
+    """Address of the scales of x's rows, and the block and row scales of the weights."""
 
     rows: Int64
     weights: BlockScales
 
 
 class DecodedRing(Invariant):
-    """Full and empty barriers of the decoded k-tiles. A k-tile's number, of all that a CTA has, says where it is."""
+    """The ring of decoded k-tiles: full and empty barriers.
+
+    A CTA numbers its k-tiles across tiles; k-tile `number` takes slot number % slots.
+    """
 
     def __init__(self, barriers: cute.Pointer, slots: int, mma_warps: int):
         self.slots = slots
@@ -71,7 +74,7 @@ class DecodedRing(Invariant):
         self.pipeline.sync_object_empty.wait(self.slot(number), self._phase(number) ^ 1)
 
     def arrive_full(self, number: Int32) -> None:
-        """By each thread of a warpgroup that has decoded the k-tile."""
+        """Report k-tile `number` as decoded; called by each thread of the warpgroup that decoded it."""
         cute.arch.mbarrier_arrive(self.pipeline.sync_object_full.get_barrier(self.slot(number)))
 
     def wait_full(self, number: Int32) -> None:
@@ -79,15 +82,15 @@ class DecodedRing(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """By all lanes of an MMA warp, whose wgmmas have read the k-tile."""
+        """Free the slot of k-tile `number`; called by all lanes of an MMA warp whose wgmmas have read it."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.pipeline.sync_object_empty.get_barrier(self.slot(number)))
 
 
 class DecodedFp8Mainloop(Fp8Mainloop):
-    """A: E4M3 rows of x; B: ranges of an expert's weight rows of E2M1, words of 8, decoded to E4M3.
+    """A: E4M3 rows of x. B: ranges of an expert's weight rows, E2M1 in words of 8 elements, decoded to E4M3.
 
-    `scales` of the operands is a `Scales`. warpgroups: how many decode.
+    `operands.scales` is a `Scales`. warpgroups: number of decoding warpgroups.
     """
 
     decoded_stages = budget.DECODED_STAGES
@@ -111,7 +114,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Scales
     ) -> Operands:  # fmt: skip
-        """Host side: the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi)."""
+        """Host side: make the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi)."""
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
         load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled_layout(Int32, self.w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, w, layout, self.w_box, num_multicast=1)
@@ -121,7 +124,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         return cute.size(operands.b, mode=[1]) * WORD_BYTES
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
-        """That of the stages; the ring of decoded weights has the barriers behind it."""
+        """Make the pipeline of the stages, and the ring of decoded weights, whose barriers follow the stages'."""
         mma_warps = self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         self.decoded = DecodedRing(barriers + 2 * self.stages, self.decoded_stages, mma_warps)
         return pipeline.PipelineTmaAsync.create(
@@ -149,12 +152,13 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         self, lines: RowsInFp8, operands: Operands, sB: cute.Tensor, narrow: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Decode the k-tiles of an output tile that are this warpgroup's, number `rank`. narrow: the address of the
-        stages' packed weights.
+        """Decode the k-tiles of an output tile that fall to warpgroup `rank`. narrow: address of the packed weights.
 
-        Turns count on from tile to tile: a warpgroup that came to a slot a third k-tile later could take a phase of its
-        barrier for one that is two older. So could one that waited for a stage first, whose k-tile before may be the
-        other warpgroup's and on its way: room among decoded weights says that it was multiplied.
+        Turns at k-tiles continue from tile to tile, and each warpgroup waits for an empty slot of the decoded ring
+        before it waits for the stage. Both are needed for correctness. If turns began anew with each tile, a warpgroup
+        could come to a slot a third k-tile later and take a phase of its barrier for the one two phases older. The same
+        could happen to a warpgroup that waited for the stage first, because the k-tile before in that stage may be the
+        other warpgroup's and still on its way; an empty decoded slot proves that this k-tile was multiplied.
         """
         turns = self.warpgroups
         first = (rank + turns - state.count % turns) % turns
@@ -176,7 +180,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over a tile's stages, each once it is full."""
+        """Pass over the k-tiles of a tile without multiplying; each is released only after it is full."""
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             stages.consumer_release(state)

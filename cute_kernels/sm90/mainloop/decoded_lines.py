@@ -1,11 +1,11 @@
-"""The mainloop of rows times quantised weights over these weights' rows, dx = dy w: dy comes by TMA, w is decoded.
+"""The mainloop of dx = dy w with quantised weights, contracted over weight rows: dy comes by TMA, w is decoded.
 
-A warpgroup decodes a k-tile of weights into its stage, where wgmma finds what TMA would have brought of 16-bit weights
-(decoding/lines.py): 64 weight rows by tile.n columns. A stage is full when TMA's bytes are there and each thread of
-that warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
+A decoding warpgroup writes a k-tile of weights (64 weight rows by tile.n columns) into its stage, in the layout in
+which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes are there and each thread of
+the decoding warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
 
-Decoding 64 x 128 weights takes a warp of each scheduler 150 to 300 instructions, while their MMAs with 128 rows take
-512 cycles.
+For 64 x 128 weights, each warp scheduler issues 150 to 300 instructions of a decoding warp, while the MMAs with 128
+rows take 512 cycles.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
 DECODING_WARPGROUPS = 2
-"""Warpgroups that decode, taking turns at k-tiles: one takes 700 cycles for a k-tile, mostly latency, and MMAs 512."""
+"""Decoding warpgroups, which take turns at k-tiles. One takes 700 cycles a k-tile, mostly latency; MMAs take 512."""
 SLOTS = 3
-"""A warpgroup's k-tiles of weights on their way or in work."""
+"""K-tiles of packed weights that a warpgroup copies ahead or decodes."""
 
 
 class HopperLines(DecodedLines):
@@ -46,13 +46,13 @@ class HopperLines(DecodedLines):
 
 
 def slots_bytes(weights: Format, width: int) -> int:
-    """Bytes of shared memory for weights on their way: chunks of 16 bytes, and a word of scales for each."""
+    """Return the bytes of a warpgroup's slots for packed weights: chunks of 16 bytes, and a word of scales for each."""
     chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
     return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)
 
 
 class DecodedLinesMainloop(Mainloop):
-    """A: `tile.m` rows of x at any row, in boxes. B: an expert's weights in a format, contracted over their rows."""
+    """A: tile.m rows of x in boxes, from any row on. B: an expert's quantised weights, contracted over their rows."""
 
     gathers = False
 
@@ -63,7 +63,7 @@ class DecodedLinesMainloop(Mainloop):
         self.narrow_bytes = DECODING_WARPGROUPS * self.slots_bytes
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, scales: Int64, columns: Int32) -> Operands:
-        """Host side: the TMA descriptor of x (rows, k), and where the weights lie."""
+        """Host side: make the TMA descriptor of x (rows, k), and the addresses of the weights and scales."""
         atom, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
         return Operands(atom, a, atom, a, (experts_of(w, scales, self.format, columns),), NO_ROWS)
 
@@ -112,12 +112,11 @@ class DecodedLinesMainloop(Mainloop):
         self, lines: HopperLines, operands: Operands, sB: cute.Tensor, slots: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Fill the weights of every stage of one output tile that is this warpgroup's, number `rank`. slots: the
-        address of its slots.
+        """Decode the k-tiles of an output tile that fall to warpgroup `rank`. slots: address of the warpgroup's slots.
 
-        Turns count on from tile to tile, so that room for a warpgroup's k-tile says that all before the other's last
-        one were multiplied: it then takes no later phase of a stage's barrier for an earlier one, whose stage it never
-        waited for.
+        Turns at k-tiles continue from tile to tile. Then an empty stage for a warpgroup's k-tile proves that all
+        k-tiles before the other warpgroup's last one were multiplied. Therefore a warpgroup never takes a later phase
+        of a stage's barrier for an earlier one that it did not wait for.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
@@ -149,7 +148,10 @@ class DecodedLinesMainloop(Mainloop):
     def _begin(
         self, lines: HopperLines, sources: Any, slot: Int32, k_tile: Int32, num_k_tiles: Int32, slot_before: Int32
     ):  # fmt: skip
-        """Ask for a k-tile, if there is that. Always a group of copies, so that counts of groups stay fixed."""
+        """Start copying a k-tile, if it exists.
+
+        Always commits one cp.async group, even an empty one, so that wait counts stay fixed.
+        """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)
         lines.ask(sources, k_tile * DEPTH, slot_before)

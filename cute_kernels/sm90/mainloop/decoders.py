@@ -1,10 +1,11 @@
-"""Weights as pairs of bfloat16 numbers, exactly: times their scale, two elements a 32-bit register. A class for each
-element (decoding/elements.py), with the instructions that Hopper has for it.
+"""Decoders of weights to bfloat16 by Hopper's instructions: element times scale, two elements a 32-bit register.
 
-E4M3: the hardware converts it to float16; by way of float32 that becomes bfloat16, which has 8 bits of significand
-where E4M3 has 4. The product with a block's scale is exact where it is no subnormal. That is five instructions for two
-elements, or 20 a warp for its part of 64 x 16 weights, which keep the tensor cores busy for 128 cycles where 256 rows
-of x are multiplied.
+There is one class for each element type (decoding/elements.py). Decoding is exact, except as noted here.
+
+E4M3: the hardware converts it to float16, which becomes bfloat16 by way of float32; bfloat16 has 8 bits of significand,
+E4M3 has 4. The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so
+that a warp's part of 64 x 16 weights takes 20; with 256 rows of x, these weights keep the tensor cores busy for 128
+cycles.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ...formats import E2M1, E4M3, FLOAT32, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Multiply two bfloat16 numbers each. The instruction takes no constants: a multiplier is moved to a register."""
+    """Multiply two pairs of bfloat16 numbers. The instruction takes no constants, so a constant goes to a register."""
     ptx = "{ .reg .b32 factor; mov.b32 factor, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, factor; }"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
 
 class HopperE4m3(E4m3):
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """The two E4M3 bytes in the lower half of a word, times their scale."""
+        """Return the two E4M3 bytes in the lower half of `share` times their scale, as bfloat16."""
         ptx = """{
         .reg .b16 bytes, low, high; .reg .b32 pair; .reg .f32 first, second;
         cvt.u16.u32 bytes, {$r0};
@@ -41,12 +42,13 @@ class HopperE4m3(E4m3):
 
 
 class HopperE4m3InFloat32(E4m3):
-    """E4M3 that meets a float32 scale as a float32 number: six instructions for two elements. The product is rounded
-    to float32 and then to bfloat16, as a weight is that is dequantised to bfloat16.
+    """E4M3 with a float32 scale: six instructions for two elements.
+
+    The product is rounded to float32 and then to bfloat16, as in dequantising a weight to bfloat16.
     """
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """multiplier: the scale."""
+        """Return the two E4M3 bytes in the lower half of `share` times the float32 `multiplier`, as bfloat16."""
         ptx = """{
         .reg .b16 bytes, low, high; .reg .b32 pair; .reg .f32 first, second, scale;
         mov.b32 scale, {$r1};
@@ -69,10 +71,10 @@ class HopperE2m1(E2m1):
 
 ELEMENTS: dict[str, type[Element]] = {E4M3: HopperE4m3, E2M1: HopperE2m1}
 IN_FLOAT32: dict[str, type[Element]] = {E4M3: HopperE4m3InFloat32}
-"""Decoder of formats with float32 scales."""
+"""Element classes of formats with float32 scales."""
 
 
 def decoder_of(weights: Format) -> Decoder:
-    """The decoder of a format."""
+    """Make the decoder of a weight format."""
     element = (IN_FLOAT32 if weights.scale == FLOAT32 else ELEMENTS)[weights.element]()
     return Decoder(element, SCALES[weights.scale](element, product))

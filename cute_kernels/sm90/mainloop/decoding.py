@@ -1,15 +1,17 @@
-"""The mainloop of weights in a narrow format: decoded in registers, they are the rows of a 16-bit MMA whose columns are
-rows of x.
+"""The mainloop of quantised weights that are decoded in registers, for 16-bit MMAs.
 
-wgmma reads its first operand from registers and the second from shared memory, so they are swapped: y^T = w x^T. A
-warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32 elements while the wgmmas of
-the step before run: fragments of two steps take turns.
+wgmma reads its first operand from registers or shared memory and its second from shared memory, so the operands are
+swapped: y^T = w x^T. Weights are the rows of the MMA and rows of x its columns. A warpgroup has one or two slabs of 64
+weight rows. It decodes a k-tile of 128 in steps of 32 elements while the wgmmas of the previous step run; the fragments
+of two steps alternate.
 
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
-16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: of E4M3 2 bytes of shared memory,
-of E2M1 a part of a word that has all that a row's step has for the thread. By the swizzle, the 8 rows of a load, 8 x 8
-bytes or 8 x 16, are in banks of their own.
-Which weight rows those are, and which bytes of them, swapped_rows.py says; what these become, the format's decoder.
+16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h. For E4M3 these are 2 bytes of
+shared memory; for E2M1 they are a part of one word that holds all elements of the row and step for the thread. The
+swizzle puts the 8 rows of a load (8 x 8 or 8 x 16 bytes) into different banks.
+
+swapped_rows.py says which weight rows, and which of their bytes, a thread has; the format's decoder turns the bytes
+into 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -45,20 +47,22 @@ from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
-# Scale bytes: a row has one word of them for a k-tile, or two.
+# Scale bytes of a word. A row has one or two words of scales for a k-tile.
 SCALES_PER_WORD = 4
-# Elements that are decoded at a time: a word of E2M1 has its eight in every eight of 32. wgmmas of such a step, then.
+# Elements of k that are decoded in one step, and the wgmmas of a step. A word of E2M1 holds a thread's 8 of each 32.
 STEP_K = 32
 STEP = STEP_K // MMA_K
-# 32-bit registers of a slab's fragment of one wgmma: pairs of elements, of two rows. A row's, then, and a step's.
+# 32-bit registers of a slab's fragment of one wgmma: each a pair of elements, of two rows. Then the pairs of one row:
+# of a wgmma, and of a step.
 FRAGMENT_REGS = 4
 WGMMA_PAIRS = FRAGMENT_REGS // ROW_HALVES
 STEP_PAIRS = STEP * WGMMA_PAIRS
 
 
 class ScaleGrid(NamedTuple):
-    """Scales of weights: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles of `words` words each.
-    share: a warpgroup's. gate: which of the rows are whose.
+    """Scale bytes of weights, [E, rows, blocks], at an address: `k_tiles` k-tiles of `words` words each.
+
+    share: the warpgroup's share of a tile. gate: which rows belong to which half.
     """
 
     address: Int64
@@ -71,11 +75,17 @@ class ScaleGrid(NamedTuple):
 
 
 class WeightScales(Invariant):
-    """Scale bytes of a thread's rows, words of four for each k-tile, asked for while the one before is in work; those
-    of a tile's first one during the last of the tile before.
+    """Scale bytes of a thread's rows, in words of four bytes.
 
-    expert: the address of its scales. begins: where a row's begin. words: (word, row). bad: of the tile so far; large:
-    of `words`.
+    The scales of a k-tile are loaded during the k-tile before it; those of a tile's first k-tile during the last k-tile
+    of the previous tile.
+
+    Attributes:
+        expert: address of the expert's scales.
+        begins: offset of each row's scales.
+        words: (word, row), the scales of the current k-tile; next: those being loaded.
+        bad: bits for bad scales of the tile so far.
+        large: not 0 if `words` has a large scale.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -94,30 +104,30 @@ class WeightScales(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile):
-        """Ask for the first scales of a tile."""
+        """Start loading the first scales of a tile."""
         self._aim(work)
         self._fetch(Int32(0))
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Fetch from a tile's rows from now on. The end mark's are an expert's like any other."""
+        """Set the addresses for a tile's rows. The end mark (expert < 0) uses expert 0's scales."""
         grid = self.grid
         half = grid.rows // self.rows.parts
         thread = thread_of_warpgroup()
         self.expert[0] = grid.address + Int64(cutlass.max(work.expert, Int32(0))) * (grid.rows * grid.blocks)
         for i in cutlass.range_constexpr(self.rows.count):
-            # Rows past the last one are zeros and never stored: any row's scales will do.
+            # Rows past the last one are zeros and never stored, so any row's scales will do.
             column = work.n_tile * self.rows.part_n + self.rows.column(i, grid.share.first_slab, thread)
             row = row_of(self.layout, grid.gate, cutlass.min(column, half - 1), self.rows.part(i), half)
             self.begins[i] = row * grid.blocks
 
     def _has_words(self) -> Boolean:
-        """Whether a matrix of such rows has the scales of k-tiles aligned as words."""
+        """Return whether a row's scales of each k-tile are aligned to words."""
         return (self.grid.blocks | Int32(self.grid.address)) % SCALES_PER_WORD == 0
 
     @cute.jit
     def _fetch(self, k_tile: Int32):
-        """Ask for the scales of a k-tile: words, or a byte for each of the four threads that have the same rows."""
+        """Start loading the scales of a k-tile: words, or one byte by each of the four threads with the same rows."""
         if self._has_words():
             first = self.expert[0] + k_tile * (self.grid.words * SCALES_PER_WORD)
             for word in cutlass.range_constexpr(self.grid.words):
@@ -127,7 +137,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_word(self, first: Int64, word: cutlass.Constexpr[int], k_tile: Int32):
-        """Ask for a word of each row; 0 past the last block, which only words after a k-tile's first may be."""
+        """Start loading a word of each row; 0 past the last block, where only a k-tile's later words can lie."""
         count = self.grid.words * SCALES_PER_WORD
         if const_expr(word > 0):
             for i in cutlass.range_constexpr(self.rows.count):
@@ -141,7 +151,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_bytes(self, k_tile: Int32):
-        """Ask for the thread's own block of each word of each row; 0 behind the last one."""
+        """Start loading the thread's byte of each word of each row; 0 past the last block."""
         block = k_tile * (self.grid.words * SCALES_PER_WORD) + cute.arch.lane_idx() % SCALES_PER_WORD
         scales = vector_at(Uint8, self.expert[0])
         for word in cutlass.range_constexpr(self.grid.words):
@@ -153,7 +163,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _gather_bytes(self):
-        """Make words of what the four threads have."""
+        """Combine the bytes of four threads into words."""
         shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
         for i in cutlass.range_constexpr(cute.size(self.next)):
             word = self.next[i] << shift
@@ -163,7 +173,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def take(self):
-        """Make `words` of the scales that were asked for."""
+        """Move the loaded scales to `words`, and note bad and large ones."""
         if not self._has_words():
             self._gather_bytes()
         if const_expr(self.decoder.scales.first_large is not None):
@@ -176,7 +186,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Ask for the scales of a k-tile; of the one behind the last, for the first of the next tile."""
+        """Start loading the scales of a k-tile. After the last k-tile comes the first of the next tile."""
         if k_tile == self.grid.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
@@ -184,7 +194,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Make NaN of the rows that had a bad scale."""
+        """Overwrite the accumulators of rows with a bad scale with NaN, and forget the bad scales."""
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
@@ -198,14 +208,14 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row, in boxes.
+    """A: `parts` ranges of an expert's quantised weight rows. B: tile.m rows of x in boxes, from any row on.
 
-    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / block]. A k-tile is a stage or two.
+    `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
     """
 
     gathers = False
     scales_type = WeightScales
-    looks_ahead = BEFORE_MMA  # the last k-tile of a tile asks for the first scales of the next
+    looks_ahead = BEFORE_MMA  # during a tile's last k-tile the first scales of the next tile are loaded
     scales_are_ready = True
 
     def __init__(
@@ -235,7 +245,7 @@ class DecodingMainloop(WeightsFirst):
         return (self.tile.n * self.format.bits + self.tile.m * self.dtype.width) * self.stage_k // 8
 
     def tiled_mma(self) -> cute.TiledMma:
-        """One warpgroup's 64 x tile.m wgmmas, A from registers."""
+        """Make the MMA: wgmmas of 64 x tile.m of one warpgroup, A from registers."""
         k_major = OperandMajorMode.K
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile.m),
@@ -245,7 +255,7 @@ class DecodingMainloop(WeightsFirst):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
     ) -> Operands:
-        """Host side: TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of boxes of x (row, k)."""
+        """Host side: make TMA descriptors of weights (n, k, lo, hi) and x (row, k). rows: weight rows of an expert."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_box, x_box = self.w_box, self.x_box
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
@@ -267,7 +277,7 @@ class DecodingMainloop(WeightsFirst):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
+        """Fill `count` stages, the first `ahead` of which have their weights. with_rows: load rows of x, too."""
         address, *_ = operands.extra
         w_box, x_box = self.w_box, self.x_box
         tAsA, tAgA = _partition(
@@ -297,22 +307,22 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Where a thread's first share of A lies, in the first stage, and B as wgmma's descriptors."""
+        """Return the address of a thread's first share of A in the first stage, and B as wgmma descriptors."""
         thread = thread_of_warpgroup()
         lane = thread % 32
-        # Rows 8 apart have the same swizzle.
+        # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.
         swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.element.share_bytes
         first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
         mma = self.tiled_mma()
         return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
 
     def accumulators(self) -> cute.Tensor:
-        """A thread's accumulators: (wgmma's own, slab, 1)."""
+        """Allocate a thread's accumulators: (registers of a wgmma, slab, 1)."""
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
     def scales(self, operands: Operands, share: TileShare) -> Any:
-        """A thread's, for all of its tiles."""
+        """Make the scales of a thread, for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
         blocks, k_tiles = self.format.num_scales(k), cute.ceil_div(k, self.tile.k)
@@ -325,10 +335,10 @@ class DecodingMainloop(WeightsFirst):
         self, acc: cute.Tensor, fragments: tuple, scales: WeightScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        While a step's wgmmas run, the next step is decoded, across k-tiles too. The compiler wants none in flight where
-        the loop closes, else it runs all of them one by one.
+        While a step's wgmmas run, the next step is decoded, also across k-tiles. At the end of the loop body no wgmma
+        may be in flight, else the compiler runs all of them one by one.
         """
         first, tCrB = fragments
         tiled_mma = self.tiled_mma()
@@ -339,7 +349,8 @@ class DecodingMainloop(WeightsFirst):
         if num_k_tiles > 0:
             self._open(first, buffers[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            # At the top, and taken at the bottom: carried into the next round they would be moved, and so waited for.
+            # Loaded at the top and taken at the bottom of one round: if loads were carried into the next round, the
+            # compiler would move their registers, and so wait for the loads.
             scales.ask(k_tile + 1, tile.next_work)
             first_stage = state.clone()
             state.advance()
@@ -380,13 +391,13 @@ class DecodingMainloop(WeightsFirst):
         self, first: Int32, fragment: cute.Tensor, scales: WeightScales, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Wait for the next k-tile and decode its first step."""
+        """Take the scales of the next k-tile, wait for its stage and decode its first step."""
         scales.take()
         stages.consumer_wait(state)
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """A thread's shares of a stage's step: (share of a row, row)."""
+        """Read a thread's shares of a step from a stage: (share of a row, row)."""
         pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
         for i in range(STEP):
@@ -419,7 +430,7 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
-        """Multiply what has a large scale by the rest of it, which few weights have."""
+        """Multiply weights that have a large scale by the rest of the scale. Few weights need that."""
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):
                 for half in cutlass.range_constexpr(ROW_HALVES):
@@ -435,7 +446,7 @@ def thread_of_warpgroup() -> Int32:
 
 
 def _partition(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Shared and global memory of boxes whose first two modes are (rows, k)."""
+    """Partition shared and global memory of boxes whose first two modes are (rows, k)."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )

@@ -1,11 +1,11 @@
-"""The mainloop of 4-bit weights and few rows of x: whole words are decoded, and multiplied by a warp's own MMAs.
+"""The mainloop of 4-bit weights and few rows of x: threads decode whole words, and warp MMAs multiply them.
 
-A warp's MMA leaves free which places of the contraction a thread multiplies, as long as both operands agree. So thread
-t % 4 of a k-tile of 128 has 32 neighbouring elements of a weight row, which are one block of MXFP4 or two of NVFP4, and
-one load of 16 bytes, and of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 8
-elements, and all scales of the k-tile.
+With a warp's MMA, any assignment of contraction indices to threads is right, as long as both operands use the same one.
+So of each k-tile of 128, thread t % 4 has 32 neighbouring elements of a weight row and the same 32 columns of x. The 32
+elements are one block of MXFP4 or two of NVFP4, and one load of 16 bytes. A wgmma fixes the assignment: with it, a
+thread needs a load for every 8 elements, and all scales of the k-tile.
 
-Weight rows, columns of the result and accumulators are those of `DecodingMainloop`.
+Weight rows, output columns and accumulators are assigned to threads as in `DecodingMainloop`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ from .base import MmaTile
 from .decoders import product
 from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpgroup
 
-# Threads with the same rows: each has a block of every row in a k-tile.
+# Threads with the same weight rows: each has its own 32 elements of every row in a k-tile.
 QUAD = 4
-# Words of a thread's elements, of which each has a pair of every 8 of them.
+# Words of a thread's elements in a row and k-tile, each of which has a pair of every 8 elements; bytes of a word.
 WORDS, WORD_BYTES = 4, 4
 ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
-# Rows of x of one MMA.
+# Rows of x that one MMA multiplies.
 COLUMNS = 8
-# Threads whose columns of x are in the second half of a k-tile begin with the second half of their elements: else they
-# would ask for the banks of those in the first. The first pairs of their words are from there (`E2m1.place`).
+# Threads 2 and 3 of a quad, whose columns of x lie in the second half of a k-tile, begin with the second half of their
+# elements; otherwise they would read x from the same banks as threads 0 and 1. The first pairs of their words hold
+# elements of that half (`E2m1.place`).
 TURNED = 2
 
 
 class BlockScales(WeightScales):
-    """The scales of a thread's own elements, one byte or two, for each row and k-tile. The first ones of a tile are
-    asked for before the epilogue of the tile before.
+    """The scales of a thread's own elements: one or two bytes for each row and k-tile.
 
-    next_block: the first block of a row whose scale was asked for. count: a thread's blocks. is_turned: whether the
-    thread begins with the second half of its elements.
+    The first scales of a tile are loaded before the epilogue of the previous tile.
+
+    Attributes:
+        next_block: first block of a row whose scales are being loaded.
+        count: blocks of a thread in a row and k-tile.
+        is_turned: the thread begins with the second half of its elements.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -56,13 +60,13 @@ class BlockScales(WeightScales):
         self.is_turned = cute.arch.lane_idx() % QUAD & TURNED != 0
 
     def begin(self, work: WorkTile) -> None:
-        """Ask for the first scales of a tile."""
+        """Start loading the first scales of a tile."""
         self._aim(work)
         self.next_block[0] = cute.arch.lane_idx() % QUAD * self.count
         self._fetch_next()
 
     def ask_next(self) -> None:
-        """Ask for the scales of the next k-tile; of the one behind the last there are none."""
+        """Start loading the scales of the next k-tile; after the last one nothing is loaded."""
         self.next_block[0] += QUAD * self.count
         self._fetch_next()
 
@@ -77,8 +81,9 @@ class BlockScales(WeightScales):
                 self.next[i] = Int32(vector_at(dtype, first + self.begins[i])[0]) & (2**dtype.width - 1)
 
     def take(self) -> None:
-        """Make `words` of the bytes that were asked for, and `large` the greatest where bytes may be large: bad ones
-        are noted where it is, else now.
+        """Move the loaded bytes to `words`, and the greatest of them to `large`.
+
+        Bad scales are noted here if the scale type has no large scales; else the caller notes them when `has_large`.
         """
         self.large[0] = Int32(0)
         for i in range(self.rows.count):
@@ -88,7 +93,7 @@ class BlockScales(WeightScales):
             self.note_bad()
 
     def has_large(self) -> Boolean:
-        """Whether any thread of the warp has a large one, as a bad one is."""
+        """Return whether any thread of the warp has a large scale. Every bad scale is large."""
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
@@ -97,19 +102,19 @@ class BlockScales(WeightScales):
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Make NaN of the rows that had a bad scale in any thread's block."""
+        """Overwrite the accumulators of rows with NaN if any thread of the quad had a bad scale for them."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.spoil(self, acc)
 
 
 class FewRowsMainloop(DecodingMainloop):
-    """As `DecodingMainloop`, by words of 8 elements."""
+    """`DecodingMainloop` that decodes words of 8 elements and multiplies by warp MMAs."""
 
     scales_type = BlockScales
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, Int32]:
-        """Where in the first stage a thread's first weights and first columns of x lie."""
+        """Return the addresses of a thread's first weights and first columns of x in the first stage."""
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
@@ -123,8 +128,9 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: BlockScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup, whose warps do not wait for each other. Returns the
-        advanced state.
+        """Compute acc = A B^T over all of K. Returns the advanced state.
+
+        Called by a whole warpgroup, whose warps do not wait for each other.
         """
         weights, columns = fragments
         acc.fill(0.0)
@@ -151,14 +157,14 @@ class FewRowsMainloop(DecodingMainloop):
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:
-        """A thread's block of each of its rows."""
+        """Read a thread's 32 elements of each of its rows."""
         return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     @cute.jit
     def _multiply_small(
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, rows: Int32
     ):  # fmt: skip
-        """acc += a k-tile without large scales, of as many boxes of x's rows as have some."""
+        """Add a k-tile without large scales to acc: the first 8 rows of x if the group has no more, else all."""
         if rows > COLUMNS:
             self._multiply(acc, words, first_column, scales, self.tile.m, False)
         else:
@@ -168,7 +174,7 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
         large: bool,
     ) -> None:  # fmt: skip
-        """acc += a k-tile, of the first `columns` rows of x. `large`: some scale of the warp's is."""
+        """Add a k-tile of the first `columns` rows of x to acc. large: the warp has a large scale."""
         element, scale = self.decoder
         warp_mma = WarpMma(self.dtype)
         bytes_, count = [scales.words[row] for row in range(self.rows.count)], scales.count
@@ -196,7 +202,7 @@ class FewRowsMainloop(DecodingMainloop):
 
 
 def _shared_words(address: Int32) -> cute.Tensor:
-    """16 bytes of shared memory, by one load."""
+    """Read 16 bytes of shared memory by one load."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORDS * WORD_BYTES)
     words = cute.make_rmem_tensor(WORDS, Int32)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)

@@ -1,11 +1,12 @@
-"""The FP8 mainloop: E4M3 rows with a scale for each 128 of the contraction, times weights folded to one scale a row.
+"""The FP8 mainloop: E4M3 rows with a scale for each 128 of the contraction, times E4M3 weights with one scale a row.
 
-Hopper's tensor cores know no scales, and add E4M3 products in fewer bits than float32 has. So a k-tile is 128 deep, its
-wgmmas start from zero, and CUDA cores add their sum, times the row's scale, to float32 accumulators: one fused
-multiply-add for each element and k-tile, beside 128 in the tensor cores. The weights' scales are left to the epilogue.
+Hopper's tensor cores apply no scales, and add E4M3 products in fewer bits than float32 has. So a k-tile is 128 deep,
+its wgmmas start from zero, and CUDA cores promote the sum: they add it, times the row's scale, to float32 accumulators.
+That is one fused multiply-add for each element and k-tile, beside 128 in the tensor cores. The epilogue multiplies by
+the weights' scales.
 
-A thread has 128 accumulators, and 64 for a k-tile of a `piece`: 64 rows and 128 columns. While one warpgroup of a
-cooperative tile promotes a piece, the other's wgmmas run.
+A thread has 128 accumulators, and 64 more for the sums of a k-tile of one piece (64 rows by 128 columns). While one
+warpgroup of a cooperative tile promotes a piece, the other warpgroup's wgmmas run.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ PIECE_REGS = ROWS * PIECE_N // THREADS
 
 
 class RowScales(Invariant):
-    """Where the scales of a thread's rows lie, two rows a slab, and those of the next k-tile, on their way.
+    """The scales of a thread's rows, two rows a slab.
 
-    Memory has equal scales for a k-tile, of which the first is read. Scales are asked for while the k-tile before
-    is in work: a tile's first ones before the epilogue of the tile before.
-    rows: which of x's rows are whose. first_row: a thread's, in the tile. pitch: bytes of a row's scales. last: the
-    last k-tile. begins: where a row's scales do. count: of what `take` gives. halves: parts of a piece's columns that
-    have factors of their own.
+    A row has several equal scales for a k-tile, of which the first is read. The scales of a k-tile are loaded during
+    the k-tile before it; a tile's first scales before the epilogue of the previous tile.
+
+    Attributes:
+        rows: indices of x's rows, if rows come by index.
+        first_row: first row of the thread in the tile.
+        pitch: bytes of a row's scales.
+        last: number of the last k-tile.
+        begins: address of each row's scales.
+        next: scales of the next k-tile, which are being loaded.
+        count: number of scales that `take` returns.
+        halves: parts of a piece's columns that have different factors.
     """
 
     halves = 1
@@ -63,9 +71,9 @@ class RowScales(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile):
-        """Ask for a tile's first scales.
+        """Start loading the first scales of a tile.
 
-        Rows behind the group's end are never stored, and the end mark has none: any row's will do.
+        Rows past the group's end are never stored, and the end mark has no rows, so any row's scales will do for them.
         """
         first = work.row + self.first_row
         for i in cutlass.range_constexpr(self.num_rows):
@@ -83,7 +91,7 @@ class RowScales(Invariant):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """The scales of a k-tile, which the call before asked for; asks for the next one's."""
+        """Return the scales of a k-tile, whose loads the previous call started, and start the next k-tile's loads."""
         scales = cute.make_rmem_tensor(self.num_rows, Float32)
         for i in cutlass.range_constexpr(self.num_rows):
             scales[i] = power_of_two(self.next[i])
@@ -91,15 +99,15 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor of a row's part of a piece. scales: `take`'s. columns: number of the piece's columns."""
+        """Return the factor of a row's part of a piece. scales: as `take` returns them. columns: index of the piece."""
         return scales[row]
 
 
 class Fp8Mainloop(GemmMainloop):
-    """A: E4M3 rows of x; B: ranges of an expert's E4M3 weight rows; both along the contraction.
+    """A: E4M3 rows of x. B: ranges of an expert's E4M3 weight rows. Both are contiguous along the contraction.
 
-    `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32]. Those of the next tile's
-    first k-tile are on their way during an epilogue.
+    `operands.scales` is the address of the scale bytes of x's rows, [rows, K / 32]. The scales of the next tile's first
+    k-tile are loaded during an epilogue.
     """
 
     looks_ahead = AFTER_MMA
@@ -109,24 +117,24 @@ class Fp8Mainloop(GemmMainloop):
         self.pieces = tile.n // PIECE_N
 
     def tiled_mma(self) -> cute.TiledMma:
-        """64 x 128 wgmmas, the warpgroups of a tile stacked along rows."""
+        """Make the MMA: wgmmas of 64 x 128, the warpgroups of a tile stacked along rows."""
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype, self.dtype, self.a_major, self.b_major, Float32, (self.tile.warpgroups_per_tile, 1, 1),
             (ROWS, PIECE_N),
         )  # fmt: skip
 
     def accumulators(self) -> cute.Tensor:
-        """A thread's accumulators: slab by slab, in the order that one wgmma of all columns would have."""
+        """Allocate a thread's accumulators: slab by slab, in the order of one wgmma over all columns."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
-        """A thread's, in the tile."""
+        """Return a thread's first row in the tile."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % THREADS
         return share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
 
     def scales(self, operands: Operands, share: TileShare) -> RowScales:
-        """A thread's, for all of its tiles."""
+        """Make the scales of a thread, for all of its tiles."""
         first_row = self.first_row(share)
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
@@ -139,7 +147,10 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over a tile's stages, each once it is full: released before, it could count for a round too early."""
+        """Pass over a tile's stages without multiplying.
+
+        Each is released only after it is full: an earlier release could count for the previous round of the ring.
+        """
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             stages.consumer_release(state)
@@ -151,8 +162,9 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: RowScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup, whose share may have no rows. Returns the advanced
-        state.
+        """Compute acc = A B^T over all of K. Returns the advanced state.
+
+        Called by a whole warpgroup. If its share has no rows of the group, it multiplies nothing.
         """
         has_rows = tile.work.row + tile.share.first_slab * ROWS < tile.work.group_end
         acc.fill(0.0)
@@ -190,7 +202,7 @@ class Fp8Mainloop(GemmMainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: tuple[cute.Tensor, int, Int32],
         b: tuple[cute.Tensor, int, Int32],
     ) -> None:  # fmt: skip
-        """Start the MMAs of a piece of a k-tile. a, b: descriptors, which slab or which columns, and the stage."""
+        """Start the MMAs of a piece of a k-tile. a: descriptors, slab, stage. b: descriptors, columns, stage."""
         warpgroup.fence()
         for k_block in range(self.tile.k // MMA_K):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
@@ -203,10 +215,11 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, partial: cute.Tensor, scales: RowScales, taken: cute.Tensor,
         slab: cutlass.Constexpr[int], columns: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """One row after the other, so that a scale is read by every second multiply-add alone (`.reuse`).
+        """Add a piece's sums times their factors to the accumulators.
 
-        Two and two in turns, as they lie, four took 6 cycles where the scales were in different banks of registers, and
-        8 where they were not: 3 to 7 % of the whole loop, as ptxas likes.
+        One row comes after the other, so that only every second multiply-add reads the scale from its register
+        (`.reuse`). In register order, two elements of each row in turns, four multiply-adds took 6 cycles if ptxas put
+        the scales into different register banks, and 8 if not: 3 to 7 % of the whole loop.
         """
         regs = PIECE_REGS // 2 // scales.halves
         for row in cutlass.range_constexpr(2):

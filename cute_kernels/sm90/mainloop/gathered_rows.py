@@ -1,15 +1,16 @@
-"""Rows by index: an operand's row t is x[rows[t]], which two warps of the producer warpgroup bring by cp.async.
+"""Gathering of rows by index: an operand's row t is x[rows[t]]. Two warps of the load warpgroup copy it by cp.async.
 
-TMA loads boxes of neighbouring rows. Rows anywhere are copied 16 bytes a lane, 8 lanes a line of 128 bytes, in the
-swizzle that wgmma reads. The other operand goes on by TMA, in clusters by multicast; of rows each CTA loads its own.
-Whether rows come by index is a run-time value: the same kernel reads them as they lie.
+TMA can only load boxes of neighbouring rows. Gathered rows are copied 16 bytes a lane, 8 lanes a line of 128 bytes, in
+the swizzle that wgmma reads. The other operand still comes by TMA, in clusters by multicast; each CTA gathers its own
+rows. Rows by index or in order is a run-time choice of the same kernel.
 
-A stage is full when TMA's bytes are there and every lane's copies are, which arrive on their own when they are done.
-They are writes of the generic proxy, so whoever waited for a stage orders them before its wgmma by a fence.
+A stage is full when TMA's bytes are there and every lane's copies are there; the copies arrive at the barrier by
+themselves. Copies are writes of the generic proxy, so a warpgroup that waited for a stage needs a fence before its
+wgmmas.
 
-A copy holds the registers of its address until it is issued. So a lane has registers of their own for all lines of a
-stage: computed anew for each copy, addresses shared registers, and FC1 took 1.27 times as long as with neighbouring
-rows. For the same reason addresses along rows advance once in K_TILES_AT_ONCE k-tiles.
+A copy holds the registers of its address until it is issued. So a lane keeps separate address registers for all its
+lines of a stage. When addresses were computed anew for each copy, they shared registers, and FC1 took 1.27 times as
+long as with neighbouring rows. For the same reason addresses along rows advance only once in K_TILES_AT_ONCE k-tiles.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ LINES_AT_ONCE = WARP // LANES_A_LINE  # half of the period of the swizzle
 K_TILES_AT_ONCE = 4
 INDICES = 4
 OF_A_LINE = WARP - LANES_A_LINE << 8 | WARP - 1
-"""A shuffle among the lanes of a line."""
+"""Mask and clamp of a shuffle among the 8 lanes of a line."""
 
 
 class RowIndices(NamedTuple):
-    """The addresses of int32 [T], which of x's rows each is (0: rows lie in order), and of x; of this the distance of
-    rows, in 16 bytes, their number and the columns.
+    """Indices of rows, and the tensor x that they select from.
+
+    Attributes:
+        address: address of the indices, int32 [T]: row t is x[indices[t]]. 0: rows lie in order.
+        x: address of x.
+        pitch: distance of x's rows, in units of 16 bytes.
+        num_rows, columns: shape of x.
     """
 
     address: Int64
@@ -50,15 +56,18 @@ class RowIndices(NamedTuple):
     columns: Int32
 
     def index_of(self, row: Int32) -> Int32:
-        """The index of a row, unchecked."""
+        """Return the index of a row, unchecked."""
         return vector_at(Int32, self.address)[row]
 
     def clamped(self, index: Int32) -> Int32:
-        """Which of x's rows that is: an index out of range is clamped."""
+        """Clamp an index into the range of x's rows."""
         return clamp(index, Int32(0), self.num_rows - 1)
 
     def distance(self, index: Int32) -> Int32:
-        """Of a row from the first, in 16 bytes: 32 bits without a sign, so x has at most 64 GiB."""
+        """Return the distance of x's row `index` from x's first row, in units of 16 bytes.
+
+        It is an unsigned number of 32 bits, so x may have at most 64 GiB.
+        """
         return self.clamped(index) * self.pitch
 
 
@@ -66,21 +75,23 @@ NO_ROWS = RowIndices(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0))
 
 
 def row_indices(address: Int64, x: cute.Tensor) -> RowIndices:
-    """Host side."""
+    """Host side: make the RowIndices of x. address: of the indices; 0: rows lie in order."""
     pitch = Int32(x.stride[0] // (CHUNK_BYTES * 8 // x.element_type.width))
     return RowIndices(address, x.iterator.toint(), pitch, Int32(x.shape[0]), Int32(x.shape[1]))
 
 
 class Share(NamedTuple):
-    """The lines of a warp: the first, a multiple of the swizzle's period, and how many times LINES_AT_ONCE."""
+    """Lines that a warp copies: `times` * LINES_AT_ONCE lines from `first` on, a multiple of the swizzle's period."""
 
     first: Int32 | int
     times: int
 
 
 class Lane(NamedTuple):
-    """Which of its warp's first lines, and which 16 bytes of it, are a lane's. targets: where they go in the first
-    stage, and where those of the line half a period behind do.
+    """A lane's place: its line among the warp's first LINES_AT_ONCE lines, and its 16-byte chunk of each of its lines.
+
+    targets: shared-memory addresses in the first stage, of the lane's first line and of its second, which lies half a
+    swizzle period further.
     """
 
     line: Int32
@@ -89,7 +100,7 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Fills an operand's part of a stage, `lines` of 128 bytes."""
+    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes."""
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines
@@ -97,11 +108,11 @@ class Gather(Invariant):
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
     def half(self, rank: Int32) -> Share:
-        """Of the first or the second of two warps that share the work."""
+        """Return the share of warp `rank` (0 or 1) if two warps do equal halves."""
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """`first`: the warp's first line."""
+        """Return this lane's place. first: the warp's first line."""
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
@@ -111,8 +122,9 @@ class Gather(Invariant):
     def copy(
         self, lane: Lane, stage: Int32, i: int, lines_before: int, source: Int64, offset: int, num_bytes: Int32
     ) -> None:  # fmt: skip
-        """The lane's 16 bytes of its i-th line behind so many: `num_bytes` of them from so far behind `source`, zeros
-        for the rest.
+        """Start copying 16 bytes into the lane's i-th line after `lines_before` lines of a stage.
+
+        The first `num_bytes` bytes come from `source` + `offset`; the rest become zeros.
         """
         first = lane.targets[i % 2] + stage * (self.lines * LINE_BYTES)
         target = first + (lines_before + i // 2 * 2 * LINES_AT_ONCE) * LINE_BYTES
@@ -123,27 +135,27 @@ class Gather(Invariant):
 
 
 def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> None:
-    """This lane's copies so far, once they are done."""
+    """Let this lane's copies so far arrive at the stage's full barrier when they are done."""
     cute.arch.cp_async_mbarrier_arrive_noinc(stages.sync_object_full.get_barrier(state.index))
 
 
 class GatherAlongRows(Gather):
-    """Of an operand whose rows are contracted: a line is a row's part of a k-tile."""
+    """Gathers an operand that is contracted along its rows: a line is a row's part of a k-tile."""
 
     @cute.jit
     def fill(
         self, rows: RowIndices, smem: cute.Tensor, share: Share, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, beside: Any = None,
     ):  # fmt: skip
-        """All of K for one output tile. Returns the advanced state.
+        """Copy all k-tiles of the rows of one output tile. Returns the advanced state.
 
-        `beside`: `load(stages, state, k_tile)` brings what else this warp has to bring.
+        beside: `beside.load(stages, state, k_tile)` starts the TMA loads of this warp; None: it has no TMA loads.
         """
         lane = self.lane(smem, share.first)
         sources = cute.make_rmem_tensor(share.times, Int64)
         count = clamp(work.group_end - work.row, Int32(0), Int32(self.lines))
         first = rows.x + Int64(lane.chunk * CHUNK_BYTES)
-        if count > 0:  # behind the last row lines begin where that does
+        if count > 0:  # lines past the last row take its address
             for i in cutlass.range_constexpr(cute.size(sources)):
                 row = cutlass.min(lane.line + i * LINES_AT_ONCE, count - 1)
                 sources[i] = offset_by(first, rows.distance(rows.index_of(work.row + row)))
@@ -168,10 +180,10 @@ class GatherAlongRows(Gather):
         self, lane: Lane, sources: cute.Tensor, left: Int32, columns: Int32, ahead: cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """The k-tile so many ahead of `sources`. Returns the advanced state.
+        """Copy the k-tile that is `ahead` k-tiles after the addresses `sources`. Returns the advanced state.
 
-        `left`: rows from the warp's first on; `columns`: those from the lane's first on. Behind the last come zeros,
-        since the weights' would not do: what was in the stage may be NaN.
+        left: number of rows from the warp's first on. columns: number of columns from the lane's first on. Columns past
+        the last become zeros. Zeros in the weights alone would not do, since the stage may hold NaN from before.
         """
         stages.sync_object_empty.wait(state.index, state.phase)
         num_bytes = select(columns > ahead * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
@@ -194,9 +206,11 @@ class GatherAlongRows(Gather):
 
 
 class GatherAcrossRows(Gather):
-    """Of an operand that is contracted over rows: a line is one row's part of 64 columns of the tile, and those of a
-    k-tile's rows follow each other. Each k-tile has rows of its own, 32 a warp: a lane reads the index of one, INDICES
-    k-tiles before, and the warp's lanes tell each other.
+    """Gathers an operand that is contracted over its rows.
+
+    A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
+    32 for each warp: a lane reads the index of one of them, INDICES k-tiles ahead, and lanes exchange the row addresses
+    by shuffles.
     """
 
     def __init__(self, columns: int, k: int, dtype: type[cutlass.Numeric]):
@@ -208,7 +222,7 @@ class GatherAcrossRows(Gather):
         self, rows: RowIndices, smem: cute.Tensor, rank: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, column: Int32,
     ):  # fmt: skip
-        """All rows of a group, of the columns from `column` on. Returns the advanced state."""
+        """Copy all rows of a group, columns from `column` on. Returns the advanced state."""
         lane = self.lane(smem, rank * (self.k // WARPS))
         first = column + lane.chunk * self.chunk_elements
         columns, at = rows.columns - first, rows.x + Int64(first) * (CHUNK_BYTES // self.chunk_elements)
@@ -240,7 +254,7 @@ class GatherAcrossRows(Gather):
     def _copy_rows(
         self, lane: Lane, sources: cute.Tensor, columns: Int32, stage: Int32, rows_left: Int32
     ):  # fmt: skip
-        """A k-tile of which so many rows are left behind the lane's first; the others are zeros."""
+        """Copy a k-tile. rows_left: rows of the group from the lane's first row on; further rows become zeros."""
         for half in cutlass.range_constexpr(self.lines // self.k):
             has_columns = columns > half * self.line_elements
             for i in cutlass.range_constexpr(cute.size(sources)):

@@ -1,4 +1,4 @@
-"""The mainloop of rows times experts' weights."""
+"""The mainloop of grouped GEMMs: rows of x times the weights of their experts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, ar
 
 
 class Weights(Invariant):
-    """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
-    far as TMA brings it. addresses: of each of its parts.
+    """Loads the weights of an output tile, k-tile by k-tile.
+
+    ahead: number of k-tiles whose loads have begun before. num_bytes: bytes of a stage that TMA brings. addresses:
+    (lo, hi) of each part of the expert's weights.
     """
 
     def __init__(
@@ -54,19 +56,22 @@ class Weights(Invariant):
         return len(self.addresses)
 
     def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Of a k-tile of a part: which one there, and the address."""
+        """Return a part's k-tile that belongs to `k_tile`, and the address (lo, hi) of its weights."""
         lo, hi = self.addresses[part]
         return k_tile, lo, hi
 
 
 class GemmMainloop(WeightsFirst):
-    """A: `tile.m` rows of x at any row, or by index (gathered_rows.py); groups need no alignment, rows past a group's
-    end are computed, not stored, and loaded only where their box (row_boxes.py) has others.
-    B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
+    """A: tile.m rows of x, from any row on or by index (gathered_rows.py). B: ranges of an expert's weight rows.
 
-    `load_warp_gathers`: the TMA warp is the first of the warps that gather, since another one is taken.
+    Groups need no alignment. Rows past a group's end are computed but not stored; they are loaded only if their box
+    (row_boxes.py) also holds rows of the group.
 
-    `policy.skips_half_tiles`: a warpgroup with a tile of its own leaves out the second slab where that has no rows.
+    parts: number of ranges of weight rows in a tile (memory/weights.py). transposed: w has rows of k.
+
+    load_warp_gathers: the TMA warp is the first gathering warp, because warp 2 loads for the epilogue.
+
+    policy.skips_half_tiles: a warpgroup that has a tile alone leaves out the second slab if that has no rows.
     """
 
     def __init__(
@@ -80,14 +85,14 @@ class GemmMainloop(WeightsFirst):
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
         self.load_warp_gathers = load_warp_gathers
-        # Fewer than the other warp: what TMA takes has registers, too.
+        # Fewer rows than the other warp gathers, since TMA loads take registers, too.
         self.tma_warp_rows = tile.m * 5 // 16
         self.rows = GatherAlongRows(tile.m, dtype)
 
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
     ) -> Operands:  # fmt: skip
-        """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
+        """Host side: make the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
@@ -110,7 +115,10 @@ class GemmMainloop(WeightsFirst):
         return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
 
     def _row_sources(self, operands: Operands) -> tuple[Source, Source | None]:
-        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds."""
+        """Return the TMA loads of rows that a cluster's CTAs share, and of rows that they do not share.
+
+        The second is None unless the tile is adaptive.
+        """
         shared = Source(operands.atom_a, operands.a, self.tile.row_sharers)
         if not self.tile.adaptive:
             return shared, None
@@ -143,7 +151,7 @@ class GemmMainloop(WeightsFirst):
         tiles = (address, sA, sB, stages)
         rest = (operands.rows, work, ahead, count, with_rows, policy)
         if const_expr(self.tile.adaptive):
-            # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
+            # If columns are paired, the CTAs share rows of A; else they share columns of B.
             atom, tensor = alone[0]
             b_alone = Source(atom, tensor, 1)
             if work.pairs_columns > 0:
@@ -161,7 +169,11 @@ class GemmMainloop(WeightsFirst):
         ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
         arrives: Boolean | None = None,
     ):  # fmt: skip
-        """`arrives`: of rows in order, whether this warp's lanes arrive as if they had gathered; None: they gather."""
+        """Fill `count` stages from these sources. Returns the advanced state.
+
+        arrives: whether this warp's lanes arrive as gathering lanes do although rows lie in order; None: this warp may
+        gather.
+        """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
         x_box, w_box = (tile.box_rows, tile.k), self.w_box
@@ -192,19 +204,19 @@ class GemmMainloop(WeightsFirst):
         return state
 
     def num_bytes(self, boxes: Int32) -> Int32:
-        """Of a stage with so many boxes of rows of x."""
+        """Return the bytes that TMA brings into a stage with `boxes` boxes of rows of x."""
         return (boxes * self.tile.box_rows + self.tile.n) * (self.tile.k * self.dtype.width // 8)
 
     @property
     def num_addresses(self) -> int:
-        """Parts of an expert's weights that a tile reads."""
+        """Number of parts of an expert's weights that a tile reads."""
         return self.parts
 
     def weights(self, x: cute.Tensor, *of: Any) -> Weights:
         return Weights(*of)
 
     def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        """x from a row on, in boxes."""
+        """Return x from `row` on, divided into boxes."""
         return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
 
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:

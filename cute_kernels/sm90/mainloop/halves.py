@@ -1,4 +1,4 @@
-"""The mainloop of rows in two halves, each times weights of its own: a data gradient through two weights (`GateUp`)."""
+"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns times one of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Of one part, and a contraction in two halves: its `addresses` are theirs, and either has `half` k-tiles."""
+    """Weights of one part whose contraction has two halves: `addresses` has one for each half of `half` k-tiles."""
 
     half: Int32
     num_parts = 1
@@ -28,9 +28,10 @@ class WeightsInHalves(Weights):
 
 
 class HalvesMainloop(GemmMainloop):
-    """Of x in two halves of columns, each with weights of its own, contracted one behind the other.
+    """GEMM mainloop of x in two halves of columns, each with its own weights, contracted one after the other.
 
-    x is (row, k, half), so that both operands are clipped where a half ends: its last k-tile is filled with zeros.
+    x is viewed as (row, k, half), so that TMA clips both operands where a half ends and fills the half's last k-tile
+    with zeros.
     """
 
     gathers = False
@@ -45,7 +46,7 @@ class HalvesMainloop(GemmMainloop):
         return super().operands(cute.make_tensor(x.iterator, layout), w, address, rows, scales)
 
     def half(self, x: cute.Tensor) -> Int32:
-        """k-tiles of one."""
+        """Return the number of k-tiles of one half."""
         return cute.ceil_div(cute.size(x, mode=[1]), self.tile.k)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

@@ -19,15 +19,18 @@ from .gathered_rows import GatherAcrossRows, RowIndices, row_indices
 
 
 class WgradMainloop(Mainloop):
-    """A: columns of dy, B: columns of x, contracted over a group's rows. The rows of one may come by index.
+    """A: columns of dy. B: columns of x. Both are contracted over a group's rows; the rows of one may come by index.
 
-    Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`);
-    zeros in one alone would not do, since the other may hold NaN. The last k-tile is multiplied as deep as it has rows,
-    in steps of a wgmma's: whole k-tiles are 3, 14, 8 and 27 % more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3
-    EP8 and gpt-oss-120b (Dirichlet 0.5), these 1, 3, 2 and 6 %.
+    Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`).
+    Zeros in one operand alone would not do, since the other may hold NaN.
 
-    `keeps_operands`: they are the last to leave L2, where results push them out: 5 to 15 % of the time of Qwen3-30B's
-    gradients of 32 bits, 1 to 6 % of gpt-oss-120b's. Of 16 bits, with half as many bytes, -1 to 2 % (once 6).
+    The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. That is 1, 3, 2 and 6 %
+    more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b (Dirichlet 0.5); whole k-tiles would be
+    3, 14, 8 and 27 % more.
+
+    keeps_operands: operands are the last to leave L2, because results would push them out. That saves 5 to 15 % of the
+    time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which have half as many
+    bytes, it would be -1 to 2 % (once 6).
     """
 
     may_be_empty = True
@@ -41,7 +44,7 @@ class WgradMainloop(Mainloop):
         self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
 
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
-        """Host side: the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
+        """Host side: make the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
         atom_a, a = self._tma(self._columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(self._columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
         rows = RowIndices(
@@ -50,12 +53,12 @@ class WgradMainloop(Mainloop):
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
-        """[T, C] as a ragged view (column, row, wrap, end)."""
+        """View [T, C] as ragged (column, row, wrap, end)."""
         ragged = ragged_rows(tensor)
         return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
-        """The rows of a view of `_columns` from the tile's first to the group's last."""
+        """Return the rows from the tile's first to the group's last, of a view that `_columns` made."""
         return clipped(columns, work.row, work.group_end, row_mode=1)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

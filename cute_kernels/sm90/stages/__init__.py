@@ -1,1 +1,1 @@
-"""Launches of Hopper's GEMMs."""
+"""Functions that trace the launches of Hopper's GEMMs, one module for each kind of spec."""

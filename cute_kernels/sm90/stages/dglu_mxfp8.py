@@ -1,4 +1,8 @@
-"""As the 16-bit dglu, of x in MXFP8 and w [E,I,H] folded along its rows: transposed, along the contraction."""
+"""grouped_dglu of x in MXFP8 and folded weights, with the results of the 16-bit dglu.
+
+w is [E, I, H], the transpose of the forward's weight, so that its rows lie along the contraction. Scales are folded to
+one a row.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+"""act = grouped_glu(x, w) in 16 bits, with or without storing the preactivation."""
 
 from ...launches import glu
 from ...specs import GroupedGluSpec

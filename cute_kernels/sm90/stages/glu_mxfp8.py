@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) of x in MXFP8 and folded w: an activation in MXFP8, alone or with its preactivation."""
+"""act = grouped_glu(x, w) of x in MXFP8 and folded w, with or without storing the preactivation. act is in MXFP8."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded."""
+"""y = grouped_mm(x, w) of 16-bit rows and quantised weights, which the kernel decodes."""
 
 from ...launches import mm_decoded
 from ...specs import GroupedMmSpec

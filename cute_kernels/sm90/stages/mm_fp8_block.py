@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) of E4M3 rows with a float32 scale for 128, and weights with one for a block of 128 x 128."""
+"""y = grouped_mm(x, w) of E4M3 with float32 scales: one for 128 columns of a row, one for 128 x 128 weights."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...specs import GroupedMmSpec

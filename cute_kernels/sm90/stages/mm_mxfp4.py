@@ -1,4 +1,7 @@
-"""y = grouped_mm(x, w) of x in MXFP8 and w in MXFP4, decoded to FP8 on the way; its rows have powers of two, too."""
+"""y = grouped_mm(x, w) of x in MXFP8 and w in MXFP4, which the kernel decodes to FP8.
+
+Beside its block scales, each weight row has a power of two as scale.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute

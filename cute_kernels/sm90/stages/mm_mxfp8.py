@@ -1,6 +1,6 @@
 """y = grouped_mm(x, w) of x in MXFP8 and folded w.
 
-Rows have plain scales, [T, K / 32], four equal ones for each 128 elements; weights are folded to one a row, [E, N].
+Scales of x are [T, K / 32], four equal ones for each 128 elements. Scales of w are folded to one a row, [E, N].
 """
 
 import cuda.bindings.driver as cuda
