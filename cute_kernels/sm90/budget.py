@@ -69,7 +69,7 @@ def registers(tile: TileConfig, load: int) -> tuple[int, int]:
 
 
 def smem_bytes(tile: TileConfig) -> int:
-    """Return the shared memory of a CTA, where `tile.ctas_per_sm` CTAs share an SM."""
+    """Return the bytes of shared memory of a CTA if `tile.ctas_per_sm` CTAs share an SM."""
     return (SMEM_BYTES + RESERVED_BYTES) // tile.ctas_per_sm - RESERVED_BYTES
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..arch import Gemm
 from ..tiles import TileConfig
 
-BYTES = 2  # an element
+BYTES = 2  # of an element
 EVEN, SKEWED = "uniform", "dirichlet"
 RARE = 1e-4  # a sum over row tiles ends where the probability of more rows falls below this
 
@@ -62,7 +62,7 @@ def active_share(average: float, routing: str) -> float:
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
-@functools.lru_cache(maxsize=1024)  # a choice asks several times: for tiles, GEMMs and their terms
+@functools.lru_cache(maxsize=1024)  # one choice calls it for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
     """Return how many tiles of `height` rows an expert has on average.
 

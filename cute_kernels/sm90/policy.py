@@ -53,14 +53,14 @@ FP8 operands: with 64 rows on average, half of the groups have more rows than a 
 1.29 times as fast (four models, one H100).
 """
 WIDE_PADDING = 0.9
-"""WGRAD_WIDE serves weights whose cover by its tiles has at most this share of the elements of WGRAD's cover.
+"""WGRAD_WIDE is chosen if its tiles that cover the weights have at most this share of the elements of WGRAD's tiles.
 
 At or below this share WGRAD_WIDE takes 0.61 to 1.04 times as long as WGRAD. With a share of 0.94 to 0.98 it may be 1.15
 times as fast under sustained load, and 0.81 times as fast on a cool GPU (gpt-oss-120b). If neither tile pads anything,
 it is up to 1.2 times as slow under skew.
 """
 WIDE_PADDING_BY_INDEX = 1.15
-"""WIDE_PADDING for rows that come by index: WGRAD_WIDE then takes 0.80 to 0.94 times as long, since it has more MMAs
+"""WIDE_PADDING if rows come by index: WGRAD_WIDE then takes 0.80 to 0.94 times as long, since it has more MMAs
 for each copied row.
 """
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"

@@ -1,4 +1,4 @@
-"""Turns of two pingpong warpgroups, and shares of cooperative ones."""
+"""Turns of two pingpong warpgroups, and each warpgroup's share of a tile."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .preact import MatrixPair, PreactRing, make_loads
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """All warpgroups of a CTA share its slots. A chunk's number determines its slots (preact.py)."""
+    """Epilogue whose staging slots all warpgroups of a CTA share. A chunk's number determines its slots (preact.py)."""
 
     ring_type: type[PreactRing] = PreactRing
 

@@ -39,7 +39,7 @@ from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
 from .store import Slots
 
 WARPS = THREADS // 32
-# Rows and columns of a matrix of stmatrix; the most matrices that one stmatrix writes (here two or four).
+# Rows and columns of a matrix of stmatrix. Here one stmatrix writes two matrices, or at most MATRICES.
 MATRIX = 8
 MATRICES = 4
 
@@ -235,7 +235,7 @@ class SwappedEpilogue(Epilogue):
         return outputs
 
     def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
-        """Return the row scale of result i of a chunk, whose row is among rows 8 eight to 8 eight + 7 of the tile."""
+        """Return the row scale of result i of a chunk, whose row is one of the 8 from row 8 * eight of the tile on."""
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:

@@ -49,7 +49,7 @@ from .gathered_rows import NO_ROWS
 
 # Scale bytes of a word. A row has one or two words of scales for a k-tile.
 SCALES_PER_WORD = 4
-# Elements of k that are decoded in one step, and the wgmmas of a step. A word of E2M1 holds a thread's 8 of each 32.
+# Elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 of each 32; wgmmas of a step.
 STEP_K = 32
 STEP = STEP_K // MMA_K
 # 32-bit registers of a slab's fragment of one wgmma: each a pair of elements, of two rows. Then the pairs of one row:

@@ -1,4 +1,4 @@
-"""grouped_dglu of x in MXFP8 and folded weights, with the results of the 16-bit dglu.
+"""dpreact, act and partial sums of d_row_scale = grouped_dglu(x, w, preact) of x in MXFP8 and folded w.
 
 w is [E, I, H], the transpose of the forward's weight, so that its rows lie along the contraction. Scales are folded to
 one a row.
