@@ -1,7 +1,9 @@
 """Documentation: its Python runs, and every name, path, signature and command in it exists.
 
 A code block is Python if it is fenced as `python`, or if it parses as Python; such a block runs. The blocks of a page
-share their names, in order. `<!-- setup: CODE -->` gives the block after it what a reader has at hand.
+share their names, in order. `<!-- setup: CODE -->` gives the block after it what a reader has at hand, or checks the
+block before it. A block fenced as `pycon` is a session: of each `>>> STATEMENT`, the lines after it are the error.
+`tests/test_docs_pages.py` is about pages as wholes.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import contextlib
 import fnmatch
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
-import json
 import pkgutil
 import re
 import shlex
@@ -25,8 +27,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
+from support.pages import DOCS, PAGES, README, REPOSITORY, blocks, each, spans
 from torch._subclasses import FakeTensorMode
 
 import glulam
@@ -37,18 +38,11 @@ from ffi_bridge import profiles
 from glulam.command import cli
 from perf import __main__ as perf
 
-REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples", "plugins")
-PATTERNS = ("*.md", "docs/**/*.md", "perf/README.md")
-PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
-README, OPERATORS = REPOSITORY / "README.md", REPOSITORY / "docs/operators.md"
-DESIGN = REPOSITORY / "docs/design.md"
+OPERATORS, DESIGN = DOCS / "operators.md", DOCS / "design.md"
+COMING_FROM = DOCS / "coming-from.md"
 CONTRIBUTING, CHANGELOG = REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
-
-def each(pages: list[Path]) -> Any:
-    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
 each_page = each(PAGES)
@@ -57,53 +51,14 @@ NOT_RUN = {
     "torch.cuda.graph(": "needs a GPU; tests/test_readme.py runs it there",
     "ExpertParallel(": "needs ranks",
     "fully_shard(": "needs ranks; tests/test_sharding.py",
-    "from_pretrained(": "needs a checkpoint",
     "glulam.integrations.megatron": "Megatron-Core takes many seconds to import; tests/test_megatron.py",
     "glulam.compile(": "compiles",
     "glulam.tune(": "needs a GPU",
 }
+OPTIONAL = ("transformers",)
+"""Packages that tests have on some Pythons alone; a block that names one runs where it is installed."""
 ON_GPU = 'device="cuda"'
 """A block with this runs on fake tensors of the CPU: names, options, shapes and dtypes are checked, numbers are not."""
-
-
-class Block(NamedTuple):
-    """A code block, or the setup of one. line: where its text begins."""
-
-    text: str
-    line: int
-    is_python: bool
-
-
-@functools.cache
-def tokens(page: Path) -> list[Token]:
-    return MarkdownIt("commonmark").enable("table").parse(page.read_text())
-
-
-def parses(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
-
-
-@functools.cache
-def blocks(page: Path) -> list[Block]:
-    found = []
-    for token in tokens(page):
-        if token.type == "html_block" and (setup := re.match(r"<!-- setup:(.*)-->", token.content, re.DOTALL)):
-            found.append(Block(setup[1].strip(" "), token.map[0] + 1, True))
-        if token.type in ("fence", "code_block"):
-            is_python = token.info == "python" or (not token.info and parses(token.content))
-            found.append(Block(token.content, token.map[0] + 1 + (token.type == "fence"), is_python))
-    return found
-
-
-@functools.cache
-def spans(page: Path) -> list[str]:
-    """The inline code of a page."""
-    children = itertools.chain.from_iterable(token.children or () for token in tokens(page))
-    return [token.content for token in children if token.type == "code_inline"]
 
 
 @functools.cache
@@ -118,12 +73,26 @@ def words() -> frozenset[str]:
 # Python
 
 
+def check_session(text: str, names: dict[str, Any]) -> None:
+    """Run each `>>> STATEMENT`; it raises what the lines after it say, or nothing if there are none."""
+    for statement, told in re.findall(r"^>>> (.*)\n((?:(?!>>> ).+\n?)*)", text, re.MULTILINE):
+        raised = ""
+        try:
+            exec(statement, names)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        assert raised == " ".join(told.split()), statement
+
+
 @each([page for page in PAGES if any(block.is_python for block in blocks(page))])
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"torch": torch, "glulam": glulam}
+    not_run = [*NOT_RUN, *(package for package in OPTIONAL if importlib.util.find_spec(package) is None)]
     for block in blocks(page):
-        if block.is_python and not any(mark in block.text for mark in NOT_RUN):
+        if block.info == "pycon":
+            check_session(block.text, names)
+        if block.is_python and not any(mark in block.text for mark in not_run):
             is_fake = ON_GPU in block.text
             text = "\n" * (block.line - 1) + block.text.replace(ON_GPU, 'device="cpu"')
             with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext():
@@ -174,12 +143,28 @@ def test_names_of_submodules_exist(page: Path) -> None:
     assert not [name for name in sorted(named) if not exists(f"glulam.{name}") and not exists(f"torch.{name}")]
 
 
+def identifiers(spans: list[str]) -> set[str]:
+    """Names in inline code that look like ours: by an underscore, or by letters of both cases."""
+    found = {word for span in spans for word in re.findall(r"(?<![\w/-])[A-Za-z]\w*\w(?![\w*{])", span)}
+    return {word for word in found if re.search(r"[a-z]", word) and re.search(r"_|[a-z][A-Z]", word)}
+
+
+def names_of_others() -> set[str]:
+    """Names on the page about other libraries: those in its tables, except in a column headed "Glulam"."""
+    found: list[str] = []
+    header: list[str] = []
+    for line in COMING_FROM.read_text().splitlines():
+        cells = line.strip("|").split(" | ") if line.startswith("|") else []
+        header = header or cells if cells else []
+        cells = [cell for title, cell in zip(header, cells, strict=False) if title.strip() != "Glulam"]
+        found += (span for cell in cells for span in re.findall("`([^`]+)`", cell))
+    return identifiers(found)
+
+
 @each_page
 def test_identifiers_exist(page: Path) -> None:
-    """Of inline code, what looks like one of ours: by an underscore, or by letters of both cases."""
-    found = {word for span in spans(page) for word in re.findall(r"(?<![\w/-])[A-Za-z]\w*\w(?![\w*{])", span)}
-    ours = {word for word in found if re.search(r"[a-z]", word) and re.search(r"_|[a-z][A-Z]", word)}
-    assert not sorted(ours - words())
+    known = words() | names_of_others() if page == COMING_FROM else words()
+    assert not sorted(identifiers(spans(page)) - known)
 
 
 @each_page
@@ -458,12 +443,12 @@ def test_activations_are_listed_and_counted() -> None:
 
 
 def test_recipes_are_listed() -> None:
-    table = (REPOSITORY / "docs/mxfp8.md").read_text().partition("## Recipes")[2].partition("\n### ")[0]
+    table = (DOCS / "recipes.md").read_text().partition("\n## ")[0]
     assert set(glulam.recipes.RECIPES) <= set(re.findall(r"^\| \[?(\w+)", table, re.MULTILINE))
 
 
 def test_architectures_are_listed_with_their_gpus_and_what_is_known_of_them() -> None:
-    table = (REPOSITORY / "docs/gpus.md").read_text().partition('"Emulated"')[0]
+    table = (DOCS / "gpus.md").read_text().partition('"Emulated"')[0]
     rows = re.findall(r"^\| (sm_\w+) \| (.*?) \| .*? \| (tested|built, never run)\b", table, re.MULTILINE)
     known = {arch: (one.gpus, "tested" if one.tested_on else "built, never run") for arch, one in ARCHS.items()}
     assert {arch: told for arch, *told in rows} == {arch: list(told) for arch, told in known.items()}
@@ -479,7 +464,7 @@ def test_functions_are_counted() -> None:
     stages = profiles.all_stages(specs)
     functions = {spec.name for spec in (*specs, *stages)}
     counted = f"{len(functions)} functions, which are {len(stages)} stages and {len(functions) - len(stages)} chains"
-    assert counted in " ".join((REPOSITORY / "docs/kernels.md").read_text().split())
+    assert counted in " ".join((DOCS / "kernels-launches.md").read_text().split())
 
 
 @each([README, CONTRIBUTING])
@@ -512,11 +497,3 @@ def test_autograd_functions_are_listed() -> None:
     assert f"There are {NUMBERS[len(found) - 1]} more" in listed
     for name, path in found:
         assert f"`{name}`" in listed and f"`{path}`" in listed
-
-
-def test_versions_of_torch_are_named() -> None:
-    pin = re.search(r"^torch==(.*)$", (REPOSITORY / "requirements/run.txt").read_text(), re.MULTILINE)
-    stamps = [json.loads(file.read_text())["stamp"] for file in (REPOSITORY / "perf/results").glob("*.json")]
-    versions = {stamp["versions"]["torch"].partition("+")[0] for stamp in stamps}
-    row = re.search(r"^\| torch \|.*$", (REPOSITORY / "docs/gpus.md").read_text(), re.MULTILINE)
-    assert pin and row and all(version in row[0] for version in {pin[1], *versions})

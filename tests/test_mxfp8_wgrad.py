@@ -240,9 +240,9 @@ class TestModules:
         assert all(same_bits(of_tokens[name].grad, of_rows[name].grad) for name in weights)
 
 
-# Errors that docs/mxfp8.md tells --------------------------------------------------------------------------------------
+# Errors that docs/mxfp8-training.md tells ----------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs/mxfp8.md"
+PAGE = Path(__file__).parents[1] / "docs/mxfp8-training.md"
 ROWS_OF_PAGE = [700, 20, 300, 4]
 WIDTH, NARROW = 256, 128
 Numbers = dict[str, list[float]]

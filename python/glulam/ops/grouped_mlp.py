@@ -152,7 +152,7 @@ def grouped_mlp(
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
             "mxfp8_blocks": such operands with a scale for 32 elements, weights included; "mxfp8_wgrad": the same, and
-            gradients of weights of such operands, too (docs/mxfp8.md).
+            gradients of weights of such operands, too (docs/mxfp8-training.md).
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
             "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only" and "nvfp4_weight_only":
             weights in MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).
