@@ -14,6 +14,7 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from .budget import RESERVED_BYTES, SMEM_BYTES, smem_bytes, stage_k
+from .by_words import FEW_ROWS, multiplies_by_words
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue, SwappedSlots
 from .mainloop.block_decoding import BlockDecodingMainloop
@@ -24,9 +25,6 @@ from .persistent import PersistentGemm
 # Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
 BARRIER_BYTES = 512
 ALIGNMENT = 1024
-# Tiles of so few rows of x leave the L1 cache a line for the scales of each weight row, read 4 bytes a k-tile. It costs
-# a stage and saves 1 to 7 % of the time: what L2 gives an SM, scales and x beside the weights, is what bounds a decode.
-FEW_ROWS = 32
 LINE_BYTES = 128
 
 
@@ -40,7 +38,7 @@ class SwappedGemm(PersistentGemm):
         self.weights = weights
 
     def make_mainloop(self) -> DecodingMainloop:
-        by_words = self.weights.bits < 8 and self.tile.m <= FEW_ROWS
+        by_words = multiplies_by_words(self.weights, self.tile)
         by_blocks = BlockDecodingMainloop if self.weights.rows > 1 else DecodingMainloop
         return (FewRowsMainloop if by_words else by_blocks)(
             self.dtype, self.weights, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy
