@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,7 +291,9 @@ class TestKernels:
         accumulations_of.cache_clear()
         try:
             choose(problem, "sm_90a")
-            with pytest.raises(NotImplementedError, match=r"grouped_glu: no kernel of operands '16bit' .*; call it wit"):
+            with pytest.raises(
+                NotImplementedError, match=r"grouped_glu: no kernel of operands '16bit' .*; call it wit"
+            ):
                 choose(changed(problem, invariant=True), "sm_90a")
         finally:
             monkeypatch.undo()
@@ -397,12 +400,16 @@ class TestLayer:
     def test_float32_logits_are_those_of_one_kernel(self, fake_gpu: FakeGpu) -> None:
         module = self.layer(router_dtype=F32)
         with glulam.batch_invariant(), torch.no_grad():
+            assert module(randn(0, HIDDEN)).shape == (0, HIDDEN)
             for tokens in (3, 40):
                 del fake_gpu.specs[:]
                 forget_plans()
                 module(randn(tokens, HIDDEN))
                 assert any("layer_router" in spec.name for spec in fake_gpu.specs)
-        with glulam.batch_invariant(), pytest.raises(NotImplementedError, match="MoE: router: no kernel makes .*float32"):
+        with (
+            glulam.batch_invariant(),
+            pytest.raises(NotImplementedError, match="MoE: router: no kernel makes .*float32"),
+        ):
             module(randn(3, HIDDEN))
 
     def test_a_linear_that_is_hooked_is_refused(self, fake_gpu: FakeGpu) -> None:
@@ -482,6 +489,11 @@ class TestContract:
         told = contract.tiled("grouped_mm", "mxfp4_weight_only", "sm_90a")
         assert told.verdict == contract.SWITCH and "Up to 18 rows an expert" in told.why
         assert contract.tiled("grouped_mm", "bf16", "portable").verdict == contract.SWITCH
+
+    def test_the_page_has_the_table(self) -> None:
+        page = (Path(__file__).parents[1] / "docs/batch-invariance.md").read_text()
+        assert contract.BEGIN in page and "| `grouped_mlp`, `moe` | bf16 | yes |" in page
+        assert page == contract.with_table(page), "run: python -m glulam.contract docs/batch-invariance.md"
 
     def test_a_split_tile_changes_the_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
         inference = room("sm_90a").accumulation

@@ -2,20 +2,21 @@
 
 Nothing is listed by hand: operators are those that have kernels, recipes say what is multiplied, an architecture which
 tiles serve and in which order they add, and a definition into what a call's sums are cut. docs/batch-invariance.md has
-the table that `table` makes.
+the table that `table` makes; `python -m glulam.contract docs/batch-invariance.md` writes it there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_kernels.arch import room
 from cute_kernels.architectures import ARCHS
 from cute_kernels.formats import OPERANDS
-from cute_kernels.tiles import TileConfig
 
 from .calls import front
 from .calls.addressed import AddressedCall
@@ -31,6 +32,8 @@ MOST_ROWS = 4096
 WIDTHS = {"in_features": 512, "intermediate": 512, "out_features": 512}
 COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
 """Columns of the table, each with an architecture whose kernels are those of the column."""
+BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
+"""Marks around the table of a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
 """What the table calls operators that others are made of."""
 ROUNDED = "A forward that records gradients, without `recompute`, rounds the preactivation before the activation"
@@ -161,3 +164,13 @@ def table() -> str:
         if any(each.verdict != NONE for each in cells):
             lines.append(f"| `{NAMES.get(op, op)}` | {recipe or 'any'} | {' | '.join(map(cell, cells))} |")
     return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+
+
+def with_table(page: str) -> str:
+    """Return a page's text with the table between its marks."""
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(with_table(path.read_text()))

@@ -22,7 +22,7 @@ from .calls.checks import runs_kernels
 from .calls.roles import ROLES
 from .choose import choose, invariance, kernels, known
 from .choose.problem import Problem, changed
-from .choose.shipped import TILED, Choice, spec_on
+from .choose.shipped import TILED, Choice
 from .host import device as gpus
 from .host.experts import GateUp
 
@@ -123,7 +123,7 @@ def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, An
     """Say whether a call is batch-invariant, by the fields of an Explanation."""
     spec = call.choice(changed(problem, invariant=True), gpu.arch, gpu.name).spec
     if call.invariant:
-        return {"invariant": True, "batch": "invariant: glulam.batch_invariant(True) is set", "invariant_spec": spec}
+        return {"invariant": True, "batch": f"invariant: {invariance.SWITCH} is set", "invariant_spec": spec}
     if cut := call.definition.cuts:
         batch = f"not invariant: it cuts {cut}; {invariance.SWITCH} cuts alike for all"
         return {"batch": batch, "invariant_spec": spec}

@@ -250,7 +250,9 @@ def test_weight_gradients_depend_on_an_experts_rows_alone() -> None:
     with glulam.batch_invariant():
         wanted = None
         for before, after in ((0, 0), (1, 0), (63, 9), (500, 1000), (0, 7000)):
-            rows = torch.cat((torch.arange(own, own + before), torch.arange(own), torch.arange(own, own + after))).cuda()
+            rows = torch.cat(
+                (torch.arange(own, own + before), torch.arange(own), torch.arange(own, own + after))
+            ).cuda()
             offs = torch.tensor([before, before + own, before + own + after], dtype=torch.int32, device="cuda")
             made = glulam.grouped_wgrad(dy[rows], x[rows], offs=offs)[1]
             wanted = made.clone() if wanted is None else wanted
@@ -260,7 +262,10 @@ def test_weight_gradients_depend_on_an_experts_rows_alone() -> None:
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_hyper_connections(dtype: torch.dtype) -> None:
     n, width = 4, 512
-    x, weight = torch.randn(2048, n, width, dtype=BF16).cuda(), torch.randn(n * n + 2 * n, n * width, dtype=dtype).cuda()
+    x, weight = (
+        torch.randn(2048, n, width, dtype=BF16).cuda(),
+        torch.randn(n * n + 2 * n, n * width, dtype=dtype).cuda(),
+    )
     others = [torch.ones(1).cuda() for _ in range(3)] + [torch.randn(n * n + 2 * n).cuda()]
     with glulam.batch_invariant():
         wanted = [one[:PROBES].clone() for one in glulam.mhc.project(x, weight, *others)]

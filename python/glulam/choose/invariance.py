@@ -12,8 +12,8 @@ from cute_kernels.specs import Spec
 from cute_kernels.stages import accumulations_of
 from cute_kernels.tiles import TileConfig
 
-from .problem import Problem, changed
 from .on_tile import spec_on
+from .problem import Problem, changed
 
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"

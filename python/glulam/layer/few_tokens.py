@@ -29,7 +29,8 @@ MOST_ROUTED = 16
 def routes_few(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype, most: int = MOST_ROUTED
 ) -> bool:
-    """Return True if `route_few` serves tokens x [N, H], up to `most`, and a router's parameters, with logits in `dtype`.
+    """Return True if `route_few` serves tokens x [N, H], `most` at most, and a router's parameters, with logits in
+    `dtype`.
 
     Exported programs take any number of tokens, so they never use it.
     """

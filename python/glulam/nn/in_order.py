@@ -17,6 +17,7 @@ from ..host.invariance import refuse, refuse_on_cpu
 from ..layer import Routing, route
 from ..layer.few_tokens import route_few, routes_few
 from ..ops.grouped_mm import grouped_mm
+from .children import product
 
 MOST_TOKENS = 4 * 65535
 """Of the kernel of float32 logits: four to a CTA, in a dimension of the grid."""
@@ -38,9 +39,12 @@ def route_in_order(
         return route(product_in_order(name, tokens, weight, weight_bias), k, **options)
     if not runs_kernels(tokens):
         refuse_on_cpu(name, tokens.device)
+    if len(tokens) == 0:
+        return route(product(tokens, weight, weight_bias, dtype), k, **options)
     if not routes_few(tokens, weight, weight_bias, dtype, most=MOST_TOKENS):
         refuse(
-            name, f"no kernel makes {dtype} logits of {len(tokens)} tokens in {tokens.dtype} whose gradient is recorded",
+            name,
+            f"no kernel makes {dtype} logits of {len(tokens)} tokens in {tokens.dtype} whose gradient is recorded",
             f"leave out router_dtype, call it under torch.no_grad() with at most {MOST_TOKENS} tokens, {FALSE}",
         )  # fmt: skip
     return route_few(tokens, weight, weight_bias, k, dtype, **options)
