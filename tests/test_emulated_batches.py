@@ -35,8 +35,9 @@ SIZES = (7, 0, 13)
 DEPTH, DEPTH_IN_BLOCKS = 320, 512
 """Of a contraction: of 16-bit weights an odd number of k-tiles; else whole blocks of 128 in either half."""
 WIDTH = 128
-LEAST = 0.1
-"""Of results, the share that rounding must decide."""
+SHOWN, DENIED = 0.01, 0.1
+"""Shares of the results that rounding must decide, and that another order must change. FP8 rows times four bits are
+nearly always exact: 1.4 % of their results are not."""
 ARCHS = ("sm_90a", "sm_90", "sm_100a")
 
 
@@ -85,13 +86,13 @@ def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
     made = results(arch, specs, problem)
     wanted = next(one for one, spec in zip(made, specs, strict=True) if accumulations_of(spec) == order)
     shown = float((wanted != 0).double().mean())
-    assert wanted.isfinite().all() and shown > LEAST, f"all but {shown:.3f} of the sums were exact: nothing would show"
+    assert wanted.isfinite().all() and shown > SHOWN, f"all but {shown:.3f} of the sums were exact: nothing would show"
     for spec, one in zip(specs, made, strict=True):
         if accumulations_of(spec) == order:
             assert same_bits(one, wanted), f"{spec.name} has other bits than its declared order gives"
         else:
             other = float((one != wanted).double().mean())
-            assert other > LEAST, f"{spec.name} has the bits of the order that it denies, except {other:.3f} of them"
+            assert other > DENIED, f"{spec.name} has the bits of the order that it denies, except {other:.3f} of them"
 
 
 def _params(cases: dict[str, list[Problem]]) -> list[Any]:

@@ -20,7 +20,7 @@ from glulam.choose.problem import Problem
 from glulam.ops.quantized_weights import FORMS
 from glulam.recipes import BF16, RECIPES
 
-BINADES, OF_BLOCKS = 6, {128: 6, 32: 3}
+BINADES, OF_BLOCKS = 6, {128: 12, 32: 3}
 """Powers of two, of either sign, by which neighbours differ, and blocks of rows' and of weights' scales."""
 
 
