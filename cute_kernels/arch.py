@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from .accumulation import Accumulation
 from .architectures import ARCHS, capability
 from .specs import GemmSpec, Spec
 from .tiles import SpecError, TileConfig
@@ -102,6 +103,7 @@ class Room(Protocol):
 
     Attributes:
         gemm_policy: how a GEMM goes through its tiles (`gemms.GemmPolicy`).
+        accumulation: the order in which a GEMM adds.
         MEASURED: a JSON file of times of the shipped tiles (`python -m perf table`), which need not exist.
         tiles: those that ship for a problem.
         rows_decide: whether a problem's number of rows chooses among them.
@@ -118,6 +120,7 @@ class Room(Protocol):
 
     MEASURED: Path
     gemm_policy: Callable[[GemmSpec], Any]
+    accumulation: Callable[[GemmSpec], Accumulation]
     tiles: Callable[[Problem], tuple[TileConfig, ...]]
     rows_decide: Callable[[Problem], bool]
     ruled: Callable[[Problem], TileConfig | None]

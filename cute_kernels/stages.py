@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from .accumulation import Accumulation
 from .arch import room
 from .architectures import ARCHS
 from .chains import stages_of
@@ -81,5 +84,17 @@ def tracer_of(spec: Spec) -> str:
 
 def draws_tickets(spec: Spec) -> bool:
     """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
-    gemms = (stage for stage in stages_of(spec) if isinstance(stage, GemmSpec))
-    return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms)
+    return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
+
+
+def gemms_of(spec: Spec) -> tuple[GemmSpec, ...]:
+    """Return the GEMMs among the stages of a spec."""
+    return tuple(stage for stage in stages_of(spec) if isinstance(stage, GemmSpec))
+
+
+@functools.lru_cache(maxsize=4096)
+def accumulations_of(spec: Spec) -> tuple[Accumulation, ...]:
+    """Return the order in which each GEMM of a spec adds; two specs that differ in their tiles alone and agree in this
+    give every row the same bits.
+    """
+    return tuple(room(stage.arch).accumulation(stage) for stage in gemms_of(spec))

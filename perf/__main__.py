@@ -64,6 +64,7 @@ def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
     if name != "host":
         suite.add_argument("--case", help="the case of this name, or those whose name, sizes or routing contain it")
+    suite.add_argument("--batch-invariant", action="store_true", help="with glulam.batch_invariant(True)")
     if name in WITH_OPS:
         suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
     if name in WITH_QUACK:
@@ -126,6 +127,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
     if not torch.cuda.is_available():
         raise RuntimeError("measuring needs a CUDA GPU; without one, `python -m perf report` shows earlier results")
+    import glulam
     from glulam.choose import known
 
     from .limits import measure_limits
@@ -135,6 +137,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     os.environ.setdefault(known.ENV_TUNED, "")  # what ships is what is measured
     known.ignore_preferences()
     options = chosen(arguments)
+    glulam.batch_invariant(options.batch_invariant)
     stamp = make_stamp(command_line(arguments.command, options), arguments.commit)
     limits = measure_limits()
     return make_result(arguments.command, stamp, limits, SUITES[arguments.command](options))
@@ -143,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 def _is_part(arguments: argparse.Namespace) -> bool:
     """Whether a run measures less than its suite, whose results it must not replace."""
     options = chosen(arguments)
-    in_part = options.case is not None or options.ops or options.published
+    in_part = options.case is not None or options.ops or options.published or options.batch_invariant
     return arguments.command == COMPARE or bool(in_part) or (arguments.command == "layer" and bool(options.routings))
 
 

@@ -22,7 +22,7 @@ class Options:
     routing contain this text, or the case of exactly this name. ops: keep these operations; all where empty. quack: how
     to run it where it is installed. specs: shell patterns of exported functions; bundles: folders to take them from;
     routings and rows_per_expert: of every case; where empty the suite's routings, and the case's own rows. published:
-    only layers that others publish times of.
+    only layers that others publish times of. batch_invariant: measure with `glulam.batch_invariant(True)`.
     """
 
     budget_s: float = _choice("--budget", 40.0)
@@ -34,6 +34,7 @@ class Options:
     routings: tuple[str, ...] = _choice("--routing", ())
     rows_per_expert: tuple[int, ...] = _choice("--rows-per-expert", ())
     published: bool = _choice("--published", False)
+    batch_invariant: bool = _choice("--batch-invariant", False)
 
 
 def command_line(suite: str, options: Options) -> str:

@@ -776,6 +776,8 @@ def other_layouts_are_refused_by_name() -> None:
     odd = operands(w1=some(E, 18, H, seed=2), w2=some(E, H, 9, seed=3), b1=some(E, 18, seed=5))
     uneven = {**same, **{name: placed(odd[name], on, *one) for name, one in TP_MLP.items()}}
     refused("grouped_mlp: w1 has 18 in dimension 1, which ranks split; give a multiple of 4", **uneven)
+    with glulam.batch_invariant():
+        refused("grouped_mlp: each rank has an addend .*shard rows or experts", NotImplementedError, **split)
 
 
 @CASES

@@ -14,10 +14,11 @@ from ..schedule.work import WorkTile
 from ..specs import GemmSpec, GroupedGluSpec
 from .block_narrow import BlockE4m3, BlockE4m3ByFours, block_narrow_sources
 from .grouped_gemm import GroupedGemm, Operands
-from .mainloop import Mainloop, is_split
+from .mainloop import Mainloop
 from .narrow import Narrow, narrow, narrow_sources
 from .operands import Along
 from .sources import row_sources, weight_sources
+from .split import is_split
 
 BLOCK_REGS = 2 * MXFP8.block // 4
 """A thread's results of a block, of two rows; four threads have a block."""

@@ -21,10 +21,10 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warp_mma import WarpMma
 from ..device.warps import WARP
-from ..epilogue.sizes import ROWS, THREADS
+from ..epilogue.sizes import ROWS
 from ..tiles import TileConfig
+from .split import WARPS, is_split
 
-WARPS = THREADS // WARP
 DEPTH = 64
 CTAS_PER_SM = 2
 MMA_K = 16
@@ -134,8 +134,3 @@ class Mainloop(Invariant):
                         for j in cutlass.range_constexpr(4):
                             acc[4 * i + j] += four[j]
             cute.arch.sync_threads()
-
-
-def is_split(tile: TileConfig) -> bool:
-    """Whether warps have parts of the depth, instead of rows."""
-    return tile.m < ROWS

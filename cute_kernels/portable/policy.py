@@ -9,6 +9,7 @@ from ..formats import OPERANDS
 from ..gemms import GemmPolicy
 from ..specs import GemmSpec, Spec
 from ..tiles import TileConfig
+from .accumulation import accumulation as accumulation
 from .configs import LARGE, SMALL, TILES
 from .configs import glu_form as glu_form
 from .configs import second_tile as second_tile

@@ -10,6 +10,7 @@ from ..portable import policy as portable
 from ..sm90.budget import check as check
 from ..tiles import TileConfig
 from . import cost
+from .accumulation import accumulation as accumulation
 from .configs import BACKWARD, LARGE, LARGE8, SMALL, TILES
 from .configs import glu_form as glu_form
 from .configs import second_tile as second_tile

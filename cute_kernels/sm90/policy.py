@@ -12,6 +12,7 @@ from ..arch import Gemm, Problem, Reasons, of_one_kernel, rows_in_words
 from ..formats import DECODED
 from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
+from .accumulation import accumulation as accumulation
 from .budget import check as check
 from .configs import (
     DGLU8,

@@ -14,6 +14,7 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from .budget import RESERVED_BYTES, SMEM_BYTES, smem_bytes, stage_k
+from .by_words import FEW_ROWS, multiplies_by_words
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue, SwappedSlots
 from .mainloop.block_decoding import BlockDecodingMainloop
@@ -24,10 +25,6 @@ from .persistent import PersistentGemm
 # The most that barriers and the ring's slots take. Row scales and exponents follow, then the first aligned buffer.
 BARRIER_BYTES = 512
 ALIGNMENT = 1024
-# Tiles with at most FEW_ROWS rows of x leave the L1 cache one line for the scales of each weight row, of which a k-tile
-# reads 4 bytes. That costs a stage and saves 1 to 7 % of the time, because decoding is bound by the bandwidth from L2
-# to an SM, which brings scales and x beside the weights.
-FEW_ROWS = 32
 LINE_BYTES = 128
 
 
@@ -41,7 +38,7 @@ class SwappedGemm(PersistentGemm):
         self.weights = weights
 
     def make_mainloop(self) -> DecodingMainloop:
-        by_words = self.weights.bits < 8 and self.tile.m <= FEW_ROWS
+        by_words = multiplies_by_words(self.weights, self.tile)
         by_blocks = BlockDecodingMainloop if self.weights.rows > 1 else DecodingMainloop
         return (FewRowsMainloop if by_words else by_blocks)(
             self.dtype, self.weights, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy

@@ -27,6 +27,7 @@ from .formats.mxfp8 import (
 from .formats.nvfp4 import NVFP4Tensor, quantize_nvfp4
 from .formats.prepared import refresh_weights
 from .host.experts import GateUp
+from .host.invariance import batch_invariant
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
 from .ops.grouped_bias_grad import grouped_bias_grad
 from .ops.grouped_dglu import GluGradients, grouped_dglu
@@ -56,6 +57,7 @@ __all__ = [
     "TuneReport",
     "UnsupportedDevice",
     "__version__",
+    "batch_invariant",
     "combine",
     "compile",
     "distributed",

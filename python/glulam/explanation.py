@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from .calls import front
 from .calls.call import Call
 from .calls.checks import runs_kernels
 from .calls.roles import ROLES
-from .choose import choose, kernels
-from .choose.problem import Problem
-from .choose.shipped import Choice
+from .choose import choose, invariance, kernels, known
+from .choose.problem import Problem, changed
+from .choose.shipped import TILED, Choice
 from .host import device as gpus
 from .host.experts import GateUp
 
+ON_CPU = "not promised: torch multiplies on the CPU, in an order of its own for each shape"
 CALLS: dict[str, type[Call]] = {kind.op: kind for kind in front.OPERATORS if kind.explains}
 
 
@@ -43,6 +44,9 @@ class Explanation:
         why: the reason for this choice.
         why_not: reasons against what might be faster, and against kernels that were never run.
         state: of the kernels of the spec's architecture on that GPU: "tested", "validated here" or "built, never run".
+        invariant: whether the call is batch-invariant: a row's bits depend neither on the other rows nor on the GPU's
+            number of SMs. batch: the reason, and what `glulam.batch_invariant(True)` would change.
+        invariant_spec: of the kernel that serves with the switch on; None for the CPU reference.
     """
 
     op: str
@@ -52,12 +56,17 @@ class Explanation:
     why: str
     why_not: tuple[str, ...] = ()
     state: str = ""
+    invariant: bool = False
+    batch: str = ""
+    invariant_spec: Spec | None = None
 
     def __repr__(self) -> str:
         kernel = "CPU reference" if self.spec is None else self.spec.name
         lines = [f"{self.op} on {self.device}: {kernel} ({self.source})", f"  why      {self.why}"]
         if self.spec is not None and self.state not in ("", gpus.TESTED):
             lines.append(f"  kernels  {self.spec.arch}: {self.state}")
+        if self.batch:
+            lines.append(f"  batch    {self.batch}")
         return "\n".join([*lines, *(f"  why not  {reason}" for reason in self.why_not)])
 
 
@@ -105,8 +114,36 @@ def explain(
     problem = call.check()
     if gpu is None:
         why_not = ("kernels run on tensors on a GPU",)
-        return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)
-    return _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu)
+        return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not, batch=ON_CPU)
+    told = _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu)
+    return replace(told, **_batch_in_words(call, problem, gpu))
+
+
+def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, Any]:
+    """Say whether a call is batch-invariant, by the fields of an Explanation."""
+    spec = call.choice(changed(problem, invariant=True), gpu.arch, gpu.name).spec
+    if call.invariant:
+        return {"invariant": True, "batch": f"invariant: {invariance.SWITCH} is set", "invariant_spec": spec}
+    if cut := call.definition.cuts:
+        batch = f"not invariant: it cuts {cut}; {invariance.SWITCH} cuts alike for all"
+        return {"batch": batch, "invariant_spec": spec}
+    served = problem.expected if problem.op in TILED else None
+    if served is None or _serves_in_one_order(served, gpu):
+        batch = "invariant: whatever the number of rows, they are added in one order"
+        return {"invariant": True, "batch": batch, "invariant_spec": spec}
+    others = ", ".join(str(order) for order in invariance.order_of(served, gpu.arch)[:1])
+    batch = f"not invariant: another number of rows may be added in another order; {invariance.SWITCH} keeps {others}"
+    return {"batch": f"{batch}, and takes {spec.name}", "invariant_spec": spec}
+
+
+def _serves_in_one_order(problem: Problem, gpu: gpus.Gpu) -> bool:
+    """Return True if every kernel that may serve a problem, whatever its rows, adds in its one order."""
+    told = known.tuned(problem, gpu.name)
+    chosen = [choose(problem, gpu.arch, gpu.name).spec, *(told[0].kernels.values() if told else ())]
+    wanted = changed(problem, invariant=True)
+    return invariance.is_invariant(problem, gpu.arch) and all(
+        invariance.keeps_order(spec, wanted, gpu.arch) for spec in chosen
+    )
 
 
 def of_problem(problem: Problem, device: str, gpu: gpus.Gpu) -> Explanation:

@@ -22,6 +22,7 @@ from ..calls.generated import compiled_one_of_many
 from ..calls.launch import indented, wrapped
 from ..host.experts import ExpertList, GateUp
 from ..host.groups import caller, part_of
+from ..host.invariance import held, is_on
 from .parts import Targets, backward_of, tensor_groups
 from .path import Path
 
@@ -124,10 +125,12 @@ class Step:
     Attributes:
         op: what errors name.
         path: what is computed; `layout`: which argument is where among the function's inputs.
+        invariant: whether both directions are to be batch-invariant.
     """
 
     def __init__(self, op: str, path: Path, layout: Layout) -> None:
         self.op, self.path, self.layout = op, path, layout
+        self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
@@ -146,7 +149,7 @@ class Step:
         """The gradients of the inputs, of incoming gradients as they come; errors name the operator."""
         needed = ctx.needs_input_grad[2:]
         wanted = self.layout.wanted(needed)
-        with backward_of(self.op):
+        with backward_of(self.op), held(self.invariant):
             check_saved(self.op, saved, {"groups": self.path.grouped_by})
             gradients = self.path.gradients(saved, targets, wanted, *map(usable, dy))
         return once_differentiable(self.op, self.layout.flat_gradients(gradients, lambda: needed))

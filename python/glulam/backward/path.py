@@ -64,10 +64,11 @@ class Launches:
         plans: by the name of a part, its plan and the problem of that.
     """
 
-    def __init__(self, grouped_by: str, world_experts: int, like: Launches | None = None) -> None:
-        """`world_experts`: of the step's problem. `like`: those of a step that differs in its rows alone."""
+    def __init__(self, grouped_by: str, problem: Problem, like: Launches | None = None) -> None:
+        """`problem`: the step's. `like`: those of a step that differs in its rows alone."""
         self.plans: dict[str, tuple[Plan, Problem]] = {}
-        self._grouped_by, self._world_experts = grouped_by, world_experts
+        self._grouped_by, self._world_experts = grouped_by, problem.world_experts
+        self._invariant = problem.invariant
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def first(self, part: str, declared: Callable[[], Declared]) -> Part:
@@ -86,6 +87,7 @@ class Launches:
         if "numbers" in kind.names and "numbers" not in given:
             given = packed(given)
         call = kind(**{**dict.fromkeys(kind.names), **given})
+        call.invariant = self._invariant
         if part not in self._like:
             problem = changed(call.check(), world_experts=self._world_experts)
             return call.plan(problem, checked=False), problem
@@ -142,7 +144,7 @@ class Path:
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
         """Return this path by launches, for calls like one that was checked. `like`: of a call with other rows."""
-        launches = Launches(self.grouped_by, problem.world_experts, None if like is None else like.launches)
+        launches = Launches(self.grouped_by, problem, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches)
 
     def part(self, name: str, declared: Callable[[], Declared]) -> Part:

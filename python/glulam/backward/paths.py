@@ -23,7 +23,8 @@ def path_of(call: Any) -> DataPath:
         in_halves = isinstance(call.w1, GateUp)
         return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)
     if call.is_frozen:
-        return FrozenPath(form=form, recipe=call.recipe, **common)
+        # In three calls h is rounded before the activation, in one it is not: inference's bits are those of one.
+        return FrozenPath(form=form, recipe=call.recipe, **{**common, "recompute": call.recompute or call.invariant})
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)

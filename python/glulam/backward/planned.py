@@ -62,6 +62,7 @@ class PlannedStep(Step):
         planned = path.planned(call, problem, None if like is None else like.path)
         super().__init__(call.op, planned, layout)
         self.general = Step(call.op, path, layout)
+        self.invariant = self.general.invariant = call.invariant
         self.kind, self.names = type(call), names
         self.present = tuple(given)
         self.there = picker(*map(names.index, self.present))

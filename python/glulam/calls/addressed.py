@@ -22,6 +22,7 @@ from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
 from ..choose.shipped import Choice
 from ..host import device as gpus
+from ..host.invariance import held
 from .autograd import once_differentiable, usable, without_graph
 from .call import Call
 from .checks import (
@@ -280,7 +281,8 @@ class AddressedCall(Call):
             call.refuse_gradients()
         for name in call.outputs:
             refuse_out(call.op, getattr(call, name))
-        recording = Recording(type(call), [call.when_recorded.get(name, getattr(call, name)) for name in call.options])
+        options = [call.when_recorded.get(name, getattr(call, name)) for name in call.options]
+        recording = Recording(type(call), options, call.invariant)
         if key is not None:
             call.plans.keep(key, recording)
         return recording.run(*tensors)
@@ -289,10 +291,11 @@ class AddressedCall(Call):
 class Recording:
     """What serves calls of which a gradient is recorded, in place of a `Plan`: that of the call without."""
 
-    def __init__(self, kind: type[AddressedCall], options: list[Any]) -> None:
+    def __init__(self, kind: type[AddressedCall], options: list[Any], invariant: bool) -> None:
         self.kind, self.options = kind, options
         self.count = len(kind.reads)
         self.launch: Callable[..., Any] | None = None
+        self.invariant = invariant
 
     def run(self, *tensors: Any) -> Any:
         return Recorded.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
@@ -304,7 +307,9 @@ class Recording:
         kind = self.kind
         given = zip((*kind.reads, *kind.options), (*tensors, *self.options), strict=True)
         call = kind(**dict.fromkeys(kind.outputs), **dict(given))
-        result = call.again()
+        call.invariant = self.invariant
+        with held(self.invariant):
+            result = call.again()
         if not call.is_traced() and (plan := call.plans.find(call.key())) is not None:
             self.launch = plan.run
         return result
@@ -316,7 +321,7 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
         kind = ctx.kind = recording.kind
-        ctx.options = recording.options
+        ctx.options, ctx.invariant = recording.options, recording.invariant
         made = recording.compute(tensors)
         held = dict(zip(kind.reads, tensors, strict=True))
         held.update(zip(kind.returns, made if made.__class__ is tuple else (made,), strict=True))
@@ -331,7 +336,7 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         kind = ctx.kind
-        with without_graph():
+        with without_graph(), held(ctx.invariant):
             given = [None if gradient is None else usable(gradient) for gradient in gradients]
             made = kind.backward(ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1:], *given)
         return None, *once_differentiable(kind.op, made), *[None] * (len(kind.reads) - len(made))

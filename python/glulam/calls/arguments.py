@@ -13,6 +13,7 @@ from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host import groups
+from ..host.invariance import is_on, marked
 from ..host.plans import Plans, described
 from .checks import (
     check_activation,
@@ -54,6 +55,7 @@ class Arguments:
         rowwise: those that have a row for each of the lead's; `of_any_rows`: what indices are of, or has tokens of it.
         plans: of the operator's calls.
         takes_keywords: whether the operator's function takes each of `numbers` by a keyword of its own.
+        invariant: whether the call is to be batch-invariant (`host.invariance`).
     """
 
     op: ClassVar[str]
@@ -90,6 +92,7 @@ class Arguments:
     def __init__(self, **arguments: Any) -> None:
         for name, value in arguments.items():  # torch 2.11 cannot compile self.__dict__.update
             setattr(self, name, value)
+        self.invariant = is_on()
 
     @classmethod
     def declare(cls, parameters: Iterable[str]) -> None:
@@ -169,7 +172,7 @@ class Arguments:
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
         """The problem of T rows, in the leading argument's dtype unless told otherwise."""
-        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype)}
+        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
         told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
         return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
@@ -233,7 +236,7 @@ class Arguments:
 
     def key(self) -> Hashable:
         """As the front makes it."""
-        return (self._options(), *[described(getattr(self, name)) for name in self._present()])
+        return (marked(self._options(), self.invariant), *[described(getattr(self, name)) for name in self._present()])
 
     def _options(self) -> tuple[Any, ...]:
         return (

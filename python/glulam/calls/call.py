@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..choose import choose
 from ..choose.problem import Problem, changed
-from ..choose.shipped import Choice
+from ..choose.shipped import TILED, Choice
 from ..host import device as gpus
-from ..host import experts, groups
+from ..host import experts, groups, invariance
 from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
 from . import sharding
@@ -106,6 +106,8 @@ class Call(Launching):
             key: of its plan; None where it has none.
             known: lists that are known and weights that were prepared, by the arguments that they stand for.
         """
+        if key is not None:  # another thread may have changed the setting since the key was made
+            self.invariant = invariance.is_marked(key)
         if sharding.has_dtensors(self):
             return sharding.run(self)
         lead: Any = self.lead
@@ -189,6 +191,8 @@ class Call(Launching):
         problem = self.check()
         self.check_addresses()
         if not runs_kernels(self.lead):
+            if self.invariant and (self.definition.cuts or problem.op in TILED):
+                invariance.refuse_on_cpu(self.op, self.lead.device)
             with torch.autocast(self.lead.device.type, enabled=False):  # it would round the reference's operands
                 return self.reference(problem)
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:

@@ -53,6 +53,8 @@ class Definition:
         before: return a step before the function is called, or None.
         looks: check arguments at addresses that are new to a plan for what no metadata tells, besides alignment. They
             take the kind of call, its given outputs, and the arguments that are read, by name.
+        cuts: into what a row's sums are cut besides by its GEMM, and by which numbers of the call or of the GPU, in
+            words; empty: each row is computed alone. `invariant` calls cut by sizes of the row alone.
         reference: computes on the CPU. It takes the problem, and the results, which it writes.
     """
 
@@ -63,12 +65,15 @@ class Definition:
     scratch: tuple[Callable[[Any, Problem], Mapping[str, Part]], ...] = ()
     before: tuple[Callable[[Any, Problem], Before | None], ...] = ()
     looks: tuple[Callable[[Any, list[Any], dict[str, Any]], None], ...] = ()
+    cuts: str = ""
     reference: Callable[..., None] = no_reference
 
-    def extended(self, reference: Callable[..., None] | None = None, **more: tuple[Any, ...]) -> Definition:
-        """Return a definition with more of these parts, and another reference if one is given."""
+    def extended(
+        self, reference: Callable[..., None] | None = None, cuts: str = "", **more: tuple[Any, ...]
+    ) -> Definition:  # fmt: skip
+        """Return a definition with more of these parts, and another reference and other cuts if they are given."""
         parts: dict[str, Any] = {name: (*getattr(self, name), *added) for name, added in more.items()}
-        return dataclasses.replace(self, **parts, reference=reference or self.reference)
+        return dataclasses.replace(self, **parts, reference=reference or self.reference, cuts=cuts or self.cuts)
 
 
 def numbers_of_activation(call: Any) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from cute_kernels.specs import GATED
 from ..activations import INTERLEAVED32_BLOCK
 from ..choose.problem import changed
 from ..host.experts import GateUp
+from ..host.invariance import refuse
 from .memory import tensors_of
 from .roles import GROUPS
 
@@ -137,6 +138,7 @@ def run(call: Any) -> Any:
     mesh = _mesh(call)
     splits = [_split_of(call, dim) for dim in range(mesh.ndim)]
     _check_parts(call, splits, mesh)
+    _check_sums(call, splits)
     local = {name: _local(getattr(call, name), name, splits) for name in call.names}
     return _global(changed(call, **local).again(), mesh, splits)
 
@@ -204,6 +206,20 @@ def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
         f"{label}.full_tensor(); for experts on several ranks give {label}.to_local() with "
         "parallel=glulam.distributed.ExpertParallel(...), which nn.MoE and moe take"
     )
+
+
+def _check_sums(call: Any, splits: Sequence[Split]) -> None:
+    """Raise NotImplementedError where ranks have addends of a result or of a gradient, and the call is to be
+    batch-invariant.
+    """
+    if not call.invariant:
+        return
+    is_trained = torch.is_grad_enabled() and any(one.requires_grad for *_, one in tensors_given(call))
+    if any(split.result == SUM or (is_trained and split is not REPLICATED) for split in splits):
+        refuse(
+            call.op, "each rank has an addend of a result, which a collective adds in an order of its own",
+            "shard rows or experts instead of the inner width, or set it to False",
+        )  # fmt: skip
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:

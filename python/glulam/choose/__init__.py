@@ -15,6 +15,7 @@ from cute_kernels.arch import room
 from cute_kernels.specs import Spec
 
 from . import known, records, shipped
+from .invariance import BY_SWITCH, keeps_order
 from .problem import Problem, changed
 from .shipped import Choice, microseconds
 
@@ -30,8 +31,11 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
         return replace(choice, why=f"{_expected_in_words(problem)}{choice.why}")
     ships = shipped.shipped_choice(problem, arch)
     advice = room(arch).advice(problem)
-    if spec := known.preferred(problem, ships.spec):
+    spec = known.preferred(problem, ships.spec)
+    if spec and keeps_order(spec, problem, arch):
         return Choice(spec, "glulam.compile made it the preferred kernel of this form", advice)
+    if spec:
+        ships = replace(ships, why_not=(f"{spec.name}, which is preferred: {BY_SWITCH}", *ships.why_not))
     if (layer := known.tuned(problem, gpu)) and (found := known.fastest(layer, problem, ships.spec)):
         return Choice(found.spec, _tuned_in_words(found, ships.spec), advice, is_tuned=True)
     return replace(ships, why_not=(*ships.why_not, *known.ignored(gpu)))
@@ -66,7 +70,8 @@ class Chooser:
         self._ships: dict[Hashable, Spec] = {}
         self._specs: dict[Spec, Spec] = {}  # equal ones are the same, so that callers may compare ids
         ships = self._shipped(problem)
-        self._only = known.preferred(problem, ships)
+        preferred = known.preferred(problem, ships)
+        self._only = preferred if preferred and keeps_order(preferred, problem, arch) else None
         self._layer = None if self._only else known.tuned(problem, gpu)
         if self._layer is None and not room(arch).rows_decide(problem):
             self._only = self._only or ships

@@ -27,6 +27,7 @@ from ffi_bridge import BundleForeign, folders, trust
 
 from . import loadable, records, table
 from .estimates import interpolated
+from .invariance import keeps_order
 from .problem import Problem
 from .shipped import families_like, family_of
 from .table import Layer, Point, Section
@@ -378,7 +379,8 @@ def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned 
             f"the tuned kernel {name} is not compiled on this machine, the next best serves; "
             "run `glulam compile --tuned`"
         )
-        if (spec := layer.kernels.get(name)) and _is_there(spec, otherwise):
+        spec = layer.kernels.get(name)
+        if spec and keeps_order(spec, problem, spec.arch) and _is_there(spec, otherwise):
             return Tuned(spec, us, dict(ranked).get(shipped.name), path)
     return None
 

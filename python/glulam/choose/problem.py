@@ -50,6 +50,7 @@ class Problem:
     (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
     come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own; `adapted`: the GEMM
     of a grouped_mm, grouped_glu or grouped_dglu contracts a second pair of operands, too.
+    `invariant`: only kernels that add in one order may serve, whatever the rows (`choose.invariance`).
     `world_experts`: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
     those here.
     """
@@ -75,6 +76,7 @@ class Problem:
     in_halves: bool = False
     adapted: bool = False
     world_experts: int = 0
+    invariant: bool = False
 
     @property
     def expected_rows(self) -> int:

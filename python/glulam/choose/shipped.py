@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from cute_kernels.arch import room, rows_in_words, three_digits
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
-    ACTIVATIONS,
     BLOCK_ROWS,
-    GLU_LAYOUTS,
     LAYOUT_FORMS,
     OPERANDS,
     GroupedDgluSpec,
@@ -23,13 +21,14 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
-    QuantizeMxfp8Spec,
     Spec,
     check_served,
 )
-from cute_kernels.tiles import TileConfig, require
+from cute_kernels.tiles import TileConfig
 
 from . import estimates as times
+from . import invariance
+from .on_tile import spec_on as spec_on
 from .problem import Problem, changed
 
 WIDTHS = {
@@ -52,43 +51,6 @@ class Choice:
     why: str
     why_not: tuple[str, ...]
     is_tuned: bool = False
-
-
-def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | None = None) -> Spec:
-    """The problem's spec on a tile.
-
-    Args:
-        second: the tile of a grouped_mlp's FC2 or of the data gradient that follows a grouped_dglu; by default what
-            ships beside the first.
-
-    Raises:
-        SpecError: there is no such kernel.
-    """
-    p, second = problem, second or room(arch).second_tile(tile)
-    if p.op == "grouped_mm":
-        return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves, p.adapted)
-    if p.op == "grouped_glu":
-        return _glu(p, tile, arch)
-    if p.op == "grouped_mlp":
-        fc2 = GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.fc2_operands)
-        return GroupedMlpSpec(_glu(p, tile, arch), fc2, p.quantized)
-    if p.op == "grouped_dglu":
-        dgrad = second if p.out_features else None
-        form = p.activation, p.glu_layout
-        return GroupedDgluSpec(p.dtype, *form, tile, dgrad, arch, p.operands, p.transpose_w, p.adapted)
-    if p.op == "grouped_wgrad":
-        return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch, p.operands)
-    return QuantizeMxfp8Spec(p.dtype, p.axis, arch, p.rounded)
-
-
-def _glu(p: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
-    require("activation", p.activation, ACTIVATIONS)
-    require("glu_layout", p.glu_layout, GLU_LAYOUTS)
-    activation, layout = room(arch).glu_form(
-        p.activation, p.glu_layout, p.intermediate, p.operands, tile, p.save_preact, p.transpose_w
-    )
-    form = activation, layout, p.save_preact
-    return GroupedGluSpec(p.dtype, *form, tile, arch, p.operands, p.transpose_w, p.adapted)
 
 
 def family_of(spec: Spec) -> Spec:
@@ -162,15 +124,22 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
     check_served(problem.operands, arch)
     here = room(arch)
     if tile := here.ruled(problem):
-        why, why_not = here.reasons(problem, tile)
-        return Choice(spec_on(problem, arch, tile), why, (*why_not, *here.advice(problem)))
+        usable = invariance.tile_in_order(problem, arch, tile) if problem.invariant else tile
+        why, why_not = here.reasons(problem, tile) if usable == tile else (in_order_in_words(tile, usable), ())
+        return Choice(spec_on(problem, arch, usable), why, (*why_not, *here.advice(problem)))
     parts = changed(problem, rows=estimated_rows(problem)).parts
-    best, *others = times.estimates(parts, here.tiles(problem), arch)
+    tiles = invariance.tiles_in_order(problem, arch) if problem.invariant else here.tiles(problem)
+    best, *others = times.estimates(parts, tiles, arch)
     why = f"{rows_in_words(problem)}: {best.tile.name} takes about {microseconds(best.us)}, {best.source}"
     why_not = tuple(
         f"{one.tile.name}: about {microseconds(one.us)}, {one.us / best.us:.2f} times as long" for one in others
     )
     return Choice(spec_on(problem, arch, best.tile), why, (*why_not, *here.advice(problem)))
+
+
+def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
+    """Say why a tile serves in place of another."""
+    return f"{invariance.BY_SWITCH}, as {tile.name} does: {usable.name}"
 
 
 def shipped_specs(problem: Problem, arch: str) -> list[Spec]:

@@ -153,9 +153,9 @@ def section(stamp: Stamp, *layers: Layer) -> Section:
 
 
 def layer_of(problem: Problem) -> dict[str, Any]:
-    """A problem's fields that are not their defaults, except those that say how many rows it has."""
-    of_rows = "rows", "world_experts"
-    fields = {field.name: field.default for field in dataclasses.fields(problem) if field.name not in of_rows}
+    """A problem's fields that are not their defaults, except those that decide among its kernels."""
+    deciding = "rows", "world_experts", "invariant"
+    fields = {field.name: field.default for field in dataclasses.fields(problem) if field.name not in deciding}
     given = {name: getattr(problem, name) for name in fields}
     return {name: value for name, value in given.items() if value != fields[name]}
 

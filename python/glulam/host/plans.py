@@ -23,8 +23,10 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from . import invariance
 from .device import dispatch_modes, is_watched
 from .experts import ExpertList, GateUp
+from .invariance import marked
 
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
@@ -120,6 +122,8 @@ class Plans(Generic[PlanType]):
         Raises:
             Exception: something is given that has no metadata of a tensor's.
         """
+        if invariance.is_used and invariance.is_on():
+            options = marked(options, True)
         place = (given[0].shape, options)
         for check, plan in self._guarded.get(place, ()):
             if check(*given):

@@ -26,15 +26,18 @@ MOST_ROUTED = 16
 """
 
 
-def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return True if `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`.
+def routes_few(
+    x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype, most: int = MOST_ROUTED
+) -> bool:
+    """Return True if `route_few` serves tokens x [N, H], `most` at most, and a router's parameters, with logits in
+    `dtype`.
 
     Exported programs take any number of tokens, so they never use it.
     """
     return (
         runs_kernels(x)
         and not is_exporting()
-        and 0 < x.shape[0] <= MOST_ROUTED
+        and 0 < x.shape[0] <= most
         and x.dtype in KERNEL_DTYPES
         and dtype in (x.dtype, torch.float32)
         and weight.dtype in (x.dtype, dtype)

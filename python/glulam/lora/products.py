@@ -19,6 +19,7 @@ from ..calls.autograd import once_differentiable, usable
 from ..calls.checks import ALIGNMENT_ELEMENTS
 from ..calls.quantized import Quantized
 from ..host.experts import GateUp
+from ..host.invariance import held, is_on
 from ..ops.gate import gate_rows
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
@@ -58,6 +59,7 @@ class _Narrow(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.op, ctx.grouped_by, ctx.form = op, grouped_by, form
         ctx.save_for_backward(a, sizes, matrix, beside)
+        ctx.invariant = is_on()
         groups: Groups = {grouped_by: sizes}
         return grouped_mm(x, a, **groups)
 
@@ -77,10 +79,11 @@ def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
     a, sizes, matrix, beside = ctx.saved_tensors
     groups: Groups = {ctx.grouped_by: sizes}
     dx = None
-    if ctx.needs_input_grad[3]:
-        dx = grouped_mm(d_narrow, a, **groups, transpose_w=True)
-    x, rows = Rows(matrix, beside, ctx.form).again()
-    return dx, grouped_wgrad(d_narrow, x, x_rows=rows, **groups)
+    with held(ctx.invariant):
+        if ctx.needs_input_grad[3]:
+            dx = grouped_mm(d_narrow, a, **groups, transpose_w=True)
+        x, rows = Rows(matrix, beside, ctx.form).again()
+        return dx, grouped_wgrad(d_narrow, x, x_rows=rows, **groups)
 
 
 def low_rank(

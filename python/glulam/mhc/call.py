@@ -19,6 +19,15 @@ def _constants(call: Any) -> dict[str, Any]:
     return {"forms": forms(*parameters), "width": call.lead.shape[-1]}
 
 
+USUAL_SMS = 132
+"""By which sums are cut where the GPU must not: those of an H100."""
+
+
+def sms_to_cut_by(call: Any) -> int:
+    """Return the number of SMs that decides into how many parts a call's sums are cut."""
+    return USUAL_SMS if call.invariant else int(call.gpu.sm_count)
+
+
 class MhcCall(AddressedCall):
     """Of hyper-connections. `formed`: parameters whose dtypes the kernel is told."""
 

@@ -13,7 +13,7 @@ from ..calls.addressed import Gradients, Like, check_like, like
 from ..calls.checks import check_flag
 from ..calls.front import operator
 from . import reference
-from .call import MhcCall, check_param, check_streams
+from .call import MhcCall, check_param, check_streams, sms_to_cut_by
 
 
 class AggregateCall(MhcCall):
@@ -79,15 +79,18 @@ class PostMixCall(_Mixing):
 
 
 def _partial_sums(call: Any) -> dict[str, int]:
-    partials = min(call.num_rows, CTAS_PER_SM * call.gpu.sm_count) * call.residual.shape[-1]
-    return {"workspace": partials if call.of_bias else 0}
+    sms = sms_to_cut_by(call)
+    partials = min(call.num_rows, CTAS_PER_SM * sms) * call.residual.shape[-1]
+    return {"workspace": partials if call.of_bias else 0, "num_sms": sms}
 
 
 class PostMixBackwardCall(_Mixing):
     kernel = "post_mix_backward"
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     on_cpu = staticmethod(reference.post_mix_backward)
-    definition = _Mixing.definition.extended(of_rows=(_partial_sums,))
+    definition = _Mixing.definition.extended(
+        of_rows=(_partial_sums,), cuts="tokens, for the bias's gradient, into parts, by the number of SMs"
+    )
 
 
 @operator(AggregateCall)

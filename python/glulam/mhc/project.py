@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ from ..calls.front import operator
 from ..host.device import Gpu
 from ..reference import wide
 from . import reference
-from .call import MhcCall, check_eps, check_param, check_streams
+from .call import USUAL_SMS, MhcCall, check_eps, check_param, check_streams, sms_to_cut_by
 
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 PARAMETERS = ("x", "weight", *ALPHAS, "bias")
+USUAL_TOKENS = 4096
+"""By which columns are cut where the number of tokens must not."""
 
 
 class Coefficients(NamedTuple):
@@ -124,22 +127,32 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
     return wide(weight) * wide(norm_weight)
 
 
-def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu) -> shapes.Slices:
-    """How kernels cut the columns; the weight's dtype decides between them."""
-    cut = shapes.exact_slices if weight.dtype is torch.float32 else shapes.project_slices
-    return cut(
-        shapes.project_cta(gpu.arch), x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), gpu.sm_count
-    )
+def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu, invariant: bool = False) -> shapes.Slices:
+    """How kernels cut the columns; the weight's dtype decides between them.
+
+    Args:
+        invariant: whether slices depend on the columns alone, as a usual number of tokens has them on a usual GPU.
+    """
+    is_exact = weight.dtype is torch.float32
+    cut = functools.partial(
+        shapes.exact_slices if is_exact else shapes.project_slices, shapes.project_cta(gpu.arch), x.shape[-2],
+        x.element_size(), weight.shape[1],
+    )  # fmt: skip
+    here = cut(max(tokens, 1), gpu.sm_count)
+    if not invariant:
+        return here
+    usual = cut(USUAL_TOKENS, USUAL_SMS)
+    return usual._replace(groups=here.groups if is_exact else max(gpu.sm_count // usual.slices, 1))
 
 
 def _cut(call: Any) -> dict[str, Any]:
-    cut = project_cut(call.x, call.weight, call.num_rows, call.gpu)
+    cut = project_cut(call.x, call.weight, call.num_rows, call.gpu, call.invariant)
     workspace = shapes.project_workspace(call.x.shape[-2], cut.slices, call.num_rows)
     return {**cut._asdict(), "workspace": workspace}
 
 
 def _cut_of_backward(call: Any) -> dict[str, Any]:
-    (n, width), tokens, itemsize, sms = call.x.shape[-2:], call.num_rows, call.x.element_size(), call.gpu.sm_count
+    (n, width), tokens, itemsize, sms = call.x.shape[-2:], call.num_rows, call.x.element_size(), sms_to_cut_by(call)
     ctas = shapes.gate_ctas(tokens, sms)
     parts = shapes.spread_splits(n, itemsize, width, tokens, sms, call.weight.dtype is torch.float32)
     end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
@@ -151,7 +164,9 @@ class Projecting(MhcCall):
 
     formed = ("weight", "alpha_pre", "bias")
     unaligned = frozenset(ALPHAS)
-    definition = MhcCall.definition.extended(of_rows=(_cut,))
+    definition = MhcCall.definition.extended(
+        of_rows=(_cut,), cuts="columns into slices, by the numbers of tokens and of SMs"
+    )
 
     @property
     def alphas(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +215,9 @@ class ProjectBackwardCall(Projecting):
 
     op, kernel = "project", "project_backward"
     returns = ("d_x", "d_weight", "d_sums")
-    definition = MhcCall.definition.extended(of_rows=(_cut_of_backward,))
+    definition = MhcCall.definition.extended(
+        of_rows=(_cut_of_backward,), cuts="tokens, for parameters' gradients, into parts, by the number of SMs"
+    )
 
     def check_inputs(self) -> None:
         """Nothing, as in other backward operators."""

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
 from ..formats.mxfp8 import MXFP8Tensor
+from ..host.invariance import is_on
 from ..layer import Routing, combine, moe, permute, route
 from ..layer.checks import LOGITS_DTYPES, check_rule
 from ..layer.expert_rows import rows_of_experts
@@ -21,6 +22,7 @@ from ..layer.moe import moe_call
 from ..recipes import BF16
 from . import dialects
 from .children import called, is_plain, parameters_of, product
+from .in_order import product_in_order, refuse_called, route_in_order
 from .lora import Lora
 from .mlp import GroupedMLP, arguments_of
 from .options import check_options, check_placement, held, shown_options
@@ -236,12 +238,16 @@ class MoE(Converts):
         bias = held(self, self._buffers, "choice_bias")
         options = {"bias": None if bias is None else bias.float(), "num_tokens": num_tokens, **self.rule}
         if not is_plain(router, nn.Linear):
+            if is_on():
+                refuse_called(f"{NAME}: router", router)
             logits = called(f"{NAME}: router", router, tokens, dtype, self.num_experts)
             return route(logits, self.top_k, **options)
         weight, weight_bias = parameters_of(router)
         if weight.shape != (self.num_experts, self.hidden_size):
             wanted = self.num_experts, self.hidden_size
             mismatch(NAME, "router.weight", weight.shape, wanted, "it has a row of hidden_size for each expert")
+        if is_on():
+            return route_in_order(f"{NAME}: router", tokens, weight, weight_bias, self.top_k, dtype, **options)
         if routes_few(tokens, weight, weight_bias, dtype):
             return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
         return route(product(tokens, weight, weight_bias, dtype), self.top_k, **options)
@@ -258,7 +264,11 @@ class MoE(Converts):
 
     def _gate(self, gate: nn.Linear, tokens: Tensor) -> Tensor:
         if is_plain(gate, nn.Linear):
+            if is_on():
+                return product_in_order(f"{NAME}: shared_gate", tokens, *parameters_of(gate))
             return product(tokens, *parameters_of(gate), tokens.dtype)
+        if is_on():
+            refuse_called(f"{NAME}: shared_gate", gate)
         return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:

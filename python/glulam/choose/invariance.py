@@ -1,0 +1,72 @@
+"""Kernels that add in one order: which of them may serve where a row's bits must not depend on the other rows.
+
+A problem has one order for all numbers of rows and all forms: that of its widest tile without a preactivation, which
+serves many rows, as in training. A kernel in another order is left out, and the next wider tile serves instead.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.accumulation import Accumulation
+from cute_kernels.arch import room
+from cute_kernels.specs import Spec
+from cute_kernels.stages import accumulations_of
+from cute_kernels.tiles import TileConfig
+
+from .on_tile import spec_on
+from .problem import Problem, changed
+
+Orders = tuple[Accumulation, ...]
+SWITCH = "glulam.batch_invariant(True)"
+BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
+
+
+def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
+    """Return the order in which each GEMM of a problem adds, by the tiles that ship for it."""
+    tiles = room(arch).tiles(problem)
+    return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
+
+
+def order_of(problem: Problem, arch: str) -> Orders:
+    """Return the one order of a problem's GEMMs; in training it is that of inference."""
+    plain = changed(problem, save_preact=False, adapted=False) if problem.save_preact else problem
+    tiles = orders_by_tile(plain, arch)
+    return tiles[max(tiles, key=lambda tile: tile.m)]
+
+
+def is_invariant(problem: Problem, arch: str) -> bool:
+    """Return True if every tile that ships for a problem adds in its one order."""
+    return set(orders_by_tile(problem, arch).values()) == {order_of(problem, arch)}
+
+
+def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
+    """Return the tiles that add in the problem's one order, those for the fewest rows first.
+
+    Raises:
+        NotImplementedError: none of them does.
+    """
+    order = order_of(problem, arch)
+    found = sorted((t for t, own in orders_by_tile(problem, arch).items() if own == order), key=lambda tile: tile.m)
+    if not found:
+        raise NotImplementedError(
+            f"{problem.op}: no kernel of operands {problem.operands!r} on {arch} adds in the order that inference of "
+            f"many rows has ({', '.join(map(str, order))}), which {SWITCH} asks for; call it without the switch, or "
+            "choose recipe 'bf16'"
+        )
+    return tuple(found)
+
+
+def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
+    """Return the tile that serves in place of one that a rule took: itself, or the next wider one in order.
+
+    Raises:
+        NotImplementedError: as of `tiles_in_order`.
+    """
+    usable = tiles_in_order(problem, arch)
+    if tile in usable:
+        return tile
+    return next((one for one in usable if one.m >= tile.m), usable[-1])
+
+
+def keeps_order(spec: Spec, problem: Problem, arch: str) -> bool:
+    """Return True if a kernel that a user or a table chose may serve a problem."""
+    return not problem.invariant or accumulations_of(spec) == order_of(problem, arch)

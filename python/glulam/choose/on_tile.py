@@ -1,0 +1,56 @@
+"""The spec of a problem's kernel on a tile."""
+
+from __future__ import annotations
+
+from cute_kernels.arch import room
+from cute_kernels.specs import (
+    ACTIVATIONS,
+    GLU_LAYOUTS,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    QuantizeMxfp8Spec,
+    Spec,
+)
+from cute_kernels.tiles import TileConfig, require
+
+from .problem import Problem
+
+
+def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | None = None) -> Spec:
+    """The problem's spec on a tile.
+
+    Args:
+        second: the tile of a grouped_mlp's FC2 or of the data gradient that follows a grouped_dglu; by default what
+            ships beside the first.
+
+    Raises:
+        SpecError: there is no such kernel.
+    """
+    p, second = problem, second or room(arch).second_tile(tile)
+    if p.op == "grouped_mm":
+        return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves, p.adapted)
+    if p.op == "grouped_glu":
+        return _glu(p, tile, arch)
+    if p.op == "grouped_mlp":
+        fc2 = GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.fc2_operands)
+        return GroupedMlpSpec(_glu(p, tile, arch), fc2, p.quantized)
+    if p.op == "grouped_dglu":
+        dgrad = second if p.out_features else None
+        form = p.activation, p.glu_layout
+        return GroupedDgluSpec(p.dtype, *form, tile, dgrad, arch, p.operands, p.transpose_w, p.adapted)
+    if p.op == "grouped_wgrad":
+        return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch, p.operands)
+    return QuantizeMxfp8Spec(p.dtype, p.axis, arch, p.rounded)
+
+
+def _glu(p: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
+    require("activation", p.activation, ACTIVATIONS)
+    require("glu_layout", p.glu_layout, GLU_LAYOUTS)
+    activation, layout = room(arch).glu_form(
+        p.activation, p.glu_layout, p.intermediate, p.operands, tile, p.save_preact, p.transpose_w
+    )
+    form = activation, layout, p.save_preact
+    return GroupedGluSpec(p.dtype, *form, tile, arch, p.operands, p.transpose_w, p.adapted)

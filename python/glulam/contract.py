@@ -1,0 +1,176 @@
+"""The contract of batch invariance: for each operator, recipe and architecture whether it holds, and if not, why.
+
+Nothing is listed by hand: operators are those that have kernels, recipes say what is multiplied, an architecture which
+tiles serve and in which order they add, and a definition into what a call's sums are cut. docs/batch-invariance.md has
+the table that `table` makes; `python -m glulam.contract docs/batch-invariance.md` writes it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cute_kernels.architectures import ARCHS
+from cute_kernels.formats import OPERANDS
+
+from .calls import front
+from .calls.addressed import AddressedCall
+from .choose import choose, invariance
+from .choose.problem import Problem
+from .choose.shipped import TILED
+from .recipes import BF16, RECIPES, Recipe
+
+YES, SWITCH, NONE = "yes", "switch", "none"
+"""Verdicts: invariant as it is, invariant with the switch on, or there is no such kernel."""
+MOST_ROWS = 4096
+"""Rows an expert up to which tiles are asked for; none changes from there on."""
+WIDTHS = {"in_features": 512, "intermediate": 512, "out_features": 512}
+COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
+"""Columns of the table, each with an architecture whose kernels are those of the column."""
+BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
+"""Marks around the table of a page."""
+NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
+"""What the table calls operators that others are made of."""
+ROUNDED = "A forward that records gradients, without `recompute`, rounds the preactivation before the activation"
+"""Of an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
+    "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
+    "grouped_mlp": ({}, {"save_preact": True}),
+    "grouped_dglu": ({},),
+    "grouped_wgrad": ({"intermediate": 0, "out_dtype": "bfloat16"},),
+}
+"""Fields of problems, by operator, whose kernels may differ in their tiles."""
+
+
+class Verdict(NamedTuple):
+    """Whether an operator is batch-invariant by a recipe on an architecture.
+
+    Attributes:
+        verdict: YES, SWITCH or NONE.
+        why: of SWITCH, what differs without it.
+    """
+
+    op: str
+    recipe: str
+    column: str
+    verdict: str
+    why: str = ""
+
+
+def recipe_on(recipe: Recipe, arch: str) -> Recipe:
+    """Return the recipe that an architecture multiplies by where one is asked for."""
+    return RECIPES[ARCHS[arch].recipes.get(recipe.name, recipe.name)]
+
+
+def serves(op: str, recipe: Recipe) -> bool:
+    """Return True if a recipe has kernels of an operator of its own."""
+    if recipe is BF16 or op == "grouped_mlp":
+        return True
+    if op == "grouped_mm":
+        return recipe.freezes_weights
+    if op == "grouped_dglu":
+        return recipe.trains
+    return op == "grouped_wgrad" and recipe.wgrad is not None
+
+
+def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1) -> Iterator[Problem]:
+    """Yield a problem for each form of an operator whose kernels an architecture has, in bfloat16."""
+    recipe = recipe_on(recipe, arch)
+    operands = recipe.wgrad_operands if op == "grouped_wgrad" else recipe.operands
+    if not serves(op, recipe) or operands in ARCHS[arch].lacks:
+        return
+    for form in FORMS[op]:
+        if form.get("save_preact") and not OPERANDS[operands].trains:
+            continue
+        told: dict[str, Any] = {"fc2_operands": recipe.fc2_operands} if op == "grouped_mlp" else {}
+        yield Problem(
+            op, "bfloat16", rows, experts, activation="none" if op == "grouped_mm" else "swiglu", operands=operands,
+            **{**WIDTHS, **told, **form},
+        )  # fmt: skip
+
+
+@functools.cache
+def tiled(op: str, recipe: str, column: str) -> Verdict:
+    """Return the verdict on an operator whose kernels have tiles."""
+    arch = COLUMNS[column]
+    found = list(problems(op, RECIPES[recipe], arch))
+    if not found:
+        return Verdict(op, recipe, column, NONE)
+    reasons = dict.fromkeys(filter(None, (_left_out(problem, arch) for problem in found)))
+    if op == "grouped_mlp" and recipe_on(RECIPES[recipe], arch).freezes_weights:
+        reasons[ROUNDED] = None
+    return Verdict(op, recipe, column, SWITCH if reasons else YES, ". ".join(reasons))
+
+
+def _left_out(problem: Problem, arch: str) -> str:
+    """Say which tiles the switch leaves out of a problem, and up to which number of rows they serve; empty: none."""
+    order = invariance.order_of(problem, arch)
+    orders = invariance.orders_by_tile(problem, arch)
+    others = [tile for tile, own in orders.items() if own != order]
+    if not others:
+        return ""
+    tiles = ", ".join(f"tile {tile.m} x {tile.n}" for tile in others)
+    most = max(rows for rows in range(1, MOST_ROWS + 1) if _leaves_order(problem, arch, rows))
+    differs = next(own for own in orders.values() if own != order)[0]
+    return f"Up to {most} rows an expert on average, {tiles}: {differs}"
+
+
+def _leaves_order(problem: Problem, arch: str, rows: int) -> bool:
+    spec = choose(dataclasses.replace(problem, rows=rows), arch).spec
+    return not invariance.keeps_order(spec, dataclasses.replace(problem, invariant=True), arch)
+
+
+@functools.cache
+def cuts() -> dict[str, str]:
+    """Return what the sums of operators without tiles are cut into, of either direction, by operator; empty: nothing
+    but a row's own numbers decides.
+    """
+    found: dict[str, list[str]] = {}
+    for kind in front.OPERATORS:
+        if issubclass(kind, AddressedCall):
+            name = f"mhc.{kind.op}" if kind.family == "mhc" else kind.op
+            found.setdefault(name, []).append(kind.definition.cuts)
+    return {name: "; ".join(dict.fromkeys(filter(None, each))) for name, each in found.items()}
+
+
+def verdicts() -> list[Verdict]:
+    """Return all verdicts: of operators with tiles by recipe and architecture, then of the others, alike everywhere."""
+    found = [tiled(op, recipe, column) for op in TILED for recipe in RECIPES for column in COLUMNS]
+    for op, cut in cuts().items():
+        found += [Verdict(op, "", column, SWITCH if cut else YES, cut) for column in COLUMNS]
+    return found
+
+
+def table() -> str:
+    """Return the table of the page and its notes, in Markdown, without operators and recipes that nobody has."""
+    by_row: dict[tuple[str, str], list[Verdict]] = {}
+    for one in verdicts():
+        by_row.setdefault((one.op, one.recipe), []).append(one)
+    notes = list(dict.fromkeys(one.why for one in verdicts() if one.verdict == SWITCH))
+
+    def cell(one: Verdict) -> str:
+        return {YES: YES, NONE: "-", SWITCH: f"{SWITCH}, note {1 + notes.index(one.why) if one.why in notes else 0}"}[
+            one.verdict
+        ]
+
+    lines = [f"| operator | recipe | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
+    for (op, recipe), cells in by_row.items():
+        if any(each.verdict != NONE for each in cells):
+            lines.append(f"| `{NAMES.get(op, op)}` | {recipe or 'any'} | {' | '.join(map(cell, cells))} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+
+
+def with_table(page: str) -> str:
+    """Return a page's text with the table between its marks."""
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(with_table(path.read_text()))

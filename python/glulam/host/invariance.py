@@ -1,0 +1,154 @@
+"""The switch for batch invariance: a setting of the process, which calls read when they look for a plan.
+
+Backward keeps the setting of its forward: a step that is planned holds it in its plans, any other reads it by `held`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Hashable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+NAME = "batch_invariant"
+MARK = "batch-invariant"
+"""The last of the options in keys of plans that were made with the switch on."""
+
+_lock = threading.Lock()
+_blocks: list[batch_invariant] = []
+"""Settings that are open as context managers, in the order in which they were entered."""
+_statements: list[tuple[bool, weakref.ref[batch_invariant]]] = []
+"""Settings that were not entered. The last one holds where no block is open."""
+_setting = False
+is_used = False
+"""False until the switch is on for the first time: calls then read nothing else."""
+
+
+class _OfThread(threading.local):
+    """The setting that a thread holds for a backward; None: it reads the process's."""
+
+    mode: bool | None = None
+
+
+_thread = _OfThread()
+
+
+class batch_invariant:
+    """Make results of a row, and its gradient, depend on the row, its experts' weights and the options alone.
+
+    A call then takes only kernels that add in one order, whatever the number of rows, their places, the tile and the
+    GPU's number of SMs. Where no such kernel exists it raises NotImplementedError, which says what to do. docs:
+    batch-invariance.md lists where that is, and where a call is invariant without the switch.
+
+    As a statement it holds from then on; as a context manager until the block ends. Either way it is a setting of the
+    process: all threads' calls read it, those of autograd included. The block entered last decides, in whichever thread
+    it is; without one, the last statement. The gradient of a call has the setting of its forward.
+
+        glulam.batch_invariant(True)  # for the process
+        with glulam.batch_invariant():  # for a block
+            y = glulam.moe(x, routing, w1, w2)
+
+    Compiled functions read it when they run, so set it outside of them.
+
+    Args:
+        mode: whether the switch is on.
+
+    Raises:
+        TypeError: mode is not True or False.
+        NotImplementedError: it is set within a function that torch.compile traces.
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        if is_dynamo_compiling():
+            raise NotImplementedError(
+                f"{NAME}: called within a function that torch.compile traces, whose operators would not see it; set it "
+                "before the compiled function is called"
+            )
+        if not isinstance(mode, bool):
+            raise TypeError(f"{NAME}: mode is {mode!r}; give True or False")
+        self.mode = mode
+        with _lock:
+            dead = [statement for statement in _statements if statement[1]() is None]
+            for statement in dead[:-1]:  # which a later one has replaced for good
+                _statements.remove(statement)
+            _statements.append((mode, weakref.ref(self)))
+            _settle()
+
+    def __enter__(self) -> batch_invariant:
+        with _lock:
+            _statements[:] = [statement for statement in _statements if statement[1]() is not self]
+            _blocks.append(self)
+            _settle()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        with _lock:
+            last = max(place for place, block in enumerate(_blocks) if block is self)
+            del _blocks[last]
+            _settle()
+
+    def __repr__(self) -> str:
+        return f"{NAME}({self.mode})"
+
+
+def _settle() -> None:
+    """Find the setting that holds."""
+    global _setting, is_used
+    _setting = _blocks[-1].mode if _blocks else bool(_statements) and _statements[-1][0]
+    is_used = is_used or _setting
+
+
+def is_on() -> bool:
+    """Return True if calls of this thread are to be batch-invariant."""
+    if is_dynamo_compiling():  # a trace is guarded by the global, and its operators read the setting when they run
+        return _setting
+    held_mode = _thread.mode
+    return _setting if held_mode is None else held_mode
+
+
+@contextlib.contextmanager
+def held(mode: bool) -> Iterator[None]:
+    """Let calls of this thread have a setting: that of the forward whose backward runs."""
+    if not is_used or is_dynamo_compiling():
+        yield
+        return
+    before, _thread.mode = _thread.mode, mode
+    try:
+        yield
+    finally:
+        _thread.mode = before
+
+
+def marked(options: Hashable, mode: bool) -> Hashable:
+    """Return the options of a plan's key, so that a plan serves calls with its own setting alone."""
+    return (options, MARK) if mode else options
+
+
+def is_marked(key: Any) -> bool:
+    """Return True if a plan's key was made with the switch on."""
+    options = key[0]
+    return isinstance(options, tuple) and len(options) == 2 and options[1] is MARK
+
+
+def refuse(op: str, why: str, remedy: str) -> None:
+    """Refuse a call that has no kernel which adds in one order.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"{op}: {why}, and glulam.batch_invariant(True) is set; {remedy}")
+
+
+def refuse_on_cpu(op: str, device: torch.device) -> None:
+    """Refuse a product that torch computes. Raises NotImplementedError."""
+    refuse(
+        op, f"tensors are on {device}, where torch multiplies, in an order of its own for each shape",
+        "move them to a GPU, or set it to False",
+    )  # fmt: skip

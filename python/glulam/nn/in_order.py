@@ -1,0 +1,82 @@
+"""A layer's Linears in one order of addition for all numbers of tokens, where `glulam.batch_invariant(True)` is set.
+
+torch multiplies them in an order that the number of tokens decides. In 16 bits a grouped GEMM of one expert takes its
+place, in both directions; float32 logits of 16-bit tokens are those of the kernel that otherwise serves few tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..calls.checks import ALIGNMENT_ELEMENTS, KERNEL_DTYPES, runs_kernels
+from ..host.invariance import refuse, refuse_on_cpu
+from ..layer import Routing, route
+from ..layer.few_tokens import route_few, routes_few
+from ..ops.grouped_mm import grouped_mm
+from .children import product
+
+MOST_TOKENS = 4 * 65535
+"""Of the kernel of float32 logits: four to a CTA, in a dimension of the grid."""
+FALSE = "or set it to False"
+
+
+def route_in_order(
+    name: str, tokens: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, **options: Any
+) -> Routing:
+    """Return `route` of tokens' logits x weight^T + weight_bias in `dtype`.
+
+    Args:
+        name: what errors call the router. options: of `route`.
+
+    Raises:
+        NotImplementedError: no kernel makes such logits in one order.
+    """
+    if dtype == tokens.dtype and dtype in KERNEL_DTYPES:
+        return route(product_in_order(name, tokens, weight, weight_bias), k, **options)
+    if not runs_kernels(tokens):
+        refuse_on_cpu(name, tokens.device)
+    if len(tokens) == 0:
+        return route(product(tokens, weight, weight_bias, dtype), k, **options)
+    if not routes_few(tokens, weight, weight_bias, dtype, most=MOST_TOKENS):
+        refuse(
+            name,
+            f"no kernel makes {dtype} logits of {len(tokens)} tokens in {tokens.dtype} whose gradient is recorded",
+            f"leave out router_dtype, call it under torch.no_grad() with at most {MOST_TOKENS} tokens, {FALSE}",
+        )  # fmt: skip
+    return route_few(tokens, weight, weight_bias, k, dtype, **options)
+
+
+def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [N, H] times a weight [E, H], plus a bias [E], in x's dtype. Differentiable.
+
+    Raises:
+        NotImplementedError: x is on the CPU, or not of 16 bits.
+    """
+    if not runs_kernels(x):
+        refuse_on_cpu(name, x.device)
+    if x.dtype not in KERNEL_DTYPES:
+        refuse(name, f"no kernel multiplies {x.dtype}", f"cast the layer to bfloat16 or float16, {FALSE}")
+    width, missing = len(weight), -len(weight) % ALIGNMENT_ELEMENTS
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if missing:
+        weight, bias = F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
+    ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    made: Tensor = grouped_mm(x, weight[None], offs=ends, bias=None if bias is None else bias[None])
+    return made[:, :width].contiguous() if missing else made
+
+
+def refuse_called(name: str, child: Any) -> None:
+    """Refuse a Linear that is called instead of being part of the layer. Other modules' results are their own.
+
+    Raises:
+        NotImplementedError: it is a Linear.
+    """
+    if isinstance(child, nn.Linear):
+        refuse(
+            name, "it is hooked, wrapped or compiled, so that torch's own Linear multiplies",
+            f"remove its hooks, replace it by a module that adds in one order, {FALSE}",
+        )  # fmt: skip

@@ -1,0 +1,124 @@
+"""Calls whose results tell in which order their sums were made, for each problem of `glulam.contract`.
+
+The two halves of every contraction cancel, so that a result is what rounding has left of its sums: another order has
+left something else in nearly all of them. Values span some binades, so that sums are inexact in FP8, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import glulam
+from cute_kernels.formats import OPERANDS
+from glulam import contract
+from glulam.choose.problem import Problem
+from glulam.ops.quantized_weights import FORMS
+from glulam.recipes import BF16, RECIPES
+
+BINADES, OF_BLOCKS = 6, {128: 12, 32: 3}
+"""Powers of two, of either sign, by which neighbours differ, and blocks of rows' and of weights' scales."""
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    """bfloat16 numbers of several binades."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-BINADES, BINADES + 1, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * torch.exp2(exponents.float())).bfloat16()
+
+
+def _halves(*shape: int, seed: int, block: int) -> Tensor:
+    """Half of a contraction, the last dimension, whose blocks differ as their elements do."""
+    *outer, depth = shape
+    generator, most = torch.Generator().manual_seed(seed), OF_BLOCKS[block]
+    exponents = torch.randint(-most, most + 1, (*outer, -(-depth // 2 // block)), generator=generator)
+    by_block = torch.exp2(exponents.float()).repeat_interleave(block, -1)[..., : depth // 2]
+    return values(*outer, depth // 2, seed=seed) * by_block.bfloat16()
+
+
+def rows_of(total: int, depth: int, seed: int = 0) -> Tensor:
+    """[total, depth], either half the same."""
+    half = _halves(total, depth, seed=seed, block=128)
+    return torch.cat((half, half), dim=1)
+
+
+def weights_of(experts: int, rows: int, depth: int, seed: int) -> Tensor:
+    """[experts, rows, depth], one half minus the other."""
+    half = _halves(experts, rows, depth, seed=seed, block=32)
+    return torch.cat((half, -half), dim=2)
+
+
+def gated_weights_of(experts: int, width: int, depth: int, seed: int) -> Tensor:
+    """[experts, 2 width, depth], concatenated: either half of the activation the same, as `rows_of` has it."""
+    gate, up = (weights_of(experts, width // 2, depth, seed=seed + place) for place in range(2))
+    return torch.cat((gate, gate, up, up), dim=1)
+
+
+def offs_of(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
+
+
+def tensors_of(problem: Problem, total: int) -> dict[str, Tensor]:
+    """Arguments of a problem's call, weights in 16 bits."""
+    experts, hidden, inter, out = problem.experts, problem.in_features, problem.intermediate, problem.out_features
+    x = rows_of(total, hidden)
+    if problem.op == "grouped_mm":
+        return {"x": x, "w": weights_of(experts, out, hidden, seed=1)}
+    if problem.op == "grouped_glu":
+        return {"x": x, "w1": gated_weights_of(experts, inter, hidden, seed=1)}
+    if problem.op == "grouped_mlp":
+        w2 = weights_of(experts, out, inter, seed=3)
+        return {"x": x, "w1": gated_weights_of(experts, inter, hidden, seed=1), "w2": w2}
+    if problem.op == "grouped_wgrad":  # contracts rows, whose halves cancel
+        return {"dy": values(total, out, seed=1), "x": values(total, hidden, seed=2)}
+    raise ValueError(f"{problem.op} has one tile")
+
+
+def quantised(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
+    """The same with weights as the problem's operands have them, and transposed ones as they lie."""
+    found: dict[str, Any] = dict(given)
+    for name in ("w", "w1", "w2"):
+        if name not in given:
+            continue
+        if problem.operands != BF16.operands:
+            form = FORMS[problem.operands]
+            is_gate = name == "w1" and OPERANDS[problem.operands].w.rows > 1
+            found[name] = (form.of_gate(given[name].shape[1]) if is_gate else form).quantized_tensor(given[name])
+        elif problem.transpose_w:
+            found[name] = given[name].mT.contiguous()
+    return found
+
+
+def call(problem: Problem, given: dict[str, Any], offs: Tensor) -> Tensor:
+    """The result of a problem's call."""
+    if problem.op == "grouped_mm":
+        made: Tensor = glulam.grouped_mm(**given, offs=offs, transpose_w=problem.transpose_w)
+        return made
+    if problem.op == "grouped_glu":
+        result = glulam.grouped_glu(**given, offs=offs, return_preact=problem.save_preact)
+        return result[0] if problem.save_preact else result
+    if problem.op == "grouped_wgrad":
+        return glulam.grouped_wgrad(**given, offs=offs)
+    options: dict[str, Any] = {"recipe": recipe_of(problem), "offs": offs}
+    if not problem.save_preact:
+        return glulam.grouped_mlp(**given, **options)
+    with torch.enable_grad():
+        return glulam.grouped_mlp(**{**given, "x": given["x"].detach().requires_grad_()}, **options).detach()
+
+
+def recipe_of(problem: Problem) -> str:
+    """The recipe that multiplies a problem's operands."""
+    return next(name for name, recipe in RECIPES.items() if recipe.operands == problem.operands)
+
+
+def problems_of(arch: str, **widths: int) -> list[Problem]:
+    """Every problem of the contract that an architecture has several tiles for, and its form with a preactivation."""
+    found: dict[Problem, None] = {}
+    for op, recipe in itertools.product(contract.FORMS, RECIPES.values()):
+        for problem in contract.problems(op, recipe, arch, **widths):
+            found[problem] = None
+    return list(found)

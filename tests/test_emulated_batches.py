@@ -1,0 +1,207 @@
+"""Batch invariance without a GPU: the same rows through every tile that ships for a problem have the same bits where
+`accumulation` says so, and others where it does not. Tiles, orders and problems are those that the product declares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from emulator.emulated_gpu import installed
+from support import batches
+from support.criterion import same_bits
+from support.fake_gpu import reference
+from torch import Tensor
+
+import glulam
+from cute_kernels.accumulation import Accumulation
+from cute_kernels.arch import room
+from cute_kernels.formats import OPERANDS
+from cute_kernels.specs import Spec
+from cute_kernels.stages import accumulations_of
+from cute_kernels.tiles import TileConfig
+from glulam.choose import invariance, known
+from glulam.choose.problem import Problem
+from glulam.choose.shipped import spec_on
+from glulam.host.plans import forget_plans
+from glulam.validate import child
+
+SIZES = (7, 0, 13)
+"""Rows of each expert: of one tile of the smallest, and of every other tile a part."""
+DEPTH, DEPTH_IN_BLOCKS = 320, 512
+"""Of a contraction: of 16-bit weights an odd number of k-tiles; else whole blocks of 128 in either half."""
+WIDTH = 128
+SHOWN, DENIED = 0.01, 0.1
+"""Shares of the results that rounding must decide, and that another order must change. FP8 rows times four bits are
+nearly always exact: 1.4 % of their results are not."""
+ARCHS = ("sm_90a", "sm_90", "sm_100a")
+
+
+def _sized(problem: Problem) -> Problem:
+    """A problem of these rows, as small as its formats allow."""
+    depth = DEPTH if OPERANDS[problem.operands].w.bits == 16 else DEPTH_IN_BLOCKS
+    sizes = {name: WIDTH for name in ("intermediate", "out_features") if getattr(problem, name)}
+    if problem.op == "grouped_mlp":
+        sizes["intermediate"] = depth
+    return dataclasses.replace(
+        problem, rows=sum(SIZES), experts=len(SIZES), in_features=depth, **sizes
+    )  # fmt: skip
+
+
+def _id(problem: Problem) -> str:
+    form = ("-preact" if problem.save_preact else "") + ("-transposed" if problem.transpose_w else "")
+    return f"{problem.op}-{problem.operands}{form}"
+
+
+CASES = {
+    arch: [_sized(one) for one in batches.problems_of(arch) if len(invariance.orders_by_tile(one, arch)) > 1]
+    for arch in ARCHS
+}
+
+
+def results(arch: str, specs: Sequence[Spec], problem: Problem) -> list[Tensor]:
+    """The same call by each function."""
+    found = []
+    with installed(arch) as gpu, torch.no_grad():
+        with reference():
+            given = batches.quantised(problem, batches.tensors_of(problem, problem.rows))
+        for spec in specs:
+            known.forget()
+            forget_plans()
+            child.prefer(spec)
+            del gpu.fake.specs[:]
+            found.append(batches.call(problem, given, batches.offs_of(SIZES)))
+            assert spec in gpu.fake.specs, f"{spec.name} did not serve the call"
+    return found
+
+
+def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
+    """Compare each tile's bits with those of the tile whose order is the problem's."""
+    order = invariance.order_of(problem, arch)
+    specs = [spec_on(problem, arch, tile) for tile in tiles]
+    made = results(arch, specs, problem)
+    wanted = next(one for one, spec in zip(made, specs, strict=True) if accumulations_of(spec) == order)
+    shown = float((wanted != 0).double().mean())
+    assert wanted.isfinite().all() and shown > SHOWN, f"all but {shown:.3f} of the sums were exact: nothing would show"
+    for spec, one in zip(specs, made, strict=True):
+        if accumulations_of(spec) == order:
+            assert same_bits(one, wanted), f"{spec.name} has other bits than its declared order gives"
+        else:
+            other = float((one != wanted).double().mean())
+            assert other > DENIED, f"{spec.name} has the bits of the order that it denies, except {other:.3f} of them"
+
+
+def _params(cases: dict[str, list[Problem]]) -> list[Any]:
+    return [pytest.param(arch, one, id=f"{arch}-{_id(one)}") for arch, found in cases.items() for one in found]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("arch", "problem"), _params(CASES))
+def test_every_tile_adds_in_the_order_that_it_declares(arch: str, problem: Problem) -> None:
+    check(arch, problem, list(invariance.orders_by_tile(problem, arch)))
+
+
+def _problem(arch: str, op: str, operands: str) -> Problem:
+    return next(one for one in CASES[arch] if (one.op, one.operands, one.transpose_w) == (op, operands, False))
+
+
+OF_MANY_ROWS, SPLIT, PERMUTED = (
+    ("sm_90a", "grouped_mm", "16bit"), ("sm_90", "grouped_mm", "16bit"), ("sm_90a", "grouped_mm", "mxfp4_weight_only")
+)  # fmt: skip
+"""Problems whose tiles add in one order; of which one splits the contraction; of which one permutes it."""
+
+
+@pytest.mark.parametrize(("arch", "op", "operands"), [OF_MANY_ROWS, SPLIT, PERMUTED])
+def test_some_tiles_add_in_the_order_that_they_declare(arch: str, op: str, operands: str) -> None:
+    """The fewest and the most rows of a problem; all tiles of all problems are in the test above."""
+    problem = _problem(arch, op, operands)
+    tiles = sorted(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m)
+    check(arch, problem, [tiles[0], tiles[-1]])
+
+
+@pytest.fixture
+def declare(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[Any], Accumulation]], None]]:
+    """Lets an architecture declare other orders."""
+
+    def declare(arch: str, order: Callable[[Any], Accumulation]) -> None:
+        monkeypatch.setattr(room(arch), "accumulation", order)
+        accumulations_of.cache_clear()
+
+    yield declare
+    monkeypatch.undo()
+    accumulations_of.cache_clear()
+
+
+@pytest.mark.parametrize(("arch", "op", "operands"), [SPLIT, PERMUTED], ids=["split", "permuted"])
+def test_a_tile_that_changes_the_order_is_found(arch: str, op: str, operands: str, declare: Any) -> None:
+    """One that splits the contraction among warps, and one that takes its elements in another order, as if either had
+    been added to the table without a word."""
+    problem = _problem(arch, op, operands)
+    tiles = sorted(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m)
+    declare(arch, lambda spec: Accumulation("mma", 16))
+    with pytest.raises(AssertionError, match=f"{tiles[0].name}.* has other bits than its declared order gives"):
+        check(arch, problem, [tiles[-1], tiles[0]])
+
+
+def test_an_order_that_is_denied_is_found(declare: Any) -> None:
+    """A tile that is left out for nothing."""
+    problem = _problem(*OF_MANY_ROWS)
+    few, many = sorted(invariance.orders_by_tile(problem, "sm_90a"), key=lambda tile: tile.m)
+    declare("sm_90a", lambda spec: Accumulation("mma", 16, parts=spec.tile.m))
+    with pytest.raises(AssertionError, match=f"{few.name}.* has the bits of the order that it denies"):
+        check("sm_90a", problem, [many, few])
+
+
+@pytest.mark.parametrize("num_sms", [4, 7])
+def test_places_other_rows_and_sms_change_nothing(num_sms: int) -> None:
+    """Rows among others, in another order, in tiles that begin elsewhere, dealt to another number of CTAs."""
+    arch, *_ = OF_MANY_ROWS
+    problem = _problem(*OF_MANY_ROWS)
+    spec = spec_on(problem, arch, max(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m))
+    (wanted,) = results(arch, [spec], problem)
+    given = batches.tensors_of(problem, problem.rows)
+    end, others = sum(SIZES), 30
+    order = torch.cat((torch.arange(end, end + others), torch.arange(end).flip(0)))
+    rows = torch.cat((given["x"], batches.rows_of(others, DEPTH, seed=9)))[order]
+    sizes = (others, 0, 0, SIZES[2], SIZES[1], SIZES[0])  # experts behind others, in another order
+    w = torch.cat((given["w"], given["w"].flip(0)))
+    with installed(arch, num_sms=num_sms, seed=num_sms) as gpu, torch.no_grad():
+        child.prefer(spec)
+        made = batches.call(dataclasses.replace(problem, experts=6), {"x": rows, "w": w}, batches.offs_of(sizes))
+        assert spec in gpu.fake.specs
+    assert same_bits(made[others:].flip(0), wanted)
+
+
+def test_tokens_and_sms_change_no_bits_of_hyper_connections() -> None:
+    """With the switch; without it a float32 weight's columns are cut otherwise, and bits differ."""
+    n, width = 4, 256
+    x, weight = batches.values(40, n, width, seed=1), batches.values(24, n * width, seed=2).float()
+    alphas = [torch.ones(1) for _ in range(3)]
+    made: dict[bool, list[Tensor]] = {True: [], False: []}
+    for mode, (tokens, num_sms) in itertools.product((True, False), [(3, 2), (40, 4)]):
+        with installed("sm_90a", num_sms=num_sms), glulam.batch_invariant(mode), torch.no_grad():
+            *_, logits = glulam.mhc.project(x[:tokens].contiguous(), weight, *alphas, torch.zeros(24))
+            made[mode].append(logits[:3])
+    assert same_bits(*made[True]) and made[True][0].isfinite().all()
+    assert not same_bits(*made[False]), "both are cut alike, so that nothing shows"
+    torch.testing.assert_close(made[True][0], made[False][0])
+
+
+PLAIN_AND_RECORDED = [
+    pytest.param(arch, op, id=f"{arch}-{op}") for arch in ARCHS for op in ("grouped_glu", "grouped_mlp")
+]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("arch", "op"), PLAIN_AND_RECORDED)
+def test_recording_a_gradient_changes_no_bits(arch: str, op: str) -> None:
+    """A forward that stores its preactivation, on the same tile."""
+    problem = _problem(arch, op, "16bit")
+    tile = max(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m)
+    recorded = dataclasses.replace(problem, save_preact=True)
+    found = [results(arch, [spec_on(one, arch, tile)], one)[0] for one in (problem, recorded)]
+    assert same_bits(*found) and (found[0] != 0).any()
