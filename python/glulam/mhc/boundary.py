@@ -172,16 +172,17 @@ class BoundaryCall(MhcCall):
         d_updated, d_x, d_pre, d_post, d_comb = gradients
         _, eps, norm_eps, iters, _ = options
         updated = streams if updated is None else updated
-        d_mix, d_old_pre, d_logits, d_norm = boundary_backward(
-            d_x, d_comb, updated, pre, scale, base, norm_weight, stats, eps, norm_eps, iters,
-            d_x is not None, d_x is not None and needed[2], d_comb is not None, d_x is not None and needed[8],
-        )  # fmt: skip
+        d_mix = d_old_pre = d_logits = d_norm = None
+        if d_x is not None or d_comb is not None:
+            d_mix, d_old_pre, d_logits, d_norm = boundary_backward(
+                d_x, d_comb, updated, pre, scale, base, norm_weight, stats, eps, norm_eps, iters,
+                d_x is not None, d_x is not None and needed[2], d_comb is not None, d_x is not None and needed[8],
+            )  # fmt: skip
         if d_mix is None and d_updated is not None:
             d_mix = d_updated.new_zeros(*d_updated.shape[:-2], d_updated.shape[-1])
-        alphas = [scale[place : place + 1] for place in range(3)]
         d_streams, d_weight, sums = project_backward(
-            d_pre, d_post, d_logits, updated, weight, *alphas, base, stats, d_mix, None if d_mix is None else pre,
-            d_updated, 0.0, any(needed[place] for place in (0, 1, 3, 4)), needed[5],
+            d_pre, d_post, d_logits, updated, weight, scale[:1], scale[1:2], scale[2:], base, stats, d_mix,
+            None if d_mix is None else pre, d_updated, 0.0, any(needed[place] for place in (0, 1, 3, 4)), needed[5],
         )  # fmt: skip
         made: list[Any] = [None, d_streams, d_old_pre, None, None, d_weight]
         if y is not None and d_streams is not None:

@@ -32,7 +32,7 @@ def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tupl
     of_projection: list[tuple[tuple[int, ...], bool | None]] = [
         ((*lead, n, c), True), ((rows, n * c), False), *[((1,), False)] * 3, ((rows,), False)
     ]  # fmt: skip
-    return {
+    shapes: dict[str, list[tuple[tuple[int, ...], bool | None]]] = {
         "sinkhorn": [((*lead, n, n), False)],
         "aggregate": [((*lead, n, c), True), ((*lead, n), False)],
         "post_mix": [
@@ -44,7 +44,8 @@ def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tupl
             ((*lead, c), True), ((*lead, n, c), True), *[((*lead, n), None)] * 2, ((*lead, n, n), None),
             ((rows, n * c), False), ((3,), False), ((rows,), False), ((c,), False),
         ],
-    }[name]  # fmt: skip
+    }  # fmt: skip
+    return shapes[name]
 
 
 def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype, of_params: torch.dtype) -> Given:
