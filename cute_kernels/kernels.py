@@ -23,6 +23,7 @@ class Kernel(NamedTuple):
         dtypes: of tokens, rows or streams; ANY: its name has none.
         ships: the dtypes that bundles hold as a function of its own; none: a chain's step alone.
         is_sized: whether it is compiled for a number of experts.
+        counts: numbers of streams that it is compiled for; empty: all that hyper-connections have.
     """
 
     arguments: Signature | None = None
@@ -30,6 +31,7 @@ class Kernel(NamedTuple):
     dtypes: Sequence[str] = ANY
     ships: Sequence[str] = ()
     is_sized: bool = False
+    counts: Sequence[int] = ()
 
     @property
     def has_dtype(self) -> bool:

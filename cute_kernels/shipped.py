@@ -170,8 +170,11 @@ def folding_specs(arch: str) -> list[Spec]:
 
 def mhc_specs(arch: str) -> list[Spec]:
     """Every hyper-connection kernel: for each number of streams and, except for Sinkhorn's, each dtype of theirs."""
-    kernels = ((name, dtype) for name, kernel in mhc.KERNELS.items() for dtype in kernel.ships)
-    return [MhcSpec(name, dtype, n, arch) for (name, dtype), n in product(kernels, mhc.COUNTS)]
+    return [
+        MhcSpec(name, dtype, n, arch)
+        for name, kernel in mhc.KERNELS.items()
+        for dtype, n in product(kernel.ships, kernel.counts or mhc.COUNTS)
+    ]
 
 
 def layer_specs(arch: str) -> list[Spec]:

@@ -528,7 +528,7 @@ class MhcSpec:
     def __post_init__(self) -> None:
         require("kernel", self.kernel, mhc.KERNELS)
         require("dtype", self.dtype, self.of_kernel.dtypes)
-        require("n", self.n, mhc.COUNTS)
+        require("n", self.n, self.of_kernel.counts or mhc.COUNTS)
         require("arch", self.arch, ARCHS)
 
     @property

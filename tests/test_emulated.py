@@ -56,7 +56,8 @@ ONE_OF_EACH = (
     "layer_combine_bf16_*", "layer_gate_bf16_*", "layer_gate_backward_bf16_*", "layer_route_backward_*",
     "layer_row_weights_backward_*", "mhc_sinkhorn_n4_*",
     "mhc_sinkhorn_backward_n4_*", "mhc_pre_bf16_n4_*", "mhc_pre_backward_bf16_n4_*", "mhc_post_mix_bf16_n4_*",
-    "mhc_post_mix_backward_bf16_n4_*", "mhc_aggregate_backward_bf16_n4_*",
+    "mhc_post_mix_backward_bf16_n4_*", "mhc_aggregate_backward_bf16_n4_*", "mhc_boundary_bf16_n4_*",
+    "mhc_boundary_backward_bf16_n4_*",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from cute_kernels.arguments import ADDRESS
 from cute_kernels.chains import signature_of
 from cute_kernels.layer.kernels import KERNELS
 from cute_kernels.mhc import shapes
+from cute_kernels.mhc.kernels import KERNELS as MHC_KERNELS
 from cute_kernels.specs import LayerSpec, MhcSpec
 from glulam import mhc
 from glulam.calls.addressed import AddressedCall
@@ -43,6 +44,10 @@ def inputs(name: str, n: int, dtype: torch.dtype, params: torch.dtype) -> list[T
         ],
     }  # fmt: skip
     shapes["pre"] = shapes["project"]
+    shapes["boundary"] = [
+        ((*LEAD, WIDTH), dtype), ((*LEAD, n, WIDTH), dtype), ((*LEAD, n), F32), ((*LEAD, n), F32), ((*LEAD, n, n), F32),
+        ((rows, n * WIDTH), params), ((3,), params), ((rows,), F32), ((WIDTH,), params),
+    ]  # fmt: skip
     torch.manual_seed(n)
     return [torch.randn(shape).to(d).requires_grad_() for shape, d in shapes[name]]
 
@@ -53,8 +58,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "post_mix": lambda *t: mhc.post_mix(*t, transpose_res=True),
     "project": mhc.project,
     "pre": mhc.pre,
+    "boundary": mhc.boundary,
 }
-LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3}
+LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3, "boundary": 3}
 """Of a backward."""
 
 
@@ -78,6 +84,8 @@ def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
 def test_kernels_get_what_the_reference_gets(
     name: str, n: int, dtype: torch.dtype, params: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
+    if name == "boundary" and (n != 4 or dtype is F32):
+        pytest.skip("no kernels")
     given = inputs(name, n, dtype, params)
     wanted = both_ways(name, given)
     fake: FakeGpu = request.getfixturevalue("fake_gpu")
@@ -221,6 +229,11 @@ def test_kernel_limits(fake_gpu: FakeGpu) -> None:
         mhc.aggregate(torch.zeros(5, 4, 16, dtype=torch.float64), h_pre)
     with pytest.raises(ValueError, match="iters is 225; it must be 0 or more and at most 224"):
         mhc.sinkhorn(torch.zeros(4, 4), 225)
+    _, streams, *others = (t.detach() for t in inputs("boundary", 4, BF16, F32))
+    with pytest.raises(TypeError, match="streams is torch.float32; kernels exist for torch.bfloat16 or torch.float16"):
+        mhc.boundary(None, streams.float(), others[0], None, None, *others[3:])
+    with pytest.raises(ValueError, match="so 2 streams; kernels exist for n = 4"):
+        mhc.boundary(None, streams[..., :2, :].contiguous(), others[0], None, None, *others[3:])
     assert not fake_gpu.launches
 
 
@@ -253,8 +266,8 @@ def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
                 if kind.family == "layer"
                 else None
             )
-            arguments = signature_of(layer or MhcSpec(kind.kernel, "float32")).arguments
+            arguments = signature_of(layer or MhcSpec(kind.kernel, MHC_KERNELS[kind.kernel].dtypes[0])).arguments
             addresses = [a.name for a in arguments if a.kind == ADDRESS and a.name != "workspace"]
             assert sorted(listed) == sorted(addresses)
             checked += 1
-    assert checked == 18
+    assert checked == 20

@@ -214,6 +214,10 @@ class TestGradients:
     def test_gradcheck(self, name: str, n: int) -> None:
         assert torch.autograd.gradcheck(CALLS[name], inputs(name, n=n, grad=True))
 
+    @pytest.mark.parametrize("name", CALLS)
+    def test_gradcheck_of_a_token_without_a_dimension(self, name: str) -> None:
+        assert torch.autograd.gradcheck(CALLS[name], inputs(name, (), n=2, grad=True))
+
     @pytest.mark.parametrize(("iters", "eps"), [(0, 1e-6), (1, 1e-6), (3, 0.1)])
     def test_gradcheck_of_sinkhorn_with_few_steps_and_a_large_eps(self, iters: int, eps: float) -> None:
         (logits,) = inputs("sinkhorn", grad=True)

@@ -7,8 +7,9 @@ lists in front of them.
 from __future__ import annotations
 
 from ..arguments import Signature, numbers
-from ..dtypes import WIDE_DTYPES
+from ..dtypes import DTYPES, WIDE_DTYPES
 from ..kernels import ANY, Kernel
+from .boundary_shapes import COUNTS as BOUNDARY_COUNTS
 
 COUNTS = (2, 4, 8)
 """Numbers of streams."""
@@ -20,6 +21,10 @@ def _of_streams(module: str, arguments: Signature | None = None) -> Kernel:
 
 def _of_logits(arguments: Signature) -> Kernel:
     return Kernel(arguments, "mhc.sinkhorn", ANY, ANY)
+
+
+def _of_boundaries(module: str, arguments: Signature) -> Kernel:
+    return Kernel(arguments, module, tuple(DTYPES), tuple(DTYPES), counts=BOUNDARY_COUNTS)
 
 
 _PROJECT_BACKWARD = numbers(
@@ -54,6 +59,23 @@ KERNELS: dict[str, Kernel] = {
         ),
     ),
     "project_backward": _of_streams("mhc.project_backward", _PROJECT_BACKWARD),
+    "boundary": _of_boundaries(
+        "mhc.boundary",
+        numbers(
+            "y streams pre post comb weight scale base norm_weight new_streams x new_pre new_post new_comb stats "
+            "workspace",
+            "forms tokens width slices blocks merge groups iters",
+            "rms_eps eps norm_eps",
+        ),
+    ),
+    "boundary_backward": _of_boundaries(
+        "mhc.boundary_backward",
+        numbers(
+            "d_x d_comb streams pre scale base norm_weight stats d_mix d_pre d_logits d_norm_weight workspace",
+            "forms tokens width ctas iters",
+            "eps norm_eps",
+        ),
+    ),
     "pre": _of_streams(""),
     "pre_backward": _of_streams("mhc.project_backward", _PROJECT_BACKWARD),
 }

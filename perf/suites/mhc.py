@@ -5,7 +5,8 @@ Minimal bytes: every input that a direction needs is read once and every result 
 and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n + 1 and n; project n and none; sinkhorn
 the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n; sinkhorn two matrices and
 one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
-backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read.
+backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read. `boundary`: forward n + 1
+and n + 1; backward 2n + 2 and n + 1, since the updated streams are those before and y.
 
 The projection's weight is float32, and once 16-bit, whose kernels are others, and once float32 with a norm's weight.
 Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
@@ -140,6 +141,36 @@ def _pre_reference(x: Tensor, *rest: Tensor) -> Any:
     return reference.aggregate(x, h_pre), x.view_as(x), h_post, reference.sinkhorn(logits, ITERS, 1e-6)
 
 
+def _between_sublayers(z: Size) -> list[Tensor]:
+    lead, rows = (z.s, z.b), z.n * z.n + 2 * z.n
+    y = _randn(*lead, z.c, dtype=torch.bfloat16)
+    coefficients = [_randn(*lead, z.n).sigmoid(), _randn(*lead, z.n).sigmoid(), _randn(*lead, z.n, z.n).softmax(-1)]
+    weight = _randn(rows, z.n * z.c) / (z.n * z.c) ** 0.5
+    return [y, _streams(z), *coefficients, weight, _randn(3), _randn(rows), torch.ones(z.c, device="cuda")]
+
+
+def _boundary_in_torch(
+    y: Tensor, streams: Tensor, pre: Tensor, post: Tensor, comb: Tensor, weight: Tensor, scale: Tensor, base: Tensor,
+    norm_weight: Tensor, eps: float = 1e-6,
+) -> Any:  # fmt: skip
+    """The boundary as a model would write it: Sinkhorn in float32, where the CPU reference computes it in float64."""
+    n = streams.shape[-2]
+    updated = (comb.mT @ streams.float() + post[..., None] * y.float()[..., None, :]).to(streams.dtype)
+    u = (pre[..., None] * updated.float()).sum(-2).to(streams.dtype).float()
+    x = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm_weight).to(streams.dtype)
+    flat = updated.float().flatten(-2)
+    z = (flat @ weight.t()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    widths = (n, n, n * n)
+    parts = zip(z.split(widths, -1), scale, base.split(widths), strict=True)
+    of_pre, of_post, of_comb = (part * factor + term for part, factor, term in parts)
+    m = of_comb.unflatten(-1, (n, n)).softmax(-1) + eps
+    m = m / (m.sum(-2, keepdim=True) + eps)
+    for _ in range(ITERS - 1):
+        m = m / (m.sum(-1, keepdim=True) + eps)
+        m = m / (m.sum(-2, keepdim=True) + eps)
+    return updated, x, of_pre.sigmoid() + eps, 2 * of_post.sigmoid(), m
+
+
 def _project_case(op: str, ours: Callable[..., Any], torchs: Callable[..., Any], inputs: Callable[..., Any]) -> Case:
     """Streams count, and of the weight and its gradient float32's bytes, whatever they are."""
     return Case(
@@ -194,6 +225,14 @@ CASES = (
         lambda z: [_streams(z), *_parameters(z)],
         lambda z: _stream_bytes(z, 2 * z.n + 1) + _weight_bytes(z),
         lambda z: _stream_bytes(z, 4 * z.n + 2) + 2 * _weight_bytes(z),
+    ),
+    Case(
+        "boundary",
+        mhc.boundary,
+        _boundary_in_torch,
+        _between_sublayers,
+        lambda z: _stream_bytes(z, 2 * z.n + 2) + _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+        lambda z: _stream_bytes(z, 3 * z.n + 3) + 2 * _weight_bytes(z) + 3 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
     ),
 )
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.mhc import shapes
+from cute_kernels.mhc import boundary_shapes, shapes
 from cute_kernels.specs import MhcSpec
-from glulam.mhc import reference
+from glulam.mhc import boundary_reference, reference
 
 from .memory import dtype_in, memory, optional
 
@@ -143,6 +143,47 @@ def _project_backward(c: _Call) -> None:
     _write(places, [d_x, d_weight, sums])
 
 
+def _gates_and_norm(c: _Call, first: int) -> list[Tensor | None]:
+    """scale, base and norm_weight; first: the place of scale's dtype."""
+    sizes = {"scale": 3, "base": shapes.outputs(c.n), "norm_weight": c.at.width}
+    return [c.get(name, size, dtype=dtype_in(c.at.forms, first + i)) for i, (name, size) in enumerate(sizes.items())]
+
+
+def _boundary(c: _Call) -> None:
+    t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
+    most = boundary_shapes.blocks_of_a_cta(c.arch, n)
+    assert at.blocks * at.merge == most or (at.blocks, at.merge) == (1, most)
+    assert at.slices * at.blocks * boundary_shapes.BLOCK >= w > (at.slices - 1) * at.blocks * boundary_shapes.BLOCK
+    assert at.groups >= 1
+    _fill(at.workspace, 4 * boundary_shapes.workspace(n, at.slices, t))
+    ends = {"pre": (n,), "post": (n,), "comb": (n, n)}
+    made = boundary_reference.boundary(
+        c.get("y", t, w), c.get("streams", t, n, w), *[c.get(name, t, *end, dtype=F32) for name, end in ends.items()],
+        c.get("weight", shapes.outputs(n), n * w, dtype=dtype_in(at.forms, 0)), *_gates_and_norm(c, 1),
+        at.rms_eps, at.eps, at.norm_eps, at.iters,
+    )  # fmt: skip
+    places = [c.get("new_streams", t, n, w), c.get("x", t, w)]
+    places += [c.get(f"new_{name}", t, *end, dtype=F32) for name, end in ends.items()]
+    _write([*places, c.get("stats", t, shapes.outputs(n) + 1, dtype=F32)], made)
+
+
+def _boundary_backward(c: _Call) -> None:
+    t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
+    if at.d_norm_weight:
+        _fill(at.workspace, 4 * at.ctas * w)
+    scale, base, norm_weight = _gates_and_norm(c, 0)
+    of_token = [c.get("d_x", t, w), c.get("d_comb", t, n, n, dtype=F32), c.get("streams", t, n, w)]
+    stats = c.get("stats", t, shapes.outputs(n) + 1, dtype=F32)
+    made = boundary_reference.boundary_backward(
+        *of_token, c.get("pre", t, n, dtype=F32), scale, base, norm_weight, stats, at.eps, at.norm_eps, at.iters
+    )  # type: ignore[arg-type]
+    places = [
+        c.get("d_mix", t, w), c.get("d_pre", t, n, dtype=F32), c.get("d_logits", t, n, n, dtype=F32),
+        c.get("d_norm_weight", w, dtype=dtype_in(at.forms, 2)),
+    ]  # fmt: skip
+    _write(places, made)
+
+
 KERNELS: dict[str, Callable[[_Call], None]] = {
     "sinkhorn": _sinkhorn,
     "sinkhorn_backward": _sinkhorn_backward,
@@ -153,6 +194,8 @@ KERNELS: dict[str, Callable[[_Call], None]] = {
     "project": _project,
     "project_backward": _project_backward,
     "pre_backward": _project_backward,
+    "boundary": _boundary,
+    "boundary_backward": _boundary_backward,
 }
 
 

@@ -128,6 +128,14 @@ def _coefficients(device: str) -> tuple[Tensor, ...]:
     return tuple(_numbers(device, 42 + place, TOKENS, *shape, dtype=F32) for place, shape in enumerate(shapes))
 
 
+def _between_sublayers(device: str) -> Arguments:
+    shapes = {"pre": (STREAMS,), "post": (STREAMS,), "comb": (STREAMS, STREAMS)}
+    made = {name: _numbers(device, 45 + i, TOKENS, *end, dtype=F32) for i, (name, end) in enumerate(shapes.items())}
+    made |= {"y": _numbers(device, 53, TOKENS, HIDDEN), "streams": _streams(device)["x"]}
+    made |= {"scale": _numbers(device, 48, 3, dtype=F32), "base": _streams(device)["bias"]}
+    return {**made, "norm_weight": _numbers(device, 49, HIDDEN, dtype=F32) + 1}
+
+
 OWN: dict[str, Callable[[str], Arguments]] = {
     "grouped_glu": lambda d: {"bias": values(d)["b1"]},
     "grouped_wgrad": lambda d: {"out": _numbers(d, 50, EXPERTS, HIDDEN, HIDDEN)},
@@ -163,6 +171,7 @@ OWN: dict[str, Callable[[str], Arguments]] = {
     },
     "project": lambda d: {**_streams(d), "out": _coefficients(d)},
     "pre": _streams,
+    "boundary": _between_sublayers,
 }
 """Values of parameters that mean something else there."""
 
@@ -172,7 +181,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     **{name: tuple(one for one in _NUMBER if one is not None or n.none is None) for name, n in NUMBERS.items()},
     **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
     **dict.fromkeys(("row_scale_grad", "report", "in_halves"), _FLAG),
-    **dict.fromkeys(("eps", "sinkhorn_eps"), (-1.0, "x", None)),
+    **dict.fromkeys(("eps", "sinkhorn_eps", "rms_eps", "norm_eps"), (-1.0, "x", None)),
     "iters": (-1, 1.5, "x", None),
     "splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES)),  # the last beside offs
     "out_dtype": (3, torch.int32),
@@ -271,6 +280,10 @@ def _without(*names: str) -> Callable[[Arguments], Arguments]:
     return lambda good: {name: value for name, value in good.items() if name not in names}
 
 
+def _without_update(good: Arguments) -> Arguments:
+    return {**good, **dict.fromkeys(("y", "post", "comb"))}
+
+
 def _16_bit_parameters(good: Arguments) -> Arguments:
     kept = ("x", "norm_weight")
     narrow = {n: v.to(BF16) for n, v in good.items() if isinstance(v, Tensor) and n not in kept}
@@ -300,6 +313,7 @@ VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
     "Routing.from_topk": {"without map": _without("expert_map")},
     "project": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
     "pre": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
+    "boundary": {"without update": _without_update},
     "route": {"without bias": _without("bias", "num_tokens")},
 }  # fmt: skip
 

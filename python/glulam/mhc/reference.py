@@ -74,7 +74,7 @@ def post_mix_backward(
     d_res = d @ streams.transpose(-1, -2)
     d_post = (d * added.unsqueeze(-2)).sum(-1)
     d_x = (d * wide(h_post).unsqueeze(-1)).sum(-2)
-    d_bias = None if bias is None else d_x.flatten(0, -2).sum(0).to(bias.dtype)
+    d_bias = None if bias is None else _rows(d_x).sum(0).to(bias.dtype)
     return (
         d_residual.to(residual.dtype),
         (d_res.transpose(-1, -2) if transpose_res else d_res).to(h_res.dtype),
@@ -82,6 +82,11 @@ def post_mix_backward(
         d_x.to(x.dtype),
         d_bias,
     )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A row for each token, also where tokens have no dimension."""
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def segments(n: int) -> tuple[slice, slice, slice]:
@@ -120,9 +125,9 @@ def project_backward(
     dp = dz * r * alpha
     d_norm = (dz * alpha * p).sum(-1, keepdim=True) * r.square() / (flat.shape[-1] * rms)
     d_flat = dp @ wide(weight).to(dp.dtype) - torch.where(rms > 0, d_norm, 0) * flat
-    d_weight = dp.flatten(0, -2).t() @ flat.flatten(0, -2)
-    by_row = (dz * r * p).flatten(0, -2).sum(0)
-    sums = torch.cat([dz.flatten(0, -2).sum(0), torch.stack([by_row[rows].sum() for rows in segments(n)])])
+    d_weight = _rows(dp).t() @ _rows(flat)
+    by_row = _rows(dz * r * p).sum(0)
+    sums = torch.cat([_rows(dz).sum(0), torch.stack([by_row[rows].sum() for rows in segments(n)])])
     return d_flat.view(x.shape).to(x.dtype), d_weight.to(weight.dtype), sums
 
 

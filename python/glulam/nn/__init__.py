@@ -3,9 +3,18 @@ layer; hyper-connections.
 """
 
 from .hyper_connection import HyperConnection
+from .hyper_streams import HyperStreams
 from .linear import GroupedLinear
 from .mlp import GroupedMLP
 from .moe import MoE
 from .state import convert_optimizer_state, convert_state_dict
 
-__all__ = ["GroupedLinear", "GroupedMLP", "HyperConnection", "MoE", "convert_optimizer_state", "convert_state_dict"]
+__all__ = [
+    "GroupedLinear",
+    "GroupedMLP",
+    "HyperConnection",
+    "HyperStreams",
+    "MoE",
+    "convert_optimizer_state",
+    "convert_state_dict",
+]

@@ -1,4 +1,4 @@
-"""HyperConnection: residual streams around a sub-layer."""
+"""HyperConnection: residual streams around a sub-layer, in two forms."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from torch.nn import Parameter
 
 from .. import mhc
 from ..calls.addressed import check_dtype, check_vectors
+from ..mhc.boundary import MAX_ITERS as MOST_ROUNDS
 from ..mhc.call import check_count, check_eps, check_iters
 from ..mhc.sinkhorn import MAX_ITERS
+from .hyper_streams import HyperStreams
 from .options import check_options, shown_options
 
 ALPHA = 0.01
 WEIGHT_STD = 0.02
 OFF_DIAGONAL = -8.0
+FORMS = ("mhc", "v4.1")
+NORM_EPS = 1e-6
 
 
 class HyperConnection(nn.Module):
@@ -37,9 +41,14 @@ class HyperConnection(nn.Module):
         iters, eps, sinkhorn_eps: of `mhc.sinkhorn` and `mhc.project`.
         transpose_res: of `mhc.post_mix`.
         norm_weight: whether there is such a parameter, of `mhc.project`: an RMSNorm's weight on the projection's input.
+        form: "mhc", or "v4.1" for DeepSeek-V4.1's: forward takes and returns `HyperStreams`, and is one `mhc.boundary`
+            before the sub-layer, which includes the sub-layer's RMSNorm. `eps` is then its rms_eps, `sinkhorn_eps` its
+            eps; there is a norm_weight without asking, and no transpose_res.
+        norm_eps: of "v4.1", in the root of the sub-layer's RMSNorm.
         device, dtype: of the parameters; float32 by default, or 16-bit. Streams may be of another dtype.
 
-    Parameters: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n], and norm_weight [n C],
+    Parameters of "v4.1": fn [n n + 2n, n C], scale [3], base [n n + 2n], and norm_weight [C], as its checkpoints name
+    them. Else: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n], and norm_weight [n C],
     ones, where it is asked for. As they are made, the sub-layer sees about the mean of the streams, each stream gets
     its output, and they hardly mix.
 
@@ -60,6 +69,8 @@ class HyperConnection(nn.Module):
         sinkhorn_eps: float = 1e-6,
         transpose_res: bool = False,
         norm_weight: bool = False,
+        form: str = "mhc",
+        norm_eps: float = NORM_EPS,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,6 +80,8 @@ class HyperConnection(nn.Module):
         check_iters(name, iters, MAX_ITERS.get(num_streams))
         check_eps(name, eps)
         check_eps(name, sinkhorn_eps, "sinkhorn_eps")
+        check_eps(name, norm_eps, "norm_eps")
+        _check_form(form, norm_eps, iters, transpose_res, norm_weight)
         if sublayer is not None and not callable(sublayer):
             raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -78,7 +91,14 @@ class HyperConnection(nn.Module):
         check_vectors(name, "x", "C", streams)
         self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
         self.iters, self.eps, self.sinkhorn_eps, self.transpose_res = iters, eps, sinkhorn_eps, transpose_res
+        self.form, self.norm_eps = form, norm_eps
         rows = num_streams * num_streams + 2 * num_streams
+        if form == "v4.1":
+            self.fn = Parameter(torch.empty(rows, num_streams * width, **where))
+            self.scale, self.base = Parameter(torch.empty(3, **where)), Parameter(torch.empty(rows, **where))
+            self.norm_weight = Parameter(torch.empty(width, **where))
+            self.reset_parameters()
+            return
         self.weight = Parameter(torch.empty(rows, num_streams * width, **where))
         self.alpha_pre, self.alpha_post, self.alpha_res = (Parameter(torch.empty(1, **where)) for _ in range(3))
         self.bias = Parameter(torch.empty(rows, **where))
@@ -88,20 +108,35 @@ class HyperConnection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small weights, and biases that make the identity of residual streams: see the class."""
-        n = self.num_streams
+        n, is_v41 = self.num_streams, self.form == "v4.1"
+        weight, bias = (self.fn, self.base) if is_v41 else (self.weight, self.bias)
         with torch.no_grad():
-            self.weight.normal_(0.0, WEIGHT_STD)
-            for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+            weight.normal_(0.0, WEIGHT_STD)
+            for alpha in (self.scale,) if is_v41 else (self.alpha_pre, self.alpha_post, self.alpha_res):
                 alpha.fill_(ALPHA)
-            self.bias.zero_()
-            self.bias[:n] = -math.log(n - 1) if n > 1 else 8.0
-            self.bias[2 * n :] = OFF_DIAGONAL
-            self.bias[2 * n :: n + 1] = 0.0
+            bias.zero_()
+            bias[:n] = -math.log(n - 1) if n > 1 else 8.0
+            bias[2 * n :] = OFF_DIAGONAL
+            bias[2 * n :: n + 1] = 0.0
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
 
+    def boundary(self, carried: HyperStreams) -> mhc.BoundaryResults:
+        """Return the sub-layer's input and what the next connection takes, of form "v4.1"."""
+        self._check_is("v4.1", "boundary")
+        streams, y, pre, post, comb = carried
+        return mhc.boundary(
+            y, streams, pre, post, comb, self.fn, self.scale, self.base, self.norm_weight,  # type: ignore[arg-type]
+            self.eps, self.sinkhorn_eps, self.norm_eps, self.iters,
+        )  # fmt: skip
+
+    def _check_is(self, form: str, method: str) -> None:
+        if self.form != form:
+            raise RuntimeError(f"HyperConnection: {method} is of form={form!r}, and this one is {self.form!r}")
+
     def pre(self, x: Tensor) -> mhc.PreResults:
         """Streams [..., n, C] to the sub-layer's input and what `post` takes."""
+        self._check_is("mhc", "pre")
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
         return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
@@ -109,10 +144,18 @@ class HyperConnection(nn.Module):
         """The new streams, from what `pre` made and the sub-layer's output."""
         return mhc.post_mix(made.residual, made.h_res, made.h_post, y, bias, transpose_res=self.transpose_res)
 
-    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """Streams [..., n, C] to streams; further arguments go to the sub-layer."""
+    def forward(self, x: Any, *arguments: Any, **named: Any) -> Any:
+        """Streams [..., n, C] to streams, or `HyperStreams` to those; further arguments go to the sub-layer."""
         if self.sublayer is None:
-            raise RuntimeError("HyperConnection: made without a sublayer; give it one, or call pre and post yourself")
+            ways = "boundary yourself" if self.form == "v4.1" else "pre and post yourself"
+            raise RuntimeError(f"HyperConnection: made without a sublayer; give it one, or call {ways}")
+        if self.form == "v4.1":
+            if not isinstance(x, HyperStreams):
+                raise TypeError(f"HyperConnection: x is a {type(x).__name__}; form='v4.1' takes HyperStreams")
+            streams, entered, pre, post, comb = self.boundary(x)
+            y = self.sublayer(entered, *arguments, **named)
+            y = y[0] + y[1] if isinstance(y, tuple) else y
+            return HyperStreams(streams, y.to(streams.dtype), pre, post, comb)  # autocast may have made another
         made = self.pre(x)
         y = self.sublayer(made.out, *arguments, **named)
         y, bias = y if isinstance(y, tuple) else (y, None)
@@ -121,5 +164,19 @@ class HyperConnection(nn.Module):
     def extra_repr(self) -> str:
         return shown_options(
             HyperConnection, num_streams=self.num_streams, width=self.width, iters=self.iters,
-            transpose_res=self.transpose_res, norm_weight=self.norm_weight is not None,
+            transpose_res=self.transpose_res, norm_weight=self.form == "mhc" and self.norm_weight is not None,
+            form=self.form,
         )  # fmt: skip
+
+
+def _check_form(form: Any, norm_eps: float, iters: int, transpose_res: bool, norm_weight: bool) -> None:
+    """Check the form, and that options are of it."""
+    if form not in FORMS:
+        raise ValueError(f"HyperConnection: form is {form!r}; choose one of: {', '.join(map(repr, FORMS))}")
+    if form == "v4.1" and (transpose_res or norm_weight):
+        name = "transpose_res" if transpose_res else "norm_weight"
+        raise ValueError(f"HyperConnection: {name} is True; form='v4.1' has no such choice, so leave it out")
+    if form == "v4.1" and not 1 <= iters <= MOST_ROUNDS:
+        raise ValueError(f"HyperConnection: iters is {iters}; form='v4.1' takes 1 to {MOST_ROUNDS}")
+    if form != "v4.1" and norm_eps != NORM_EPS:
+        raise ValueError("HyperConnection: norm_eps is of form='v4.1'; leave it out, or give that form")

@@ -20,15 +20,19 @@ OF_PRODUCTS = (5e-3, 1e-2)
 """Of projections of float32 streams, whose products with weights of 16 bits are TF32's."""
 _CALLS: dict[str, Callable[..., Any]] = {
     "sinkhorn": mhc.sinkhorn, "aggregate": mhc.aggregate, "post_mix": mhc.post_mix, "project": mhc.project,
-    "pre": mhc.pre,
+    "pre": mhc.pre, "boundary": mhc.boundary,
 }  # fmt: skip
+_WEIGHTS = {"project": 1, "pre": 1, "boundary": 5}
+"""The place of a projection's weight."""
 
 
-def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tuple[int, ...], bool]]:
-    """Of what an operator takes, and whether it is in the streams' dtype, else of a parameter."""
+def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tuple[int, ...], bool | None]]:
+    """Of what an operator takes, and whether it is in the streams' dtype, else of a parameter; None: in float32."""
     rows = n * n + 2 * n
-    of_projection = [((*lead, n, c), True), ((rows, n * c), False), *[((1,), False)] * 3, ((rows,), False)]
-    return {
+    of_projection: list[tuple[tuple[int, ...], bool | None]] = [
+        ((*lead, n, c), True), ((rows, n * c), False), *[((1,), False)] * 3, ((rows,), False)
+    ]  # fmt: skip
+    shapes: dict[str, list[tuple[tuple[int, ...], bool | None]]] = {
         "sinkhorn": [((*lead, n, n), False)],
         "aggregate": [((*lead, n, c), True), ((*lead, n), False)],
         "post_mix": [
@@ -36,7 +40,12 @@ def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tupl
         ],
         "project": of_projection,
         "pre": of_projection,
-    }[name]  # fmt: skip
+        "boundary": [
+            ((*lead, c), True), ((*lead, n, c), True), *[((*lead, n), None)] * 2, ((*lead, n, n), None),
+            ((rows, n * c), False), ((3,), False), ((rows,), False), ((c,), False),
+        ],
+    }  # fmt: skip
+    return shapes[name]
 
 
 def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype, of_params: torch.dtype) -> Given:
@@ -46,9 +55,9 @@ def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype
         values = randn(*shape, seed=place)
         if values.dim() > 1:
             values *= torch.linspace(-1, 1, shape[0]).exp2().view(-1, *[1] * (values.dim() - 1))
-        if name in ("project", "pre") and place == 1:
+        if place == _WEIGHTS.get(name):
             values /= (n * c) ** 0.5  # or every gate would be shut
-        made[f"a{place}"] = values.to(dtype if is_stream else of_params)
+        made[f"a{place}"] = values.to(torch.float32 if is_stream is None else dtype if is_stream else of_params)
     return made
 
 

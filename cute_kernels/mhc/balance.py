@@ -1,0 +1,69 @@
+"""Sinkhorn in DeepSeek-V4.1's order, a lane an element of a matrix of n x n: softmax of rows + eps, columns, then rows
+and columns in turns. Lanes after the n^2-th repeat the others, so that all take part in the shuffles.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..device.invariant import Invariant
+
+
+def total(value: Float32, distances: tuple[int, ...]) -> Float32:
+    """The sum over lanes that differ in these bits, the same bits in each of them."""
+    for distance in distances:
+        value = value + cute.arch.shuffle_sync_bfly(value, distance)
+    return value
+
+
+class Balance(Invariant):
+    """Forward and backward. `rows`, `columns`: bits of a lane that tell elements of a row, and of a column, apart."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.rows = tuple(1 << bit for bit in range(n.bit_length() - 1))
+        self.columns = tuple(n * bit for bit in self.rows)
+
+    def softmax(self, logit: Float32) -> Float32:
+        largest = logit
+        for distance in self.rows:
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, distance))
+        value = cute.math.exp(logit - largest, fastmath=True)
+        return value * cute.arch.rcp_approx(total(value, self.rows))
+
+    def step(self, m: Float32, distances: tuple[int, ...], eps: Float32) -> Float32:
+        return m * cute.arch.rcp_approx(total(m, distances) + eps)
+
+    @cute.jit
+    def forward(self, logit: Float32, iters: Int32, eps: Float32) -> Float32:
+        m = self.step(self.softmax(logit) + eps, self.columns, eps)
+        for _ in cutlass.range(iters - 1):
+            m = self.step(self.step(m, self.rows, eps), self.columns, eps)
+        return m
+
+    @cute.jit
+    def backward(self, d: Float32, logit: Float32, iters: Int32, eps: Float32, steps: cute.Tensor) -> Float32:
+        """The gradient of a logit. With H = gradient * M, a step M' = M / (sum M + eps) takes H' to H' - M' sum H'.
+
+        steps: float32 [iters, 2, 32] in shared memory, a warp's own: each lane's element after each step.
+        """
+        lane = cute.arch.lane_idx()
+        shares = self.softmax(logit)
+        begin = shares + eps
+        m = self.step(begin, self.columns, eps)
+        for k in cutlass.range(iters - 1):
+            steps[lane, 0, k] = m
+            m = self.step(m, self.rows, eps)
+            steps[lane, 1, k] = m
+            m = self.step(m, self.columns, eps)
+        h = d * m
+        for done in cutlass.range(iters - 1):
+            k = iters - 2 - done
+            h = h - m * total(h, self.columns)
+            h = h - steps[lane, 1, k] * total(h, self.rows)
+            m = steps[lane, 0, k]
+        h = h - m * total(h, self.columns)
+        d_shares = h / begin
+        return shares * (d_shares - total(shares * d_shares, self.rows))

@@ -1,0 +1,176 @@
+"""The end of a boundary's forward: sums of the slices, norm and gates of the coefficients, Sinkhorn, and the norm of u.
+
+A CTA takes a token. Each of its warps adds some slices' sums, all in an order that does not depend on how the columns
+were cut, so a token's results have the same bits in every batch. The first warp makes the coefficients, all scale u.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.target import early, wait_for_earlier
+from ..device.vectors import elements, floats, load_params, load_vector, store_vector
+from .balance import Balance
+from .boundary_shapes import MOST_BLOCKS
+from .gates import LANES, sigmoid
+from .shapes import outputs
+
+THREADS = 128
+FINISH_WARPS = THREADS // LANES
+
+
+class Partials(NamedTuple):
+    """float32 [slices, T, K + 2]; sums of `merge` slices are added before any other is."""
+
+    rows: Int64
+    slices: Int32
+    merge: Int32
+
+
+class Finished(NamedTuple):
+    """x, which holds u; norm_weight and its dtype; and where the coefficients go, and stats (0: not wanted)."""
+
+    x: Int64
+    norm_weight: Int64
+    norm_code: Int32
+    pre: Int64
+    post: Int64
+    comb: Int64
+    stats: Int64
+
+
+@cute.jit
+def gate_argument(
+    p: Float32, rms: Float32, scale: Int64, scale_code: Int32, base: Int64, base_code: Int32, k: Int32,
+    n: cutlass.Constexpr[int],
+) -> Float32:  # fmt: skip
+    """z = p / rms * scale + base of coefficient k."""
+    part = Int32(2)
+    if k < n:
+        part = Int32(0)
+    elif k < 2 * n:
+        part = Int32(1)
+    factor = load_params(scale, scale_code, Int64(part), 1)[0]
+    return p * (1.0 / rms) * factor + load_params(base, base_code, Int64(k), 1)[0]
+
+
+class BoundaryFinish(Invariant):
+    """Second kernel of the boundary's forward."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.dtype = dtype
+        self.n = n
+        self.outputs = outputs(n)
+        self.balance = Balance(n)
+
+    @cute.jit
+    def launch(
+        self, partials: Partials, gates: tuple, finished: Finished, tokens: Int32, width: Int32, iters: Int32,
+        epsilons: tuple, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """gates: scale and base, each with its dtype; epsilons: rms_eps, eps and norm_eps."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(partials, gates, finished, tokens, width, iters, epsilons).launch(
+            grid=(tokens, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=FINISH_WARPS * LANES * 4,
+            stream=stream,
+            use_pdl=early(True),
+        )
+
+    @cute.kernel
+    def kernel(
+        self, partials: Partials, gates: tuple, finished: Finished, tokens: Int32, width: Int32, iters: Int32,
+        epsilons: tuple,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
+        lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+        rms_eps, eps, norm_eps = epsilons
+        wait_for_earlier()
+        sums = cute.make_tensor(cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((LANES, FINISH_WARPS)))
+        sums[lane, warp] = self._sum(partials, tokens, token, warp, lane)
+        cute.arch.sync_threads()
+        total = Float32(0.0)
+        for w in cutlass.range_constexpr(FINISH_WARPS):
+            total += sums[lane, w]
+        square = cute.arch.shuffle_sync(total, self.outputs)
+        of_u = cute.arch.shuffle_sync(total, self.outputs + 1)
+        if warp == 0:
+            rms = cute.math.sqrt(square / Float32(width * self.n) + rms_eps)
+            self._coefficients(gates, finished, token, total, rms, eps, iters)
+        self._norm(finished, token, width, 1.0 / cute.math.sqrt(of_u / Float32(width) + norm_eps))
+
+    @cute.jit
+    def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
+        """A lane's sum, over every FINISH_WARPS-th group of slices that are merged."""
+        row_length = self.outputs + 2
+        at = cutlass.min(lane, row_length - 1)
+        groups, total = cute.ceil_div(partials.slices, partials.merge), Float32(0.0)
+        values = vector_at(Float32, partials.rows)
+        raw = cute.make_rmem_tensor(MOST_BLOCKS, Float32)
+        if partials.merge == 1:
+            for group in cutlass.range(warp, groups, FINISH_WARPS * MOST_BLOCKS):
+                for i in cutlass.range_constexpr(MOST_BLOCKS):
+                    index = cutlass.min(group + i * FINISH_WARPS, groups - 1)
+                    raw[i] = values[(Int64(index) * tokens + token) * row_length + at]
+                for i in cutlass.range_constexpr(MOST_BLOCKS):
+                    if group + i * FINISH_WARPS < groups:
+                        total += raw[i]
+        else:
+            for group in cutlass.range(warp, groups, FINISH_WARPS):
+                count = cutlass.min(partials.merge, partials.slices - group * partials.merge)
+                for i in cutlass.range_constexpr(MOST_BLOCKS):
+                    index = group * partials.merge + cutlass.min(Int32(i), count - 1)
+                    raw[i] = values[(Int64(index) * tokens + token) * row_length + at]
+                merged = Float32(0.0)
+                for i in cutlass.range_constexpr(MOST_BLOCKS):
+                    if i < count:
+                        merged += raw[i]
+                total += merged
+        return total
+
+    @cute.jit
+    def _coefficients(
+        self, gates: tuple, finished: Finished, token: Int32, total: Float32, rms: Float32, eps: Float32, iters: Int32
+    ):  # fmt: skip
+        """By one warp; lane k < K has p_k."""
+        n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
+        scale, scale_code, base, base_code = gates
+        k = cutlass.min(lane, self.outputs - 1)
+        z = gate_argument(total, rms, scale, scale_code, base, base_code, k, n)
+        if lane < n:
+            vector_at(Float32, finished.pre)[at * n + lane] = sigmoid(z) + eps
+        elif lane < 2 * n:
+            vector_at(Float32, finished.post)[at * n + lane - n] = 2.0 * sigmoid(z)
+        if finished.stats != 0:
+            if lane < self.outputs:
+                vector_at(Float32, finished.stats)[at * (self.outputs + 1) + lane] = total
+            elif lane == self.outputs:
+                vector_at(Float32, finished.stats)[at * (self.outputs + 1) + lane] = rms
+        element = lane % (n * n)
+        m = self.balance.forward(cute.arch.shuffle_sync(z, 2 * n + element), iters, eps)
+        if lane < n * n:
+            vector_at(Float32, finished.comb)[at * (n * n) + lane] = m
+
+    @cute.jit
+    def _norm(self, finished: Finished, token: Int32, width: Int32, r: Float32):
+        """x = u r norm_weight, in u's place."""
+        thread, _, _ = cute.arch.thread_idx()
+        count = elements(self.dtype)
+        vectors = width // count
+        for vector in cutlass.range(thread, vectors, THREADS, unroll=4):
+            at = Int64(token) * vectors + vector
+            u = floats(load_vector(self.dtype, finished.x, at))
+            weight = load_params(finished.norm_weight, finished.norm_code, Int64(vector) * count, count)
+            made = cute.make_rmem_tensor(count, Float32)
+            made.store(u.load() * r * weight.load())
+            store_vector(self.dtype, finished.x, at, made)

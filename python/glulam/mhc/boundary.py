@@ -1,0 +1,237 @@
+"""boundary: from one sublayer's output to the next sublayer's input, with hyper-connections as DeepSeek-V4.1 has them.
+
+The mix takes coefficients that the boundary before made, so the update, the mix, its norm and the projection that makes
+the next coefficients need one read of the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.mhc import boundary_shapes, shapes
+
+from ..calls.addressed import Gradients, Like, check_like, like
+from ..calls.checks import check_tensor, runs_kernels, shape_text
+from ..calls.front import operator
+from . import boundary_reference as reference
+from .call import MhcCall, check_eps, check_iters, check_param, check_streams
+from .mixing import post_mix_backward
+from .project import accumulator, project_backward
+
+MAX_ITERS = 100
+"""Backward keeps 2 n^2 numbers an iteration in shared memory."""
+STREAM_DTYPES = (torch.bfloat16, torch.float16)
+COEFFICIENTS = ("pre", "post", "comb")
+
+
+class BoundaryResults(NamedTuple):
+    """What boundary returns; coefficients are float32 (float64 of float64 streams).
+
+    Attributes:
+        streams: [..., n, D], updated; without an update the streams that were given.
+        x: [..., D] in the streams' dtype, the next sublayer's input.
+        pre: [..., n], in (eps, 1 + eps), for the mix of the next boundary.
+        post: [..., n], in (0, 2), and comb: [..., n, n], for the update with the next sublayer's output.
+    """
+
+    streams: Tensor
+    x: Tensor
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+def boundary(
+    y: Tensor | None,
+    streams: Tensor,
+    pre: Tensor,
+    post: Tensor | None,
+    comb: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    iters: int = 20,
+) -> BoundaryResults:
+    """Update the streams, mix the next sublayer's input, and make the coefficients of the boundary after that.
+
+        streams'_j = post_j y + sum over i of comb_ij streams_i          rounded to the streams' dtype
+        u = sum over j of pre_j streams'_j                               rounded to it
+        x = u / sqrt(mean u^2 + norm_eps) norm_weight
+        z = (streams'_flat weight^T) / sqrt(mean streams'_flat^2 + rms_eps) scale + base
+        pre' = sigmoid(z_pre) + eps;  post' = 2 sigmoid(z_post)
+        comb' = softmax of z_comb's rows + eps; columns / (their sum + eps); then `iters` - 1 times rows and columns
+
+    Differentiable in every tensor. A token's results do not depend on the other tokens, nor on how many there are.
+
+    Args:
+        y: the sublayer's output [..., D], the streams' dtype. None: no update; then post and comb are None, too.
+        streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 4 and
+            D a multiple of 8.
+        pre: [..., n], post: [..., n], comb: [..., n, n]: of the boundary before, float32 (float64 of float64 streams).
+        weight: [n n + 2n, n D], rows for pre, post and comb (row-major) in this order; float32 or 16-bit. A float32
+            weight keeps its precision.
+        scale: [3], of pre, post and comb. base: [n n + 2n]. norm_weight: [D]. float32 or 16-bit.
+        rms_eps, norm_eps: in the roots. eps: of `pre` and of Sinkhorn's sums.
+        iters: 1 to 100.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    made = boundary_streams(
+        y, streams, pre, post, comb, weight, scale, base, norm_weight, rms_eps, eps, norm_eps, iters
+    )
+    updated, *others = made[:5]
+    return BoundaryResults(streams if updated is None else updated, *others)
+
+
+def _cut(call: Any) -> dict[str, Any]:
+    n, width = call.streams.shape[-2:]
+    cut = boundary_shapes.cut(call.gpu.arch, n, width, max(call.num_rows, 1), call.gpu.sm_count)
+    return {**cut._asdict(), "workspace": boundary_shapes.workspace(n, cut.slices, call.num_rows)}
+
+
+class BoundaryCall(MhcCall):
+    """`of_stats`: whether to make what backward needs, the last result."""
+
+    op = kernel = "boundary"
+    leads = "streams"
+    shared = frozenset(("weight", "scale", "base", "norm_weight"))
+    unaligned = frozenset(("scale",))
+    formed = ("weight", "scale", "base", "norm_weight")
+    returns = ("new_streams", "x", "new_pre", "new_post", "new_comb", "stats")
+    differentiable = True
+    saves = ("y", "streams", "pre", "post", "comb", "weight", "scale", "base", "norm_weight", "new_streams", "stats")
+    when_recorded = {"of_stats": True}
+    on_cpu = staticmethod(reference.boundary)
+    definition = MhcCall.definition.extended(of_rows=(_cut,))
+
+    def check_inputs(self) -> None:
+        op, streams = self.op, self.streams
+        lead, n, width = check_streams(op, "streams", streams)
+        if runs_kernels(streams) and n not in boundary_shapes.COUNTS:
+            raise ValueError(
+                f"{op}: streams has shape {shape_text(streams.shape)}, so {n} streams; kernels exist for n = 4"
+            )
+        if runs_kernels(streams) and streams.dtype not in STREAM_DTYPES:
+            names = " or ".join(map(str, STREAM_DTYPES))
+            raise TypeError(f"{op}: streams is {streams.dtype}; kernels exist for {names}, so cast it")
+        self._check_update(lead, n, width)
+        rows = shapes.outputs(n)
+        why = f"it makes {rows} coefficients of {n} streams"
+        check_param(op, "weight", self.weight, (rows, n * width), streams, why)
+        check_param(op, "scale", self.scale, (3,), streams, "it has a number each for pre, post and comb")
+        check_param(op, "base", self.base, (rows,), streams, "it is added to each coefficient")
+        check_param(op, "norm_weight", self.norm_weight, (width,), streams, "it scales each column of the mix")
+        for name in ("rms_eps", "eps", "norm_eps"):
+            check_eps(op, getattr(self, name), name)
+        check_iters(op, self.iters, MAX_ITERS)
+        if self.iters < 1:
+            raise ValueError(f"{op}: iters is {self.iters}; it must be 1 or more, since the first only divides columns")
+
+    def _check_update(self, lead: tuple[int, ...], n: int, width: int) -> None:
+        """Check y and the coefficients."""
+        op, streams, ends = self.op, self.streams, {"pre": (n,), "post": (n,), "comb": (n, n)}
+        if self.y is not None:
+            check_like(op, "y", self.y, (*lead, width), streams, "it is added to the streams")
+        for name in COEFFICIENTS:
+            value, shape = getattr(self, name), (*lead, *ends[name])
+            if name != "pre" and self.y is None:
+                if value is not None:
+                    raise ValueError(f"{op}: {name} is given without y; give y as well, or neither for no update")
+                continue
+            what, why = f"a tensor {shape_text(shape)}", "it has a token's coefficients of the streams"
+            dtypes = (accumulator(streams),)
+            check_tensor(op, name, value, what, streams, dtypes=dtypes, shape=shape, why=why)
+
+    def likes(self) -> Sequence[Like | None]:
+        (n, width), tokens, dtype = self.streams.shape[-2:], self.lead_sizes, accumulator(self.streams)
+        ends = ((n,), (n,), (n, n), (shapes.outputs(n) + 1,))
+        return [
+            like(self.streams), ((*tokens, width), self.streams.dtype), *[((*tokens, *end), dtype) for end in ends]
+        ]  # fmt: skip
+
+    def wanted(self) -> tuple[bool, ...]:
+        return (self.y is not None, True, True, True, True, bool(self.of_stats))
+
+    @classmethod
+    def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
+        return super().recorded(held)[:5]
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        y, streams, pre, post, comb, weight, scale, base, norm_weight, updated, stats = saved
+        d_updated, d_x, d_pre, d_post, d_comb = gradients
+        _, eps, norm_eps, iters, _ = options
+        updated = streams if updated is None else updated
+        d_mix = d_old_pre = d_logits = d_norm = None
+        if d_x is not None or d_comb is not None:
+            d_mix, d_old_pre, d_logits, d_norm = boundary_backward(
+                d_x, d_comb, updated, pre, scale, base, norm_weight, stats, eps, norm_eps, iters,
+                d_x is not None, d_x is not None and needed[2], d_comb is not None, d_x is not None and needed[8],
+            )  # fmt: skip
+        if d_mix is None and d_updated is not None:
+            d_mix = d_updated.new_zeros(*d_updated.shape[:-2], d_updated.shape[-1])
+        d_streams, d_weight, sums = project_backward(
+            d_pre, d_post, d_logits, updated, weight, scale[:1], scale[1:2], scale[2:], base, stats, d_mix,
+            None if d_mix is None else pre, d_updated, 0.0, any(needed[place] for place in (0, 1, 3, 4)), needed[5],
+        )  # fmt: skip
+        made: list[Any] = [None, d_streams, d_old_pre, None, None, d_weight]
+        if y is not None and d_streams is not None:
+            of_update = (needed[1], needed[4], needed[3], needed[0], False)
+            d_streams, d_comb, d_post, d_y, _ = post_mix_backward(
+                d_streams, streams, comb, post, y, None, True, *of_update
+            )
+            made = [d_y, d_streams, d_old_pre, d_post, d_comb, d_weight]
+        count = base.numel()
+        d_scale = sums[count:].to(scale.dtype) if needed[6] else None
+        return [*made, d_scale, sums[:count].to(base.dtype) if needed[7] else None, d_norm]
+
+
+def _partial_sums(call: Any) -> dict[str, int]:
+    ctas = min(call.num_rows, boundary_shapes.NORM_CTAS_PER_SM * call.gpu.sm_count)
+    return {"ctas": ctas, "workspace": ctas * call.streams.shape[-1] if call.of_norm_weight else 0}
+
+
+class BoundaryBackwardCall(MhcCall):
+    """Back through norm, mix and Sinkhorn; the projection's and the update's gradients are other operators'."""
+
+    op, kernel = "boundary", "boundary_backward"
+    leads = "streams"
+    shared = frozenset(("scale", "base", "norm_weight"))
+    unaligned = frozenset(("scale",))
+    formed = ("scale", "base", "norm_weight")
+    returns = ("d_mix", "d_pre", "d_logits", "d_norm_weight")
+    on_cpu = staticmethod(reference.boundary_backward)
+    definition = MhcCall.definition.extended(of_rows=(_partial_sums,))
+
+    def likes(self) -> Sequence[Like | None]:
+        (n, width), dtype = self.streams.shape[-2:], self.streams.dtype
+        logits = ((*self.lead_sizes, n, n), accumulator(self.streams))
+        return [((*self.lead_sizes, width), dtype), like(self.pre), logits, like(self.norm_weight)]
+
+
+@operator(BoundaryCall)
+def boundary_streams(
+    y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
+    scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
+    of_stats: bool = False,
+) -> Any:  # fmt: skip
+    """Return the results of `BoundaryCall`; None for the streams if there is no update."""
+
+
+@operator(BoundaryBackwardCall)
+def boundary_backward(
+    d_x: Tensor | None, d_comb: Tensor | None, streams: Tensor, pre: Tensor, scale: Tensor, base: Tensor,
+    norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int, of_mix: bool, of_pre: bool,
+    of_logits: bool, of_norm_weight: bool,
+) -> Any:  # fmt: skip
+    """Return gradients of the mix, pre, the logits and norm_weight, None for those that are not wanted."""

@@ -1,0 +1,98 @@
+"""The boundary between two sublayers in torch, with its gradients: what runs on the CPU, and what kernels are held to.
+
+16-bit inputs compute in float32. The updated streams and their mix are rounded to the streams' dtype, as they would be
+if each were read from memory; all else is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference import wide
+from .reference import segments
+
+
+def balanced(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]:
+    """Return the softmax of each row, and the matrix after each step, in float64.
+
+    The steps: softmax + eps; columns divided by their sum + eps; then `iters` - 1 times rows and columns.
+    """
+    shares = logits.double().softmax(-1)
+    steps = [shares + eps]
+    for axis in _axes(iters):
+        steps.append(steps[-1] / (steps[-1].sum(axis, keepdim=True) + eps))
+    return shares, steps
+
+
+def _axes(iters: int) -> list[int]:
+    """The axis over which each step after the first sums."""
+    return [-2, *[-1, -2] * (iters - 1)]
+
+
+def balanced_backward(d_comb: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
+    """Return the gradient of the logits. With H = gradient * M, a step M' = M / (sum M + eps) takes H' to
+    H = H' - M' sum H'.
+    """
+    shares, steps = balanced(logits, iters, eps)
+    h = d_comb.double() * steps[-1]
+    for axis, after in zip(reversed(_axes(iters)), reversed(steps[1:]), strict=True):
+        h = h - after * h.sum(axis, keepdim=True)
+    d_shares = h / steps[0]
+    return (shares * (d_shares - (shares * d_shares).sum(-1, keepdim=True))).to(logits.dtype)
+
+
+def gate_arguments(stats: Tensor, scale: Tensor, base: Tensor, n: int) -> Tensor:
+    """Return z [..., K] = p / rms * scale + base."""
+    by_row = torch.cat([wide(scale)[place].expand(rows.stop - rows.start) for place, rows in enumerate(segments(n))])
+    return stats[..., :-1] / stats[..., -1:] * by_row.to(stats.dtype) + wide(base).to(stats.dtype)
+
+
+def mix(streams: Tensor, pre: Tensor) -> Tensor:
+    """Return the streams' sum with weights `pre`, in the streams' dtype."""
+    return (pre.to(wide(streams).dtype).unsqueeze(-1) * wide(streams)).sum(-2).to(streams.dtype)
+
+
+def boundary(
+    y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
+    scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the operator's results, and what backward needs: p and sqrt(mean square + rms_eps), side by side."""
+    n, dtype, updated = streams.shape[-2], streams.dtype, None
+    if y is not None and post is not None and comb is not None:
+        mixed = comb.transpose(-1, -2) @ wide(streams)
+        updated = streams = (mixed + post.unsqueeze(-1) * wide(y).unsqueeze(-2)).to(dtype)
+    u = wide(mix(streams, pre))
+    x = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps) * wide(norm_weight).to(u.dtype)
+    flat = wide(streams).flatten(-2)
+    p = flat @ wide(weight).to(flat.dtype).t()
+    rms = (torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1] + rms_eps).sqrt()
+    stats = torch.cat([p, rms], -1)
+    z = gate_arguments(stats, scale, base, n)
+    of_pre, of_post, of_comb = (z[..., rows] for rows in segments(n))
+    new_comb = balanced(of_comb.unflatten(-1, (n, n)), iters, eps)[1][-1].to(z.dtype)
+    return updated, x.to(dtype), torch.sigmoid(of_pre) + eps, 2 * torch.sigmoid(of_post), new_comb, stats
+
+
+def boundary_backward(
+    d_x: Tensor | None, d_comb: Tensor | None, streams: Tensor, pre: Tensor, scale: Tensor, base: Tensor,
+    norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return gradients of the mix, of `pre`, of the logits, and of norm_weight: back through norm, mix and Sinkhorn.
+
+    streams: after the update. Without d_x there are no gradients but the logits', without d_comb not these.
+    """
+    n = streams.shape[-2]
+    d_mix = d_pre = d_logits = d_norm = None
+    if d_comb is not None:
+        logits = gate_arguments(stats, scale, base, n)[..., segments(n)[2]].unflatten(-1, (n, n))
+        d_logits = balanced_backward(d_comb, logits, iters, eps)
+    if d_x is not None:
+        u = wide(mix(streams, pre))
+        r = torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
+        g = wide(d_x) * wide(norm_weight).to(u.dtype)
+        d_mix = r * g - u * (r.pow(3) * (g * u).sum(-1, keepdim=True) / u.shape[-1])
+        d_pre = (d_mix.unsqueeze(-2) * wide(streams)).sum(-1)
+        d_norm = (wide(d_x) * u * r).reshape(-1, u.shape[-1]).sum(0).to(norm_weight.dtype)
+        d_mix = d_mix.to(streams.dtype)
+    return d_mix, d_pre, d_logits, d_norm

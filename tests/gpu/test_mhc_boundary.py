@@ -1,0 +1,68 @@
+"""The boundary's kernels against float64, through the public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.boundary import given, oracle, update_removed
+from torch import Tensor
+
+from glulam import mhc
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = [(1, 8), (17, 264), (300, 736), (1000, 2056), (37, 5120), (4099, 7168)]
+
+
+def on_gpu(arguments: list[Any]) -> list[Any]:
+    return [None if one is None else one.cuda() for one in arguments]
+
+
+def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[Tensor]:
+    leaves = [one.detach().requires_grad_() for one in arguments if one is not None]
+    found = iter(leaves)
+    made = list(call(*[None if one is None else next(found) for one in arguments]))
+    return [*made, *torch.autograd.grad(made, leaves, [d.to(m.dtype) for d, m in zip(upstream, made, strict=True)])]
+
+
+@pytest.mark.parametrize("has_update", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_results_and_gradients(tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> None:
+    """Errors of at most twice those of torch in the same dtypes."""
+    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype))
+    arguments = arguments if has_update else update_removed(arguments)
+    exact = [None if one is None else one.double() for one in arguments]
+    upstream = [torch.randn_like(one) for one in oracle(*exact)]
+    wanted = both_ways(oracle, exact, upstream)
+    torchs, made = both_ways(oracle, arguments, upstream), both_ways(mhc.boundary, arguments, upstream)
+    for one, other, best in zip(made, torchs, wanted, strict=True):
+        ours, theirs = (float((t.double() - best).norm() / best.norm()) for t in (one, other))
+        assert ours <= 2 * theirs + 1e-5
+    for one, again in zip(made, both_ways(mhc.boundary, arguments, upstream), strict=True):
+        assert torch.equal(one, again)
+
+
+def test_a_token_has_the_same_bits_in_every_batch() -> None:
+    arguments = on_gpu(given((2048,), 7168, dtype=F32, streams=BF16))
+    wanted = mhc.boundary(*arguments)
+    for tokens in (1, 16, 129, 1000):
+        some = [one[:tokens].clone() if place < 5 else one for place, one in enumerate(arguments)]
+        for one, other in zip(wanted, mhc.boundary(*some), strict=True):
+            assert torch.equal(one[:tokens], other)
+
+
+def test_replays_of_a_graph() -> None:
+    arguments = on_gpu(given((130,), 1504, dtype=F32, streams=BF16))
+    mhc.boundary(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = mhc.boundary(*arguments)
+    for place in (0, 1):
+        arguments[place].normal_()
+    graph.replay()
+    for one, other in zip(made, mhc.boundary(*arguments), strict=True):
+        assert torch.equal(one, other)
