@@ -34,8 +34,8 @@ class PendingScales(Invariant):
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Load the scale of k-tile `tile`. Past the last block: 0, since a stale NaN scale would turn padding zeros into
-        NaN."""
+        """Load the scale of k-tile `tile`. Past the last block: 0, since a stale NaN scale would turn padding zeros
+        into NaN."""
         number = tile // (BLOCK // DEPTH)
         self.words[place] = Int32(0)
         if number < sources.blocks:

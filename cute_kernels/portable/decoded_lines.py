@@ -1,8 +1,8 @@
 """The grouped GEMM that contracts over quantised weights' rows, for every GPU since Ampere:
 y[row] = epilogue(x[row] @ w[e]).
 
-A stage holds weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit numbers in shared
-memory (decoding/lines.py). After a second barrier, ldmatrix reads these like transposed weights of 16 bits.
+A stage holds weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit numbers in
+shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these like transposed weights of 16 bits.
 """
 
 from typing import Any, NamedTuple

@@ -115,8 +115,8 @@ class Along(Operand):
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
 
     def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
-        """Read 16 rows in the order of `NarrowE4m3ByFours`: with t = lane % 4, a lane's two pairs are elements 4t, 4t + 2
-        and elements 4t + 1, 4t + 3 of the 16."""
+        """Read 16 rows in the order of `NarrowE4m3ByFours`. With t = lane % 4, a lane's two pairs are elements 4t and
+        4t + 2, and elements 4t + 1 and 4t + 3."""
         words, quad = cute.make_rmem_tensor(4, Int32), self.lane % 4
         for half in range(2):
             at = self.smem + stage * self.stage_bytes
