@@ -24,9 +24,8 @@ Persistent and warp-specialised, one CTA on each SM:
 Timeline of a CTA's tile number t:
 
     1. The scheduler warp finds the tile and puts it into the ring, from which all other roles read it.
-    2. The load warp copies k-tiles of A and B into stages as these become empty; it runs ahead of the MMA warp, into
-    the
-       next tile. Warps that gather rows or bring scales fill their share of the same stages.
+    2. The load warp copies k-tiles of A and B into stages as these become empty; it runs ahead of the MMA warp and into
+       the next tile. Warps that gather rows or bring scales fill their share of the same stages.
     3. The MMA warp waits until accumulator t % 2 is empty, then for each full stage issues MMAs into it. A commit frees
        the stage once its MMAs have read it, and after the last k-tile a commit marks the accumulator as full.
     4. Epilogue warpgroup t % 2 fetches biases and row scales, waits until the accumulator is full, reads it slab by
@@ -163,8 +162,7 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of rows (rank 0) or of weights (rank 1). In a weight gradient rank 0 brings both
-        operands'."""
+        """Bring the scales of rows (rank 0) or of weights (rank 1); in a weight gradient, of both (rank 0)."""
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)
