@@ -24,7 +24,7 @@ BYTE_MAGNITUDES = 0x7F7F7F7F
 E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
 # Exponent of 448, the greatest E4M3 number; and the difference of bfloat16's and E4M3's biases, 127 - 7.
 GREATEST_E4M3_EXPONENT, MOVED_E4M3_EXPONENT = 8, 120
-# Added to a selector of prmt, it takes the next bytes in results 0 and 2.
+# Added to a selector of prmt, so that bytes 0 and 2 of the result take the next byte of the scales.
 LOW_BYTES = 0x0101
 
 
