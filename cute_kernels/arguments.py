@@ -61,9 +61,10 @@ class Signature:
         return self.arguments[self.names.index(name)]
 
     def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
-        """The values by name in the order of the arguments, `absent` of 0 for optional ones that are not given.
+        """Return values, which are given by name, in the order of the arguments; `absent(0)` for optional arguments
+        that are not given.
 
-        Raises TypeError, naming it, for a name that is missing or unknown.
+        Raises TypeError, which names the argument, if a name is missing or unknown.
         """
         if unknown := values.keys() - set(self.names):
             raise TypeError(f"no argument {min(unknown)!r}; there are: {', '.join(self.names)}")

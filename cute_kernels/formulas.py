@@ -162,7 +162,8 @@ FORMULAS: dict[str, Formula] = {
         is_merged=False,  # in merged kernels, its two tanh would take registers from all activations
     ),
 }
-"""Formulas by name. A new formula goes to the end, since kernels that choose at run time contain formulas' numbers."""
+"""Formulas by name. A new formula goes to the end, since kernels that choose at run time hold their formulas'
+positions."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
 """The numbers of all formulas, by keyword."""
 MOST_NUMBERS = 3

@@ -54,7 +54,7 @@ class Mainloop(Invariant):
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
-        # Without it, the distances of the first copies' lines stay in 8 registers from tile to tile.
+        # Without `anew`, the distances of the first copies' lines stay in 8 registers from tile to tile.
         zero = anew(Int32(0))
         for first in cutlass.range_constexpr(0, self.stages - run, run):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)

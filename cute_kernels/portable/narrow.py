@@ -42,8 +42,8 @@ from .sources import Weights
 BYTES = 4
 """Bytes of a word."""
 RUN_OF_FEW = 2
-"""k-tiles between barriers where a tile has few rows: two are 3 % faster than one, since a warp finds more to do while
-it waits for what it decodes."""
+"""k-tiles between barriers if a tile has few rows: two are 3 % faster than one, since a warp has more work while it
+waits for the words that it decodes."""
 FIRST_OF_PAIR, PAIR_SIGNS, PAIR_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
 """Selector of `prmt` that moves two bytes to the two halves of a word, and masks of their sign and magnitude bits."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0

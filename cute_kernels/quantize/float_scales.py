@@ -1,6 +1,6 @@
 """A block's float32 scale, and the factor that turns its elements into E4M3 numbers.
 
-    scale       max(fl32(amax / 448), 2^-126); 1 where all elements are 0; NaN where one is NaN or infinite
+    scale       max(fl32(amax / 448), 2^-126); 1 if all elements are 0; NaN if an element is NaN or infinite
     element     x * fl32(1 / scale), rounded to nearest even, saturating; NaN is 0x7F
 
 A block of NaN or infinite elements has NaN for its scale and for every element. 2^-126, the least normal number, keeps

@@ -73,7 +73,7 @@ def first_of(lanes: Int32) -> Int32:
 
 
 class Operation(Invariant):
-    """One operation of this rank, a dispatch or a combine (`phase`, of PHASES), as one CTA of its kernel sees it.
+    """An operation of this rank, a dispatch or a combine (`phase`, of PHASES), as one CTA of its kernel sees it.
 
     has_credit: the operation alternates with the one before, so all ranks are known to have read what was sent before.
     """

@@ -1,4 +1,4 @@
-"""One CTA's next output tile, and the ring in shared memory through which the scheduler warp hands it to the others."""
+"""A CTA's output tiles, and the ring in shared memory through which the scheduler warp hands them to other warps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOT_WORDS = 6
 
 
 class WorkTile(NamedTuple):
-    """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
+    """A CTA's output tile: expert, first row, the row where its group ends, and tile coordinates.
 
     In a GEMM, `row` is the tile's first row and m_tile its index in the group. In a weight gradient, `row` is the
     group's first row. expert < 0 is the end mark. pairs_columns, in adaptive clusters: not 0 if the two CTAs have the
