@@ -95,7 +95,7 @@ def _check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: boo
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
             "another warpgroup of the tile; choose schedule='cooperative'"
         )
-    if formats.w.scale and not tile.by_warps:  # promotion and decoding compute, too
+    if formats.w.scale and not tile.by_warps:  # promotion and decoding also need registers
         check_accumulators(tile, tile.max_accumulators)
 
 

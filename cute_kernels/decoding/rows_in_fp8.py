@@ -36,7 +36,7 @@ EXPONENT = 6
 # of the least normal number is a subnormal, whose byte is not one exponent less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
 HALF_OF_LEAST_NORMAL = 0x0400
-# Added to four bytes, the next binade of all magnitudes, and of all magnitudes except 0.
+# Added to the bytes of four magnitudes: the first doubles all of them, the second all except the lowest, which is 0.
 BINADE, BINADE_BUT_OF_ZERO = 0x08080808, 0x08080800
 MAGNITUDES = 0x77777777
 BYTES_A_WORD = 4

@@ -41,7 +41,8 @@ class Scales:
     rest_exponent = 0
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
-        """product: a function that multiplies two words of two bfloat16 numbers, by an instruction that the GPU has."""
+        """Make the scales of an element type. product: a function that multiplies two words of two bfloat16 numbers, by
+        an instruction that the GPU has."""
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:

@@ -10,8 +10,7 @@ from .select import select
 
 # The most that a lane moves at once.
 CHUNK_BYTES = 16
-# Addresses have no length, and kernels guard their own indices; a static bound larger than any index keeps the stride
-# 1.
+# Addresses have no length, and kernels guard their own indices. A static bound above any index keeps the stride 1.
 UNBOUNDED = 1 << 30
 
 

@@ -270,7 +270,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """acc += bias, times a scale for each of the thread's two rows."""
+        """acc += bias * scale, with a scale for each of the thread's two rows."""
         if state.has_bias():
             state.slots.sync()
             values = registers(acc)

@@ -25,7 +25,7 @@ from ..tracing import DTYPES, Traced, traced
 
 WARPS = 4
 THREADS = WARPS * WARP
-TOKENS = 4  # of a CTA
+TOKENS = 4  # tokens of a CTA
 UNROLL = 4  # vectors of 16 bytes of an expert's row that a thread loads at once: in 16 bits all of them at H = 4096
 
 

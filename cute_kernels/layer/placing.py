@@ -74,7 +74,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
 
 @cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
-    """Return the number of tokens that are not padding, which is at an address; 0: no token is padding."""
+    """Read the number of tokens that are not padding from an address; address 0: no token is padding."""
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))

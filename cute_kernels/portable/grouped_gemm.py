@@ -75,7 +75,7 @@ class GroupedGemm(TileKernel):
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
         a = row_sources(operands.rows, work, mainloop.a)
         if const_expr(self.in_halves):
-            # One mainloop in a loop over both halves: with two in a row, ptxas spills up to 40 bytes of accumulators.
+            # One mainloop in a loop over both halves: with two mainloops ptxas spills up to 40 bytes of accumulators.
             for half in cutlass.range(2, unroll=1):
                 b = transposed_sources(operands.weights, work, mainloop.b, self.parts, half)
                 first = a.parts[0] + half * operands.depth * (self.dtype.width // 8)

@@ -34,7 +34,7 @@ BLOCK = MXFP4.block
 WARPS = 8
 MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
 SMEM_PERCENT = 1  # no shared memory is used; loads in flight need it as cache
-MAX_EXPONENT = 2  # of the greatest element, 6 = 1.5 * 2^2
+MAX_EXPONENT = 2  # exponent of the greatest element, 6 = 1.5 * 2^2
 F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
 AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
 ROUNDING = 2.0**22

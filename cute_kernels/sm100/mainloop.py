@@ -45,7 +45,8 @@ class TensorCoreMainloop(Mainloop):
         return 0
 
     def num_producers(self, gathers: Boolean) -> Int32:
-        """Threads that arrive at a full stage: one for TMA, the gathering threads, the threads that bring scales."""
+        """Return how many threads arrive at a full stage: one for TMA, those that gather rows, those that bring
+        scales."""
         return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + self.scale_arrivals)
 
     def smem_fields(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class TensorCoreMainloop(Mainloop):
         self, acc: cute.Tensor, operands: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by the MMA warp. Returns the advanced state."""
+        """Compute acc = A B^T over all k-tiles; called by the MMA warp. Return the advanced state."""
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
