@@ -1,11 +1,11 @@
 """Device code of Glulam in CuTe DSL.
 
-    tiles, formats, specs, signatures, ...     plain data: what there is, what it takes, which module makes it
-    activation, device, memory, schedule       what kernels are made of, on any architecture
-    decoding, epilogue, launches               what GEMMs are made of besides
-    quantize, layer, ranks, mhc                kernels of any architecture
-    sm90, portable                             Hopper's GEMMs and all other GPUs', and which specs ship: `configs`
+    tiles, formats, specs, signatures, ...     plain data: kernels, their arguments, the modules that make them
+    activation, device, memory, schedule       parts of kernels for any architecture
+    decoding, epilogue, launches               further parts of GEMMs
+    quantize, layer, ranks, mhc                kernels for any architecture
+    sm90, sm100, portable                      GEMMs of Hopper, of Blackwell, of all other GPUs; `configs`: what ships
 
-Only this package imports `cutlass`, and plain data does not, `configs`, `sm90.budget`, `epilogue.sizes` and
-`mhc.shapes` among it: naming and choosing kernels costs no compiler.
+Only this package imports `cutlass`. Plain data does not, nor do `configs`, `sm90.budget`, `epilogue.sizes` and
+`mhc.shapes`, so naming and choosing kernels needs no compiler.
 """

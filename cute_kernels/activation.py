@@ -1,8 +1,8 @@
-"""What activations are made of (`formulas`), on float32 scalars of a thread.
+"""Functions from which `formulas` builds activations, on float32 scalars of a thread.
 
-Clamps are selects, not min/max instructions, so that a NaN stays a NaN as it does in torch. sigmoid costs two MUFU
-operations (ex2, rcp) and is exact to about 2^-22; tanh.approx would save one but errs by 2^-11, which float16 outputs
-would show.
+Clamps are selects, not min/max instructions, so that NaN stays NaN as in torch. sigmoid takes two MUFU operations (ex2,
+rcp) and is exact to about 2^-22; tanh.approx would save one operation but has an error of 2^-11, which would be visible
+in float16 outputs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SQRT_HALF = 0.7071067811865476
 # Abramowitz and Stegun 7.1.26: erfc(z) = exp(-z^2) (c1 t + ... + c5 t^5), t = 1 / (1 + step z), to 1.5e-7.
 ERFC_STEP = 0.3275911
 ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-# tanh x = x + x^3 (c1 + c2 x^2 + ...) up to NEAR_0, to 2^-24 of its value. Beyond, what is subtracted from 1 is less
-# than a half, so that 2^-23 is the error; nearer to 0 all digits would cancel.
+# tanh x = x + x^3 (c1 + c2 x^2 + ...) up to NEAR_0, with a relative error of 2^-24. Beyond NEAR_0, tanh x is 1 minus a
+# number less than a half, with an error of 2^-23; near 0 that difference would lose all digits.
 NEAR_0 = 0.55
 TANH = (-0.33332946598706675, 0.1332072434610987, -0.05267177420885967, 0.01643751419837277)
 
 
 class ActivationParams(NamedTuple):
-    """Which activation (specs.KINDS), and its numbers in their order; after them anything."""
+    """An activation's number in specs.KINDS, and its own numbers in their order; further numbers are ignored."""
 
     kind: Int32
     numbers: tuple[Float32, ...]
 
 
 def no_params() -> ActivationParams:
-    """Parameters of a kernel that has no activation."""
+    """Make the parameters of a kernel without activation."""
     return ActivationParams(Int32(0), tuple(Float32(0.0) for _ in range(MOST_NUMBERS)))
 
 
@@ -70,7 +70,8 @@ def _gelu_tanh(x: Float32) -> Float32:
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:
-    """The normal distribution's cdf, to 1e-7, and sqrt(2 pi) times its density; half the instructions of erf."""
+    """Return the normal distribution's cdf, to 1e-7, and sqrt(2 pi) times its density. It takes half the instructions
+    of erf."""
     magnitude = cute.arch.fmax(x, -x, nan=True)
     t = cute.arch.rcp_approx(Float32(1.0) + magnitude * Float32(ERFC_STEP * SQRT_HALF))
     density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True)
@@ -93,16 +94,17 @@ DEVICE = SimpleNamespace(
     number=Float32, sigmoid=_sigmoid, tanh=_tanh, relu=_relu, reciprocal=cute.arch.rcp_approx, at_most=_at_most,
     select=select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
-"""What formulas compute with."""
+"""The functions with which formulas compute in kernels."""
 
 
 def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """The activation of each (a, u), or of each a: that which `served` names, or one of its several, float32."""
+    """Compute the activation of each (a, u), or of each a, in float32. `served`: a form (specs.ACTIVATION_FORMS); if it
+    has several activations, `params` chooses one."""
     return activate_one_of(ACTIVATION_FORMS[served], parts, params)
 
 
 def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """Compute the activation among `names` that `params` tells at run time."""
+    """Compute the activation among `names` that `params` chooses at run time."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
     _fill_one_of(outputs, names, parts, params)
     return outputs
@@ -110,7 +112,8 @@ def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationPara
 
 @cute.jit
 def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, params: ActivationParams):
-    """A branch around all elements: each activation runs the instructions of a kernel of its own."""
+    """Fill `outputs` with one branch around all elements, so that each activation runs the instructions that a kernel
+    for it alone would run."""
     if const_expr(len(names) == 1):
         _fill(outputs, names[0], parts, params)
     elif params.kind == KINDS[names[0]]:
@@ -127,6 +130,6 @@ def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParam
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
-    """An activation of (a, u), or of a, and its derivatives by each."""
+    """Return an activation of (a, u), or of a, and its derivatives by each."""
     formula = FORMULAS[name]
     return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

@@ -1,7 +1,7 @@
-"""Architectures that have kernels, and what each answers for itself.
+"""The interface through which each architecture makes its own choices.
 
-An architecture is a row of `architectures.ARCHS` and a folder, whose `configs` say what is built and whose `policy` is
-its `Room`: what is chosen, what can be, and how long it takes. Plain Python that no kernel imports: editing a policy
+An architecture is a row of `architectures.ARCHS` and a folder. The folder's `configs` list what is built. Its `policy`
+is a `Room`: it chooses tiles, checks specs and models times. Plain Python that no kernel imports, so editing a policy
 compiles nothing.
 """
 
@@ -22,7 +22,8 @@ from .tiles import SpecError, TileConfig
 
 @dataclass(frozen=True)
 class Gemm:
-    """[rows, depth] times the transpose of [columns, depth] of a row's expert; `stored` columns are written."""
+    """A GEMM's sizes: [rows, depth] times the transpose of the expert's [columns, depth]. stored: columns that are
+    written."""
 
     rows: int
     experts: int
@@ -32,12 +33,13 @@ class Gemm:
 
     @property
     def average(self) -> float:
-        """Rows an expert; those of one row where there is none."""
+        """Average rows an expert; without rows, as for one row."""
         return max(self.rows, 1) / self.experts
 
 
 class Problem(Protocol):
-    """What a policy asks of a call. `weights`: (N, K) of one expert's; `gathers`: rows come by index."""
+    """Properties of a call that a policy reads. weights: (N, K) of each weight of an expert. gathers: rows come by
+    index."""
 
     @property
     def op(self) -> str: ...
@@ -58,7 +60,7 @@ class Problem(Protocol):
 
 
 def three_digits(number: float) -> str:
-    """Format a number with three significant digits, or all of those before the point, and no exponent."""
+    """Format a number with three significant digits, or all digits before the point, without an exponent."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -69,14 +71,14 @@ def rows_in_words(problem: Problem) -> str:
 
 
 class Reasons(NamedTuple):
-    """Why a rule takes a tile, and why not each of the others."""
+    """Reasons why a rule chooses a tile, and why it does not choose the others."""
 
     why: str
     why_not: tuple[str, ...]
 
 
 def of_one_kernel(problem: Problem) -> Reasons:
-    """Return the reasons where rows decide nothing."""
+    """Return the reasons if the number of rows does not matter."""
     return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
 
 
@@ -102,20 +104,22 @@ class Room(Protocol):
     """The module `policy` of an architecture's folder.
 
     Attributes:
-        gemm_policy: how a GEMM goes through its tiles (`gemms.GemmPolicy`).
-        accumulation: the order in which a GEMM adds.
-        MEASURED: a JSON file of times of the shipped tiles (`python -m perf table`), which need not exist.
-        tiles: those that ship for a problem.
-        rows_decide: whether a problem's number of rows chooses among them.
-        ruled: the tile that a rule takes; None where times are compared.
-        reasons: for a tile that a rule took.
-        advice: what would be faster than any tile.
-        second_tile: beside a tile, that of FC2 or of the data gradient.
-        glu_form: what activations and gate layouts the kernel of an FC1 is compiled for.
-        time_us: modelled microseconds of a GEMM, the mean over even and skewed routing; even_us: of even routing.
-        all_tiles: every tile that can be for elements of so many bits.
-        tile_of: the tile that (m, n, k), a cluster and a schedule describe. Raises SpecError, which names the limit.
-        check: raises SpecError, which names the limit, where a spec's kernels cannot run.
+        gemm_policy: returns a GEMM's order of tiles (`gemms.GemmPolicy`).
+        accumulation: returns the order in which a GEMM adds.
+        MEASURED: a JSON file with times of the shipped tiles (`python -m perf table`); it need not exist.
+        tiles: returns the tiles that ship for a problem.
+        rows_decide: returns True if a problem's number of rows chooses among its tiles.
+        ruled: returns the tile that a rule chooses; None if times are compared instead.
+        reasons: returns the reasons for a tile that a rule chose.
+        advice: returns sentences about alternatives that would be faster than any tile.
+        second_tile: returns the tile of FC2, or of the data gradient, for a first tile.
+        glu_form: returns the activations and gate layouts for which an FC1's kernel is compiled.
+        time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing. even_us: those of
+            even routing.
+        all_tiles: returns every possible tile for elements of a number of bits.
+        tile_of: returns the tile that (m, n, k), a cluster and a schedule describe. Raises SpecError, which names the
+            limit.
+        check: raises SpecError, which names the limit, if a spec's kernels cannot run.
     """
 
     MEASURED: Path
@@ -137,14 +141,14 @@ class Room(Protocol):
 
 @functools.cache
 def room(arch: str) -> Room:
-    """What answers for an architecture. Raises KeyError where it has no folder."""
+    """Return an architecture's policy. Raises KeyError for an unknown architecture."""
     return cast(Room, importlib.import_module(f".{ARCHS[arch].folder}.policy", __package__))
 
 
 @functools.cache
 def serving(device: tuple[int, int]) -> tuple[str, ...]:
-    """The architectures whose kernels run on GPUs of a compute capability, the best first: one with features of this
-    capability alone ("a"), then those of no later minor version, the latest first.
+    """Return the architectures whose kernels run on GPUs of a compute capability, the best first: the one with features
+    of exactly this capability ("a"), then those with the same or an earlier minor version, the latest first.
     """
     exact = [arch for arch in ARCHS if arch.endswith("a") and capability(arch) == device]
     others = [arch for arch in ARCHS if not arch.endswith("a") and capability(arch)[0] == device[0]]

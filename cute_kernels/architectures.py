@@ -1,6 +1,6 @@
-"""Architectures: what kernels are compiled for, and what is known of each. Plain Python that imports nothing.
+"""The architectures for which kernels are compiled, and facts about each. Plain Python that imports nothing.
 
-What an architecture decides (tiles, choices, times) is its folder's `policy` (`arch.Room`).
+An architecture's decisions (tiles, choices, times) are in its folder's `policy` (`arch.Room`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ class Architecture(NamedTuple):
     """An architecture.
 
     Attributes:
-        folder: of its configs, policy and GEMMs.
-        gpus: some that run its kernels.
+        folder: the folder of its configs, policy and GEMMs.
+        gpus: some GPUs that run its kernels.
         tested_on: GPUs that ran the tests of all its kernels; empty: none.
-        smem_bytes: of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get the
-            least of all: what sm_86, sm_89 and sm_120 have.
-        schedules: of its tiles (`tiles.SCHEDULES`).
+        smem_bytes: bytes of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get
+            the least of all, that of sm_86, sm_89 and sm_120.
+        schedules: schedules that its tiles can have (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
-        recipes: names of recipes that are another one there.
-        adapts: whether GEMMs of 16-bit weights contract adapters themselves.
+        recipes: recipes that are replaced by another recipe there, by name.
+        adapts: GEMMs of 16-bit weights also contract adapters.
         constructs: names in CONSTRUCTS that its kernels use unless a build asks for a plainer way (`plain.py`).
     """
 
@@ -42,10 +42,10 @@ CONSTRUCTS = {
     "tmem_loads": "tcgen05.ld 16x256b, which reads accumulators in the order of mma's registers",
     "rows": "TMA addresses that wrap, which clip rows where a group ends",
 }
-"""Constructs that NVIDIA's examples for an architecture do not use, and that no GPU at hand has run."""
+"""Constructs that NVIDIA's examples for an architecture do not use, and that no GPU available to us has run."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
-"""Recipes of tensor cores that multiply by the scales of blocks: weights need no folding to be exact."""
+"""Recipes for tensor cores that apply the scales of blocks themselves, so that weights need no folding to be exact."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
 _B200 = Architecture(
@@ -67,6 +67,6 @@ ARCHS: dict[str, Architecture] = {
 
 
 def capability(arch: str) -> tuple[int, int]:
-    """The compute capability that an architecture names: (9, 0) of sm_90a."""
+    """Return the compute capability in an architecture's name: (9, 0) for sm_90a."""
     major, minor = divmod(int(arch.removeprefix("sm_").rstrip("a")), 10)
     return major, minor

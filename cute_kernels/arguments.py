@@ -1,4 +1,4 @@
-"""Arguments of exported functions, and of kernels that take nothing but addresses and numbers."""
+"""Arguments of exported functions, and of kernels that take only addresses and numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
 DIVISOR = 8
-"""Sizes in elements are multiples of this unless a signature says otherwise: TMA wants rows of whole 16 bytes."""
+"""Sizes in elements are multiples of this unless a signature says otherwise: TMA needs rows of whole 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +20,13 @@ class Argument:
     """One argument of an exported function.
 
     Attributes:
-        name, kind: a kind is one of the constants above.
-        optional: a call may leave it out and then passes 0, which means no address, or a number's usual value.
-        dtype, shape: of a tensor. `shape` names each dimension; those of one name must have one size, which every call
-            checks. T is the number of rows, R that of an operand whose rows may come by index. Three dimensions are
-            experts' weights, [E or 1, rows, columns], rows unpadded.
-        packed: a matrix's rows follow each other without padding; else their stride is any multiple of 16 bytes.
+        name, kind: the argument's name, and one of the kinds above.
+        optional: a call may leave the argument out and then passes 0: no address, or a number's usual value.
+        dtype, shape: dtype and shape of a tensor. `shape` names each dimension; dimensions of the same name must have
+            the same size, which every call checks. T is the number of rows, R the number of rows of an operand whose
+            rows may come by index. Tensors of three dimensions are experts' weights, [E or 1, rows, columns], with
+            unpadded rows.
+        packed: a matrix's rows follow each other without padding; if False, their stride is any multiple of 16 bytes.
     """
 
     name: str
@@ -42,7 +43,8 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The arguments of an exported function in their order. `divisors`: of sizes, by letter; else DIVISOR."""
+    """The arguments of an exported function in their order. divisors: divisors of sizes, by letter; other sizes have
+    DIVISOR."""
 
     arguments: tuple[Argument, ...]
     divisors: tuple[tuple[str, int], ...] = ()
@@ -59,9 +61,10 @@ class Signature:
         return self.arguments[self.names.index(name)]
 
     def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
-        """The values by name in the order of the arguments, `absent` of 0 for optional ones that are not given.
+        """Return values, which are given by name, in the order of the arguments; `absent(0)` for optional arguments
+        that are not given.
 
-        Raises TypeError, naming it, for a name that is missing or unknown.
+        Raises TypeError, which names the argument, if a name is missing or unknown.
         """
         if unknown := values.keys() - set(self.names):
             raise TypeError(f"no argument {min(unknown)!r}; there are: {', '.join(self.names)}")
@@ -70,22 +73,23 @@ class Signature:
         return tuple(values[a.name] if a.name in values else absent(a.absent) for a in self.arguments)
 
     def pack(self, **values: Any) -> tuple[Any, ...]:
-        """The positional arguments of a call. Raises TypeError as `ordered` does."""
+        """Return the positional arguments of a call. Raises TypeError as `ordered` does."""
         return self.ordered(values, lambda zero: zero)
 
 
 def each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
-    """Arguments of a kind, by their names with spaces between."""
+    """Make arguments of a kind; `names` are separated by spaces."""
     return tuple(Argument(name, kind, optional) for name in names.split())
 
 
 def numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
-    """The signature of a kernel that takes no tensor; so the stream is an argument. `optional`: so are its integers."""
+    """Make the signature of a kernel that takes no tensor and therefore takes the stream. `optional`: its integers are
+    optional."""
     kinds = (*each(ADDRESS, addresses, optional=True), *each(INT32, integers, optional), *each(FLOAT32, floats))
     return Signature((*kinds, *each(STREAM, "stream")))
 
 
 NAMES_OF_PARAMS = "limit alpha offset"
-"""An activation's numbers in their order, whichever activation that is; what follows them is ignored. The names are
-clamped_swiglu's because a function's argument names are part of its object.
+"""Argument names of an activation's numbers, in their order, for any activation; further numbers are ignored. They are
+named after clamped_swiglu's numbers, because a function's argument names are part of its object.
 """

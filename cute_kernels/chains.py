@@ -1,7 +1,7 @@
-"""Calls that launch several kernels: stages one behind the other, and where each takes its arguments from.
+"""Chains: calls that launch several kernels, as a list of stages and the sources of their arguments.
 
 A stage is one kernel with its host launch, compiled once. A chain is data: the bridge links it from its stages
-(`ffi_bridge.chains`), as one exported function, so a kernel is compiled once however many chains it is part of.
+(`ffi_bridge.chains`) as one exported function, so a kernel is compiled once for all chains that contain it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .specs import (
 
 @dataclasses.dataclass(frozen=True)
 class Of:
-    """What a stage takes of a chain's tensor: its "address", the "size" or "stride" of a dimension, in elements, or the
-    current "stream" of its device.
+    """A property of a chain's tensor that a stage takes: its "address", the "size" or "stride" of a dimension, in
+    elements, or the current "stream" of its device.
     """
 
     tensor: str
@@ -43,19 +43,20 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How many kernels of the same call come before: a step that is left out is none."""
+    """The number of kernels that come before in the same call, without steps that are left out."""
 
 
 Source = str | int | Of | Position
-"""Of a stage's argument: a chain's argument by name, a constant, something of a tensor, or what every stage's
-`position` is."""
+"""Source of a stage's argument: a chain's argument by name, a constant, a tensor's property, or the stage's
+position."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A stage and the sources of its arguments; optional ones that are absent are 0.
+    """A stage and the sources of its arguments; optional arguments without a source are 0.
 
-    `when`: an address among the chain's arguments: where it is 0, the step is left out.
+    when: the name of an address among the chain's arguments. If the address is 0, the step is left out. Empty: the step
+    always runs.
     """
 
     stage: Spec
@@ -69,7 +70,8 @@ class Chain:
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """Kind by kind, in the order in which steps use them. Needed is what a step needs that is never left out."""
+        """The chain's arguments, kind by kind, in the order in which steps use them. An argument is required if a step
+        that is never left out requires it."""
         found: dict[str, Argument] = {}
         for step in self.steps:
             stage = stage_signature(step.stage)
@@ -87,7 +89,7 @@ class Chain:
 
 
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
-    """`same`: arguments that stage and chain call the same."""
+    """Make a step. `same`: arguments that have the same name in the stage and in the chain; `sources`: the others."""
     signature = stage_signature(stage)
     position = {"position": Position()} if "position" in signature.names else {}
     taken = {**{name: name for name in same.split()}, **sources, **position}
@@ -97,12 +99,13 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
 
 _GROUPS = "groups group_form num_groups tickets num_sms"
 SORTED_EXPERTS = 256
-"""The most experts of a layer that sorts its choices itself. Its kernel of one CTA keeps a count of each expert for
-each of its warps: 32 KiB of shared memory."""
+"""The most experts of a grouped_mlp that sorts its choices itself. One CTA sorts, with a count of each expert for each
+of its warps: 32 KiB of shared memory."""
 
 
 def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
-    """All T rows of x, as GEMMs of these operands read them: what lies behind the last group is read by nobody."""
+    """Quantise all T rows of x to the format of `operands`. Rows after the last group are also quantised, but never
+    read."""
     dtype, arch = spec.dtype, spec.arch
     if OPERANDS[operands].x == FP8_ROWS:
         return _step(QuantizeFp8BlockSpec(dtype, arch), "", x=x, data=Of(data, "address"), scale=scale)
@@ -113,7 +116,8 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
 
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:
-    """The scales, or the table, of a GEMM's operands under the names that a chain gives them."""
+    """Return the sources of a GEMM's scales, or of its table of experts' weights. `x`, `w`: the chain's names of the
+    operands."""
     formats = OPERANDS[operands]
     if not formats.w.scale:
         return {"w_table": f"{w}_table"}
@@ -125,7 +129,7 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
 
 
 def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
-    """out[token] = residual[token] + the sum of its rows, where out is given."""
+    """If out is given: out[token] = residual[token] + the sum of the token's rows."""
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
         residual=residual, width=Of(rows, "size", 1), bound=Of(rows, "size", 0), out=out, stream=Of(rows, "stream"),
@@ -133,7 +137,7 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
 
 
 def _sorted(spec: Spec) -> Step:
-    """Offs, and the token, the weight and the row of each of `ids`' choices, where ids are given: by one CTA."""
+    """If ids are given: sort the choices, by one CTA, into offs and the token, weight and row of each choice."""
     place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
     return _step(
         place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights",
@@ -143,7 +147,7 @@ def _sorted(spec: Spec) -> Step:
 
 
 def _copied(spec: Spec) -> Step:
-    """x[row] = x_tokens[the row's token], where x_tokens is given."""
+    """If x_tokens is given: x[row] = x_tokens[the row's token]."""
     return _step(
         LayerSpec("permute", spec.dtype, arch=spec.arch), "row_of tokens k", when="x_tokens", x="x_tokens",
         out=Of("x", "address"), width=Of("x", "size", 1), stream=Of("x", "stream"),
@@ -151,13 +155,15 @@ def _copied(spec: Spec) -> Step:
 
 
 def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
-    """[Choices to rows,] [tokens to x, or x to x8,] FC1 to mid, FC2 to y[, and these rows to tokens].
+    """Return the steps of a grouped_mlp: [sort choices into rows,] [copy tokens to x, or quantise x to x8,] FC1 to mid,
+    FC2 to y[, add each token's rows of y].
 
-    FC1 waits for rows before it lets FC2 begin (`schedule.groups.OFFS_OF_CALL`), and a copy of them before FC1, so that
-    both GEMMs find offs there.
+    FC1 waits for sorted rows before it lets FC2 begin (`schedule.groups.OFFS_OF_CALL`), and a copy of rows waits for
+    them before it lets FC1 begin. So offs are complete when either GEMM reads them.
 
-    Weights that are decoded meet rows in order: by index FC1 would want registers of the MMA warpgroups, which makes it
-    1 to 7 % slower on rows in order, and it would take up to 1.2 times as long as on a copy.
+    If weights are decoded, rows must be in order, and are copied. Reading rows by index would take registers from FC1's
+    MMA warpgroups: FC1 would be 1 to 7 % slower on rows in order, and take up to 1.2 times as long by index as on a
+    copy.
     """
     fc1, fc2 = spec.fc1, spec.fc2
     formats = OPERANDS[fc1.operands]
@@ -185,8 +191,8 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
 
 
 def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
-    """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums[; these rows of dx
-    to tokens]."""
+    """Return the steps of a grouped_dglu: [quantise dy to dy8,] make dpreact, act and parts of d_scale; [[quantise
+    dpreact to dpreact8,] make dx;] write zeros and sums[; add each token's rows of dx]."""
     in_mxfp8 = OPERANDS[spec.operands].has_scaled_rows
     names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w", "adapted"
     fields = {name: getattr(spec, name) for name in names}
@@ -219,7 +225,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
-    """dy to dy8 and x to x8 by groups, rows by index in their order, and dw."""
+    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8 by groups, gathering rows that
+    come by index, and make dw."""
     quantiser = QuantizeMxfp8Spec(spec.dtype, BY_GROUP, spec.arch)
     quantised = tuple(
         _step(
@@ -235,10 +242,10 @@ def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
 
 
 def _pre(spec: MhcSpec) -> tuple[Step, ...]:
-    """h_pre, h_post and logits = project(x), h_res = sinkhorn(logits), out = aggregate(x, h_pre).
+    """Return the steps h_pre, h_post, logits = project(x); h_res = sinkhorn(logits); out = aggregate(x, h_pre).
 
-    The streams are read twice: all of a token's columns must be seen before the first is weighed, and the tokens in
-    flight do not fit the L2 cache. What lies between the steps is float32, form 0 (`dtypes.PARAM_FORMS`).
+    The streams are read twice: all columns of a token are needed before its first column is weighted, and the tokens in
+    flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
     """
     stages = {
         kernel: MhcSpec(kernel, "float32" if kernel == "sinkhorn" else spec.dtype, spec.n, spec.arch)
@@ -253,7 +260,8 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
 
 
 def _routing(spec: LayerSpec) -> tuple[Step, ...]:
-    """[Logits of x,] ids, weights and rows: of one chunk in one launch, else the chunks' counts come first."""
+    """Return the steps of routing: [logits of x,] then ids, weights and rows. One chunk takes one launch; with several,
+    a launch that counts comes first."""
     if spec.kernel == "router":
         names = "x weight weight_bias logits forms weight_form bias_form tokens width experts stream"
         logits = _step(LayerSpec("logits", spec.dtype, arch=spec.arch), names)
@@ -271,7 +279,7 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
 
 
 def _steps(spec: Spec) -> tuple[Step, ...]:
-    """None of a stage."""
+    """Return the steps of a chain; none if the spec is a stage."""
     if isinstance(spec, GroupedMlpSpec):
         return _mlp(spec)
     if type(spec) is GroupedDgluSpec:
@@ -287,18 +295,18 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def chain_of(spec: Spec) -> Chain | None:
-    """None where the spec is a stage itself."""
+    """Return a spec's chain; None if the spec is a stage itself."""
     steps = _steps(spec)
     return Chain(steps) if steps else None
 
 
 def signature_of(spec: Spec) -> Signature:
-    """What the exported function of a spec takes."""
+    """Return the signature of a spec's exported function."""
     chain = chain_of(spec)
     return chain.signature if chain else stage_signature(spec)
 
 
 def stages_of(spec: Spec) -> tuple[Spec, ...]:
-    """The kernels that a spec's function launches, each once; a stage's is itself."""
+    """Return the stages that a spec's function launches, each once; for a stage, the spec itself."""
     chain = chain_of(spec)
     return tuple(dict.fromkeys(step.stage for step in chain.steps)) if chain else (spec,)

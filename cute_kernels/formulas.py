@@ -1,13 +1,14 @@
-"""Activations, each written once: a kernel computes them of a thread's float32 scalars, the CPU reference of tensors.
+"""Activations, each written once: kernels compute them on a thread's float32 scalars, the CPU reference on tensors.
 
-A formula is given what computes, `m`: `activation.DEVICE` in kernels, `glulam.activations.TORCH` for tensors. Both have
+A formula's first argument `m` has the functions to compute with: `activation.DEVICE` in kernels,
+`glulam.activations.TORCH` for tensors. Both have
 
-    number(x), of a Python number; sigmoid(x), tanh(x), relu(x), reciprocal(x), at_most(x, bound),
-    select(condition, if_true, if_false), gelu_tanh(x), and with_d_gelu_tanh(x), with its slope,
+    number(x), which converts a Python number; sigmoid(x), tanh(x), relu(x), reciprocal(x), at_most(x, bound),
+    select(condition, if_true, if_false), gelu_tanh(x); with_d_gelu_tanh(x): gelu_tanh and its slope;
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
-`a` is the activated half (the gate), or all there is, `u` the linear half; a formula's own numbers follow. Plain
-Python: names are asked for where no compiler is.
+`a` is the activated half (the gate), or the only argument without a gate; `u` is the linear half. A formula's own
+numbers follow. Plain Python, since names are needed where there is no compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Number(NamedTuple):
 
     Attributes:
         default: the value if none is given.
-        is_valid: whether a formula can compute with a value; `remedy`: why it cannot, and what to give instead.
+        is_valid: returns True if a formula can compute with a value. remedy: why it cannot, and what to give instead.
         none: the value that None stands for; None: a number must be given.
     """
 
@@ -35,14 +36,14 @@ class Number(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """An activation, all of it.
+    """The definition of an activation.
 
     Attributes:
-        is_gated: whether it has two halves, a and u.
+        is_gated: it has two halves, a and u.
         value: a function of (m, a[, u], *numbers).
-        with_slopes: a function of the same: the value, and its derivatives by a[ and by u].
-        numbers: by keyword, in the order in which `value` takes them; at most MOST_NUMBERS.
-        is_merged: whether kernels that choose among formulas at run time have this one; else it has kernels of its own.
+        with_slopes: a function of the same arguments that returns the value and its derivatives by a[ and by u].
+        numbers: its own numbers by keyword, in the order in which `value` takes them; at most MOST_NUMBERS.
+        is_merged: kernels that choose among formulas at run time include this one; if False, it has its own kernels.
     """
 
     is_gated: bool
@@ -74,7 +75,7 @@ def _clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any)
 
 
 def _d_clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> tuple[Any, Any, Any]:
-    """Zero where it clamps."""
+    """Return the value and its slopes, which are 0 where a or u is clamped."""
     zero = m.number(0.0)
     gate = m.at_most(a, limit)
     linear = -m.at_most(-m.at_most(u, limit), limit)
@@ -91,7 +92,7 @@ def _d_geglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
 
 
 def _d_reglu(m: Any, a: Any, u: Any) -> tuple[Any, Any, Any]:
-    """Zero at the kink."""
+    """Return the value and its slopes; the slope by a is 0 at a = 0."""
     relu = m.relu(a)
     return relu * u, m.select(a > m.number(0.0), u, m.number(0.0)), relu
 
@@ -102,13 +103,13 @@ def _d_srelu(m: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _d_gelu(m: Any, a: Any) -> tuple[Any, Any]:
-    """gelu = a Phi(a); derivative Phi(a) + a phi(a)."""
+    """Return gelu = a Phi(a) and its derivative Phi(a) + a phi(a)."""
     cdf, density = m.normal(a)
     return a * cdf, cdf + a * density * m.number(INV_SQRT_2_PI)
 
 
 def _capped(m: Any, x: Any, cap: Any) -> tuple[Any, Any]:
-    """cap tanh(x / cap), and its slope; x and 1 if the cap is infinite."""
+    """Return cap tanh(x / cap) and its slope; x and 1 if the cap is infinite."""
     tanh, is_capped = m.tanh(x * m.reciprocal(cap)), cap < m.number(math.inf)
     return m.select(is_capped, cap * tanh, x), m.select(is_capped, m.number(1.0) - tanh * tanh, m.number(1.0))
 
@@ -158,11 +159,12 @@ FORMULAS: dict[str, Formula] = {
                 25.0, _is_positive, "the linear half stays within it, so give a number above 0, or None", none=math.inf
             ),
         },
-        is_merged=False,  # others' kernels would hold registers for its two tanh
+        is_merged=False,  # in merged kernels, its two tanh would take registers from all activations
     ),
 }
-"""By name. A new formula goes to the end: kernels that choose at run time hold the place of each that they serve."""
+"""Formulas by name. A new formula goes to the end, since kernels that choose at run time hold their formulas'
+positions."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
 """The numbers of all formulas, by keyword."""
 MOST_NUMBERS = 3
-"""Numbers that an exported function takes."""
+"""The number of activation numbers that an exported function takes."""

@@ -1,6 +1,6 @@
-"""Rows of the tables in `layer/kernels.py` and `mhc/kernels.py`: kernels that take nothing but addresses and numbers.
+"""Rows of the tables in `layer/kernels.py` and `mhc/kernels.py`: kernels that take only addresses and numbers.
 
-Names, signatures, the modules that make these kernels, and what bundles ship follow from the tables.
+The tables determine these kernels' names, signatures and modules, and which of them bundles ship.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from .arguments import Signature
 
 ANY = ("float32",)
-"""The dtype by name of kernels that take any, or none."""
+"""The nominal dtype of kernels that take any dtype, or none."""
 
 
 class Kernel(NamedTuple):
     """A kernel, or a chain of several (`chains`).
 
     Attributes:
-        arguments: of its function; None: of a chain, whose steps tell them.
-        module: that makes it, of this package; empty: of a chain.
-        dtypes: of tokens, rows or streams; ANY: its name has none.
-        ships: the dtypes that bundles hold as a function of its own; none: a chain's step alone.
-        is_sized: whether it is compiled for a number of experts.
+        arguments: its function's arguments; None: a chain, whose arguments follow from its steps.
+        module: the module of this package that makes it; empty: a chain.
+        dtypes: dtypes of tokens, rows or streams; ANY: its name has no dtype.
+        ships: the dtypes for which bundles hold it as an exported function; empty: it is only a step of chains.
+        is_sized: it is compiled for a number of experts.
         counts: numbers of streams that it is compiled for; empty: all that hyper-connections have.
     """
 

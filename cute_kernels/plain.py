@@ -1,7 +1,7 @@
-"""Constructs that kernels can do without: a build may replace each by a plainer way, if a GPU disagrees with it.
+"""Constructs that kernels can do without: a build can replace each by a plainer way if it does not work on a GPU.
 
-$GLULAM_PLAIN names constructs, separated by commas; docs/blackwell.md says when to set it. It holds for all that a
-process compiles and loads, of the architectures that have the construct. Functions keep their names and arguments.
+$GLULAM_PLAIN names constructs, separated by commas; docs/blackwell.md says when to set it. It applies to everything
+that a process compiles and loads for architectures that have the construct. Functions keep their names and arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def asked() -> tuple[str, ...]:
     """Return the constructs that $GLULAM_PLAIN names, in the order of CONSTRUCTS.
 
     Raises:
-        SpecError: it names one that is not known.
+        SpecError: $GLULAM_PLAIN names an unknown construct.
     """
     named = {name.strip() for name in os.environ.get(ENV, "").split(",")} - {""}
     if unknown := named - CONSTRUCTS.keys():

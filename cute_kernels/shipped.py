@@ -1,4 +1,4 @@
-"""Specs that bundles of several architectures ship, in a fixed order. Plain Python: this imports no compiler."""
+"""Specs that ship in bundles of several architectures, in a fixed order. Plain Python, which imports no compiler."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .specs import (
 from .tiles import TileConfig
 
 PROFILES = ("demo", "bf16", "full")
-"""What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
+"""Profiles of bundles, the smallest first: the demo's functions, everything except float16, everything."""
 
 
 def ships_adapted(dtype: str, arch: str) -> bool:
-    """Return True if GEMMs of a dtype also ship with adapters; else the adapters' products are GEMMs of their own.
+    """Return True if GEMMs of a dtype also ship with adapters; if not, the adapters' products are separate GEMMs.
 
-    There are no portable ones: a second mainloop behind the first spilled up to 440 bytes on sm_100 and sm_120.
+    Portable GEMMs have no adapters: a second mainloop after the first spilled up to 440 bytes on sm_100 and sm_120.
     """
     return dtype == "bfloat16" and ARCHS[arch].adapts
 
 
 def activation_forms() -> list[tuple[str, str]]:
-    """Every (activation, glu_layout) that there is."""
+    """Return every pair (activation, glu_layout)."""
     return [*product(GATED, GLU_LAYOUTS), *((a, "concat") for a in UNGATED)]
 
 
@@ -54,7 +54,7 @@ def glu_forms(
     glu_form: Callable[..., tuple[str, str]], operands: str, tile: TileConfig, save_preact: bool = False,
     transpose_w: bool = False,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Every form that a room's `glu_form` gives."""
+    """Return every form that a room's `glu_form` gives."""
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
     asked = product(activation_forms(), widths)
     forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
@@ -73,7 +73,7 @@ def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec
 
 
 def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
-    """Of 16 bits: every forward, with and without a preactivation, of weights as they are and transposed."""
+    """Return every forward in 16 bits, with and without a preactivation, with plain and with transposed weights."""
     specs: list[Spec] = []
     for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
         fc2 = GroupedMmSpec(dtype, transpose_w, tile, arch)
@@ -89,7 +89,7 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
 
 
 def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig]) -> list[Spec]:
-    """Of 16 bits: every weight gradient, and every data path on `tile`."""
+    """Return every weight gradient in 16 bits, and every data path of a backward on `tile`."""
     specs: list[Spec] = []
     for dtype in DTYPES:
         outs = product(wgrad_tiles, (dtype, "float32"))
@@ -105,7 +105,8 @@ def fp8_specs(
     arch: str, operands: str, tiles: Sequence[TileConfig], second_tile: Callable[[TileConfig], TileConfig],
     glu_form: Callable[..., tuple[str, str]], quantized: Sequence[bool],
 ) -> list[Spec]:  # fmt: skip
-    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit. quantized: whether x may come so."""
+    """Return every forward of FP8 rows and weights, for each dtype of the 16-bit tensors. quantized: the values of
+    `GroupedMlpSpec.quantized` to ship."""
     specs: list[Spec] = []
     for tile, dtype in product(tiles, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, second_tile(tile), arch, operands)
@@ -119,7 +120,8 @@ def fp8_specs(
 def fp8_training_specs(
     arch: str, operands: str, tile: TileConfig, dglu: TileConfig, glu_form: Callable[..., tuple[str, str]]
 ) -> list[Spec]:
-    """Every forward that saves its preactivation, and every data path of a backward, of FP8 rows and weights."""
+    """Return every forward that saves its preactivation, and every data path of a backward, for FP8 rows and
+    weights."""
     specs: list[Spec] = []
     for dtype, form in product(DTYPES, glu_forms(glu_form, operands, tile, save_preact=True)):
         fc1 = GroupedGluSpec(dtype, *form, True, tile, arch, operands)
@@ -131,7 +133,7 @@ def fp8_training_specs(
 
 
 def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
-    """Every weight gradient of FP8 operands."""
+    """Return every weight gradient of FP8 operands."""
     outs = ((dtype, out) for dtype in DTYPES for out in (dtype, "float32"))
     return [GroupedWgradSpec(dtype, out, tile, arch, operands) for dtype, out in outs]
 
@@ -139,7 +141,7 @@ def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
 def decoded_specs(
     arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
 ) -> list[Spec]:
-    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not.
+    """Return every GEMM of 16-bit rows that decodes its weights. FC2 is the same whether FC1 rounds its result or not.
 
     dgrad: the tile of data gradients.
     """
@@ -155,21 +157,21 @@ def decoded_specs(
 
 
 def quantizing_specs(arch: str) -> list[Spec]:
-    """Every quantiser, of MXFP8 and of MXFP4."""
+    """Return every quantiser to MXFP8 and to MXFP4."""
     specs: list[Spec] = [QuantizeMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, QUANTIZE_AXES)]
     specs += [
         QuantizeMxfp8Spec(dtype, arch=arch, rounded=True) for dtype in ("bfloat16", "float32")
-    ]  # hold their values
+    ]  # dtypes that can hold MXFP8 values
     return specs + [QuantizeMxfp4Spec(dtype, arch) for dtype in WIDE_DTYPES]
 
 
 def folding_specs(arch: str) -> list[Spec]:
-    """Every fold: for FP8 MMAs alone."""
+    """Return every fold, which only FP8 MMAs need."""
     return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, FOLD_AXES)]
 
 
 def mhc_specs(arch: str) -> list[Spec]:
-    """Every hyper-connection kernel: for each number of streams and, except for Sinkhorn's, each dtype of theirs."""
+    """Return every hyper-connection kernel, for each number of streams and each dtype of streams that it ships for."""
     return [
         MhcSpec(name, dtype, n, arch)
         for name, kernel in mhc.KERNELS.items()
@@ -178,7 +180,7 @@ def mhc_specs(arch: str) -> list[Spec]:
 
 
 def layer_specs(arch: str) -> list[Spec]:
-    """Every kernel around a layer's experts."""
+    """Return every kernel around a layer's experts."""
     return [
         LayerSpec(name, dtype, experts, arch)
         for name, kernel in layer.KERNELS.items()

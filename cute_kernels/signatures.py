@@ -1,8 +1,8 @@
-"""What every exported function takes, by name. No other place knows an order.
+"""Signatures of all exported functions. This is the only place that knows the order of arguments.
 
-An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data here,
-and who calls it (the front, the tuner, perf, chains, tests) packs arguments by name; the compiler's stand-ins and those
-of a call that only loads kernels are made from the same data.
+An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data. Callers
+(the front, the tuner, perf, chains, tests) pack arguments by name; stand-ins for the compiler, and for calls that only
+load kernels, are made from the same data.
 """
 
 from __future__ import annotations
@@ -47,27 +47,29 @@ def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument
 
 
 ROWS = each(ADDRESS, "rows", optional=True)
-"""int32 [T], which of x's R rows each is; 0: they are x's rows."""
+"""Address of int32 [T], the row of x (of R rows) that each row reads; 0: the rows are x's rows, in order."""
 GROUPS = (
     *each(ADDRESS, "groups"),
     *each(INT32, "group_form num_groups"),
     *each(ADDRESS, "tickets", optional=True),
 )
-"""Group sizes, how to read them (`schedule.groups`), how many; counters to draw tiles by, 0 to deal them."""
+"""Group sizes, their encoding (`schedule.groups`), their count; counters for tickets (0: each CTA's tiles are
+fixed)."""
 PARAMS = each(FLOAT32, NAMES_OF_PARAMS, optional=True)
 ACTIVATION = (*each(INT32, "kind glu_layout", optional=True), *PARAMS)
-"""Which of its activations (`specs.KINDS`) and gate layouts (`specs.LAYOUTS`) a kernel of several computes."""
+"""The activation (`specs.KINDS`) and gate layout (`specs.LAYOUTS`) that a kernel of several computes."""
 LAUNCH = (*each(INT32, "num_sms"), *each(INT32, "position", optional=True))
-"""SMs of the GPU; how many kernels of the same call come before: with any, the launch is programmatic."""
+"""SMs of the GPU; the number of kernels that come before in the same call. If it is not 0, the launch is
+programmatic."""
 
 
 def _scales_of(formats: Operands) -> tuple[Argument, ...]:
-    """Scales of a GEMM's x and w, or a table of experts' weights without scales.
+    """Return the arguments for scales of a GEMM's x and w, or for a table of experts' weights without scales.
 
-    `w_scale`: [E, N, K / block] scales; an even address where they are E4M3 numbers, of which a negative one is as bad
-    as NaN. `w_global_scale`: float32 numbers, all other scales' factor, `w_global_count` for each expert: 0: one for
-    all experts; 1: [E]; 2: [E, 2], of a gated w, whose first is that of the activated half. Of MXFP4 for FP8 MMAs it is
-    bytes [E, N], a power of two for each row (`Format.row_binades`).
+    w_scale: scales [E, N, K / block]. For E4M3 scales the address is even, and a negative scale counts as NaN.
+    w_global_scale: float32 factors of all other scales, `w_global_count` for each expert: 0: one for all experts; 1:
+    [E]; 2: [E, 2] for a gated w, the activated half's first. For MXFP4 in FP8 MMAs: bytes [E, N], a power of two for
+    each row (`Format.row_binades`).
     """
     names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
     table = () if formats.w.scale else each(ADDRESS, "w_table", optional=True)
@@ -77,8 +79,8 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 
 
 def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """The tensor low of an adapted GEMM, and the address of the matrices that low is multiplied by: packed, laid out
-    as w."""
+    """Return the arguments of an adapted GEMM: the tensor low, and the address of the matrices by which low is
+    multiplied, which are packed and laid out like w."""
     return ((_tensor("low", "T Q", spec.dtype),), each(ADDRESS, "low_w")) if spec.adapted else ((), ())
 
 
@@ -86,21 +88,24 @@ _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Divisors of the widths of scaled matrices, and of weights' columns where these are words."""
+    """Return the divisors of the widths of scaled matrices, and of weights' columns if weights lie in words."""
     widths = tuple((letter, formats.multiple) for letter in letters.split()) if formats.w.scale else ()
     words = ((formats.w.columns(letter), multiple // WORD_ELEMENTS) for letter, multiple in widths)
     return widths + (tuple(words) if formats.w.bits < 8 else ())
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
-    """The left operand, and the indices of its rows where the kernel takes them so."""
+    """Return the arguments for x, and for the indices of its rows if the kernel takes indices."""
     formats = OPERANDS[spec.operands]
     dtype, letter = formats.x.dtype(spec.dtype), "T" if formats.decodes else "R"
     return _tensor("x", f"{letter} {columns}", dtype), () if formats.decodes else ROWS
 
 
 def _mm(spec: GroupedMmSpec) -> Signature:
-    """`w_up`: of x in halves the address of the second half's weights, laid out as w; its rows are no indices."""
+    """Return the signature of a grouped_mm.
+
+    w_up: with x in halves, the address of the second half's weights, laid out like w; such x has no row indices.
+    """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
     if spec.in_halves:
@@ -115,10 +120,11 @@ def _mm(spec: GroupedMmSpec) -> Signature:
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
-    """`act_scale`: where the scales of an activation in MXFP8 go.
+    """Return the signature of a grouped_glu.
 
-    `w_up`: the address of the linear half's weights, laid out as w, which then has W = I rows, those of the activated
-    half; 0: w has both.
+    act_scale: the address to which the scales of an FP8 activation are written.
+    w_up: the address of the linear half's weights, laid out like w; w then has W = I rows, the activated half. 0: w has
+    both halves.
     """
     formats = OPERANDS[spec.operands]
     w, act = formats.w.dtype(spec.dtype), formats.act.dtype(spec.dtype)
@@ -137,9 +143,12 @@ def _glu(spec: GroupedGluSpec) -> Signature:
 
 
 def _dglu(spec: DgluSpec) -> Signature:
-    """x: the gradient of FC2's result. `partials`: float32 [ceil(I / tile.n), T], 0: no gradient of the row scale.
+    """Return the signature of a dglu.
 
-    Weights in MXFP8 are folded along their rows, and transposed.
+    x: the gradient of FC2's result. partials: the address of float32 [ceil(I / tile.n), T]; 0: no gradient of the row
+    scale is wanted.
+
+    Weights in MXFP8 are transposed, with scales along this GEMM's contraction.
     """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
@@ -157,10 +166,13 @@ def _dglu(spec: DgluSpec) -> Signature:
 
 
 def _tail(spec: TailSpec) -> Signature:
-    """dx: the address of 16-bit rows `dx_pitch` elements apart, to be zeroed behind the last group; 0: none. None are
-    zeroed where there are `dx_tokens`, sums of the rows of groups, which are all that is read of dx.
+    """Return the signature of a backward's last kernel.
 
-    `partials`: float32 [ceil(I / part_columns), T], whose sums d_scale, float32 [T], takes; 0: none. act is not read.
+    dx: the address of 16-bit rows, `dx_pitch` elements apart, which are zeroed after the last group; 0: not given.
+    If `dx_tokens` are given, nothing is zeroed, since they are sums of the groups' rows and no other row of dx is read.
+
+    partials: the address of float32 [ceil(I / part_columns), T], whose sums are written to d_scale, float32 [T]; 0: not
+    given. act is not read.
     """
     rows = each(ADDRESS, "dx dx_tokens", True)
     matrix = (*rows, *each(INT32, "dx_columns", True), *each(INT64, "dx_pitch", True))
@@ -172,11 +184,15 @@ _PLACES = (
     *each(ADDRESS, "dw_table mask", optional=True), *each(INT32, "accumulate", optional=True),
     *each(INT32, "num_sms"),
 )  # fmt: skip
-"""Of a weight gradient. `mask`: bool [E], which groups add to dw; 0: all or none, as `accumulate` says."""
+"""Arguments of a weight gradient. mask: the address of bool [E], the groups that add to dw; 0: all groups add or none,
+as `accumulate` says."""
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
-    """`dy_rows`, `x_rows`: as `rows` elsewhere, of at most one of them."""
+    """Return the signature of a weight gradient in 16 bits.
+
+    dy_rows, x_rows: indices of rows of dy or of x, like `ROWS`; at most one of them is given.
+    """
     operands = _tensor("dy", "T N", spec.dtype), _tensor("x", "R K", spec.dtype)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
     rows = each(ADDRESS, "dy_rows x_rows", optional=True)
@@ -184,7 +200,10 @@ def _wgrad(spec: GroupedWgradSpec) -> Signature:
 
 
 def _scaled_wgrad(spec: WgradSpec) -> Signature:
-    """dy and x as a quantiser by groups leaves them, `dy_scale` and `x_scale` the addresses of their scales."""
+    """Return the signature of a weight gradient in MXFP8.
+
+    dy, x: as a quantiser by groups writes them. dy_scale, x_scale: the addresses of their scales.
+    """
     operands = _tensor("dy", "T N", E4M3), _tensor("x", "T K", E4M3)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
     divisors = ("N", MXFP8.block), ("K", MXFP8.block)
@@ -192,9 +211,13 @@ def _scaled_wgrad(spec: WgradSpec) -> Signature:
 
 
 def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
-    """Addresses of E4M3 data [T,K] and E8M0 scales by rows and by columns, 0 where not asked for; or `out`, the values.
+    """Return the signature of a quantiser to MXFP8.
 
-    `offs`: int32 [num_groups] or 0. `wide`: blocks of 128 elements instead of 32. `swizzled`: scales in 128 x 4 atoms.
+    Outputs: addresses of E4M3 data [T, K] and E8M0 scales by rows and by columns, 0 if not wanted; or `out`, the
+    rounded values.
+
+    offs: the address of int32 [num_groups], or 0. wide: blocks of 128 elements instead of 32. swizzled: scales lie in
+    atoms of 128 x 4.
     """
     if spec.axis == BY_GROUP:
         return _quantize_groups(spec)
@@ -206,15 +229,21 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 
 
 def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
-    """`data`: E4M3 rows, which are x's, or x's by index; `scale`: the address of scales in bands of 128 rows
-    (`memory.scale_bands`)."""
+    """Return the signature of a quantiser by groups.
+
+    data: E4M3 rows, from x's rows in order or by index. scale: the address of scales in bands of 128 rows
+    (`memory.scale_bands`).
+    """
     tensors = _tensor("x", "R K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     groups = (*each(ADDRESS, "groups"), *each(INT32, "group_form num_groups"))
     return Signature((*tensors, *each(ADDRESS, "scale"), *ROWS, *groups), (("K", MXFP8.block),))
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
-    """`scale`: the address of a byte for each row of the result, which is transposed where it is folded by columns."""
+    """Return the signature of a fold.
+
+    scale: the address of a byte for each row of the result. Folded by columns, the result is transposed.
+    """
     if spec.axis == "row":
         tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     else:
@@ -223,14 +252,18 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
 
 
 def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
-    """`data`: two elements a byte; `scale`: the address of a byte for each block."""
+    """Return the signature of a quantiser to MXFP4. data: two elements a byte. scale: the address of a byte for each
+    block."""
     tensors = _tensor("w", "T K", spec.dtype, packed=True), _tensor("data", "T K/2", BYTE, packed=True)
     return Signature((*tensors, *each(ADDRESS, "scale")), (("K", MXFP4.block), ("K/2", MXFP4.block // 2)))
 
 
 def _quantize8_block(spec: QuantizeFp8BlockSpec) -> Signature:
-    """Addresses of E4M3 `data` [T,K] and of float32 `scale` [T, ceil(K / 128)], both packed. `offs`: int32 [num_groups]
-    or 0."""
+    """Return the signature of a quantiser to FP8 with block scales.
+
+    data: the address of E4M3 [T, K]. scale: the address of float32 [T, ceil(K / 128)]. Both are packed. offs: the
+    address of int32 [num_groups], or 0.
+    """
     addresses = (*each(ADDRESS, "data scale"), *each(ADDRESS, "offs", True), *each(INT32, "num_groups", True))
     return Signature((_tensor("x", "T K", spec.dtype), *addresses), (("K", FP8_ROWS.multiple),))
 
@@ -251,7 +284,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
 
 @functools.lru_cache(maxsize=4096)
 def stage_signature(spec: Spec) -> Signature:
-    """What the function of a stage takes; of any spec `chains.signature_of` says it."""
+    """Return the signature of a stage's function; `chains.signature_of` returns that of any spec."""
     if isinstance(spec, (MhcSpec, LayerSpec)):
         arguments = spec.of_kernel.arguments
         assert arguments is not None, f"{spec.name} is a chain of several kernels, no stage"

@@ -25,7 +25,8 @@ from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 QUANTIZE_AXES = ("row", "col", "both")
 BY_GROUP = "group"
-"""The axis of rows of a group, as weight gradients contract them: along columns, in blocks that begin with a group."""
+"""Axis of quantisation for weight gradients, which contract a group's rows: along columns, with blocks that begin at a
+group's first row."""
 FOLD_AXES = ("row", "col")
 ACTIVATIONS = tuple(FORMULAS)
 GATED = tuple(name for name, formula in FORMULAS.items() if formula.is_gated)
@@ -33,31 +34,33 @@ UNGATED = tuple(name for name in ACTIVATIONS if name not in GATED)
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
 LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}
-"""What a function is told of its activation and its gate layout, whether its kernel is compiled for them or not."""
+"""Numbers by which a call names its activation and its gate layout, also to kernels that are compiled for a single
+one."""
 _MERGED = {
     kind: tuple(name for name in names if FORMULAS[name].is_merged)
     for kind, names in (("gated", GATED), ("ungated", UNGATED))
 }
 ACTIVATION_FORMS = _MERGED | {name: (name,) for name in ACTIVATIONS}
 LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
-"""What a kernel is compiled for, and those that it serves; which of several, it is told at run time.
+"""Forms for which kernels are compiled, with the activations or layouts that they serve. If a form has several, a call
+chooses one at run time.
 
-    blocked   where I is a multiple of BLOCK_ROWS
-    strided   any I
+    blocked   all layouts, if I is a multiple of BLOCK_ROWS
+    strided   two layouts, for any I
 
-A branch costs a backward up to twice its time, and decoding up to 7 %: `sm90.configs.glu_form` says what ships.
+The branch can double a backward's time and costs decoding up to 7 %: `sm90.configs.glu_form` decides which forms ship.
 """
 BLOCK_ROWS = 32
-"""Rows of a gate's half that lie together in every layout, where I is a multiple of them; interleaved32 has so many of
-one half before as many of the other."""
+"""Rows of a gate's half that form a block, if I is a multiple of them. In interleaved32, such a block of one half is
+followed by a block of the other half."""
 WGRAD_OPERANDS = ("16bit", *(name for name, operands in OPERANDS.items() if operands.multiplies_blocks))
-"""What weight gradients multiply; the scales of a block are of rows."""
+"""Operands of weight gradients; their scales are for blocks of rows."""
 SWIZZLED = 64
-"""16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
+"""16-bit columns of transposed weights in one load, whose box is as wide as a swizzle atom, 128 bytes."""
 
 
 def check_served(operands: str, arch: str) -> None:
-    """Raises SpecError where no GEMM of an architecture multiplies these operands."""
+    """Raise SpecError if no GEMM of an architecture multiplies these operands."""
     if operands in ARCHS[arch].lacks:
         having = [name for name, one in ARCHS.items() if operands not in one.lacks]
         served = [name for name in OPERANDS if name not in ARCHS[arch].lacks]
@@ -80,7 +83,7 @@ def _check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: boo
     if transpose_w and formats.decodes:
         _check_decoded_lines(operands, tile)
         return
-    # Of narrower elements a row of shared memory is half as long.
+    # Elements narrower than 8 bits have the same depth: their rows of shared memory are half as long.
     depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
@@ -92,7 +95,7 @@ def _check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: boo
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
             "another warpgroup of the tile; choose schedule='cooperative'"
         )
-    if formats.w.scale and not tile.by_warps:  # promotion and decoding compute, too
+    if formats.w.scale and not tile.by_warps:  # promotion and decoding also need registers
         check_accumulators(tile, tile.max_accumulators)
 
 
@@ -105,7 +108,8 @@ def _check_decoded(operands: str, dtype: str) -> None:
 
 
 def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
-    """A contraction over weights' rows: an MMA reads 16-bit numbers, which are decoded to shared memory."""
+    """Refuse operands and tiles that no GEMM over decoded weights' rows has. Its MMAs read 16-bit numbers, which are
+    decoded to shared memory."""
     if not OPERANDS[operands].has_data_gradients:
         raise SpecError(f"operands={operands!r} is of a forward, whose rows are rounded; choose 'mxfp8_weight_only'")
     if not (tile.by_warps or tile.takes_turns) or (tile.m, tile.n, tile.cluster_size) != (128, 128, 1):
@@ -131,18 +135,19 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
 
 
 def _check_adapted(spec: Any) -> None:
-    """Refuse adapters where no kernel has them."""
+    """Refuse adapters if no kernel has them."""
     if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
         raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
 
 
 def is_gated(activation: str) -> bool:
-    """Of an activation, or of a form of several."""
+    """Return True if an activation, or a form of several activations, has a gate."""
     return ACTIVATION_FORMS[activation][0] in GATED
 
 
 def form_of_several(activation: str) -> str:
-    """The form that serves an activation besides others, "gated" or "ungated"; itself if it is in neither."""
+    """Return the form, "gated" or "ungated", that serves an activation among others; the activation itself if it is in
+    neither."""
     return next((form for form, names in _MERGED.items() if activation in names), activation)
 
 
@@ -158,10 +163,10 @@ def _check_activation(activation: str, glu_layout: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMmSpec:
-    """y[T,N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y[T,K] = x[T,N] w_e.
+    """y [T, N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y [T, K] = x w_e with x [T, N].
 
-    `in_halves`: x is [T,2N], and either half of its columns has weights of its own, whose products are added.
-    `adapted`: y has low[T,r] b_e^T as well, or low b_e, with b[E,N,r] or b[E,r,K].
+    in_halves: x is [T, 2N], each half of its columns has its own weights, and the two products are added.
+    adapted: adds low b_e^T to y, with low [T, r] and b [E, N, r]; transposed, low b_e with b [E, r, K].
     """
 
     op: ClassVar[str] = "grouped_mm"
@@ -200,10 +205,10 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
+    """act [T, I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T, 2I or I].
 
-    `transpose_w`: w1 is [E,H,2I or I], x w1_e + b1_e. `adapted`: the preactivation has low[T,r] b_e^T or low b_e as
-    well, with b[E,2I or I,r] or b[E,r,2I or I].
+    transpose_w: w1 is [E, H, 2I or I], and the preactivation x w1_e + b1_e. adapted: adds low b_e^T to the
+    preactivation, with low [T, r] and b [E, 2I or I, r]; transposed, low b_e with b [E, r, 2I or I].
     """
 
     op: ClassVar[str] = "grouped_glu"
@@ -259,11 +264,12 @@ class GroupedGluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluSpec:
-    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation: `DgluSpec` and what follows it.
+    """dpreact, act and d_row_scale of a grouped_glu from dy, w2 and the preactivation: `DgluSpec` and the kernels after
+    it.
 
-    With a tile `dgrad` also dx = dpreact w1_e on that tile: the data path of a grouped_mlp's backward.
-    `transpose_w`: w2 is [E,I,H], dm = dy w2_e^T; no dgrad follows. `adapted`: dm has low[T,r] b_e or low b_e^T as well,
-    with b[E,r,I] or b[E,I,r]; nor then.
+    dgrad: the tile of dx = dpreact w1_e, which makes this the data path of a grouped_mlp's backward; None: no dx.
+    transpose_w: w2 is [E, I, H] and dm = dy w2_e^T; dgrad must be None. adapted: adds low b_e to dm, with low [T, r]
+    and b [E, r, I]; transposed, low b_e^T with b [E, I, r]; dgrad must be None.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -311,7 +317,7 @@ class GroupedDgluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class DgluSpec(GroupedDgluSpec):
-    """The kernel of a grouped_dglu: dpreact, act, and the parts of d_row_scale that each tile leaves."""
+    """The GEMM kernel of a grouped_dglu: makes dpreact, act, and each tile's parts of d_row_scale."""
 
     op: ClassVar[str] = "dglu"
 
@@ -327,7 +333,7 @@ class DgluSpec(GroupedDgluSpec):
 
 @dataclasses.dataclass(frozen=True)
 class TailSpec:
-    """What a backward leaves for last: the sums of d_row_scale's parts, and zeros in dx behind the last group."""
+    """The last kernel of a backward: adds d_row_scale's parts, and writes zeros to dx after the last group."""
 
     op: ClassVar[str] = "tail"
     dtype: str = "bfloat16"
@@ -344,10 +350,10 @@ class TailSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpSpec:
-    """grouped_glu then grouped_mm in one call, programmatic dependent launch between; with fc1's preactivation the
-    forward of training.
+    """grouped_glu, then grouped_mm in one call, with programmatic dependent launch between them. If fc1 saves its
+    preactivation, it is the forward of training.
 
-    `quantized`: of operands "mxfp8" and "fp8_block", x comes in that format; else its rows are quantised first.
+    quantized: x is already in the format of operands "mxfp8" or "fp8_block"; if False, its rows are quantised first.
     """
 
     op: ClassVar[str] = "grouped_mlp"
@@ -388,10 +394,10 @@ class GroupedMlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedWgradSpec:
-    """dw[E,N,K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`.
+    """dw [E, N, K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`.
 
-    `operands`: what dy and x, of `dtype`, are multiplied as. In 16 bits one kernel reads them; for MXFP8 they are
-    quantised by groups first.
+    operands: the formats in which dy and x, of `dtype`, are multiplied. In 16 bits one kernel reads them; in MXFP8 they
+    are quantised by groups first.
     """
 
     op: ClassVar[str] = "grouped_wgrad"
@@ -439,10 +445,10 @@ class WgradSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp8Spec:
-    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values. Or
-    along the rows of each group, whose first row begins a block.
+    """x [T, K] to MXFP8 along rows, along columns, or both in one read; block size and scale layout are run-time
+    values. With axis "group", along the columns of each group, whose first row begins a block.
 
-    `rounded`: by rows, the values themselves in x's dtype, instead of elements and scales.
+    rounded: by rows, the result is the rounded values in x's dtype, instead of elements and scales.
     """
 
     op: ClassVar[str] = "quantize_mxfp8"
@@ -464,7 +470,7 @@ class QuantizeMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class FoldMxfp8Spec:
-    """A weight to MXFP8 with one scale a row of the result: w[R,C] along rows, or w[E,N,K] along N, transposed."""
+    """A weight to MXFP8 with one scale a row of the result: w [R, C] along rows, or w [E, N, K] along N, transposed."""
 
     op: ClassVar[str] = "fold_mxfp8"
     dtype: str = "bfloat16"
@@ -483,7 +489,7 @@ class FoldMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp4Spec:
-    """w[T,K], whose rows follow each other, to MXFP4 along rows."""
+    """w [T, K], whose rows follow each other without padding, to MXFP4 along rows."""
 
     op: ClassVar[str] = "quantize_mxfp4"
     dtype: str = "bfloat16"
@@ -500,7 +506,7 @@ class QuantizeMxfp4Spec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeFp8BlockSpec:
-    """x[T,K] to E4M3 with a float32 scale for each 128 of a row."""
+    """x [T, K] to E4M3 with a float32 scale for each 128 elements of a row."""
 
     op: ClassVar[str] = "quantize_fp8_block"
     dtype: str = "bfloat16"
@@ -517,7 +523,7 @@ class QuantizeFp8BlockSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MhcSpec:
-    """A hyper-connection kernel for n streams of a dtype. Sinkhorn's take any dtype; theirs is "float32" by name."""
+    """A hyper-connection kernel for n streams of a dtype. Sinkhorn kernels take any dtype; their spec has "float32"."""
 
     op: ClassVar[str] = "mhc"
     kernel: str = "aggregate"
@@ -543,8 +549,8 @@ class MhcSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """A kernel around a layer's experts. `dtype`: of tokens or rows, where it reads some; `experts`: most of them,
-    where it routes. Other kernels have neither: "float32" and 0.
+    """A kernel around a layer's experts. dtype: the dtype of tokens or rows; "float32" for kernels that read none.
+    experts: the most experts of a routing kernel; 0 for other kernels.
     """
 
     op: ClassVar[str] = "layer"
@@ -603,21 +609,21 @@ Spec = (
     | LayerSpec
 )
 RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
-"""Specs of one GEMM whose rows are ragged."""
+"""Specs of a single GEMM with ragged rows."""
 GemmSpec = RaggedSpec | GroupedWgradSpec | WgradSpec
-"""Those of one GEMM each."""
+"""Specs of a single GEMM."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
 
 def operands_of(spec: Spec) -> str:
-    """What a spec's GEMMs multiply, a key of OPERANDS; "16bit" for kernels that are no GEMMs."""
+    """Return the operands of a spec's GEMMs, a key of OPERANDS; "16bit" for kernels that are not GEMMs."""
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:
-    """A JSON-ready dict that `from_dict` turns back into an equal spec."""
+    """Return a JSON-ready dict that `from_dict` turns back into an equal spec."""
     return {"op": spec.op, **dataclasses.asdict(spec)}
 
 
@@ -630,7 +636,7 @@ def _build(cls: type, fields: dict[str, Any]) -> Any:
 
 
 def from_dict(data: dict[str, Any]) -> Spec:
-    """The spec that `to_dict` described. Raises SpecError on an unknown operator or field."""
+    """Return the spec that `to_dict` described. Raises SpecError for an unknown operator or field."""
     fields = dict(data)
     op = fields.pop("op", None)
     require("op", op, _SPEC_TYPES)

@@ -1,4 +1,4 @@
-"""Which module makes a stage's kernel and its launch. Plain Python, as `specs` is."""
+"""Finds the module that makes a stage's kernel and its launch. Plain Python, like `specs`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MODULES: dict[type, str] = {
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
     QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
-"""Modules of kernels that know no architecture's facts. Rows of `layer` and `mhc` name their own (`kernels`)."""
+"""Modules of kernels that are the same for all architectures. Kernels of `layer` and `mhc` name theirs (`kernels`)."""
 _GEMMS: dict[type, str] = {
     GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad", WgradSpec: "wgrad"
 }  # fmt: skip
@@ -75,15 +75,16 @@ def _module(spec: Spec) -> str:
 
 
 def tracer_of(spec: Spec) -> str:
-    """The "module:function" that turns a stage's spec into a jitted host function and stand-ins for its arguments.
+    """Return the "module:function" that turns a stage's spec into a jitted host function and stand-ins for its
+    arguments.
 
-    An object is made of what this module imports and of nothing else. Raises SpecError for a chain.
+    An object depends only on this module and on the modules that it imports. Raises SpecError for a chain.
     """
     return f"cute_kernels.{_module(spec)}:trace"
 
 
 def draws_tickets(spec: Spec) -> bool:
-    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
+    """Return True if clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
     return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
 
 
@@ -94,7 +95,8 @@ def gemms_of(spec: Spec) -> tuple[GemmSpec, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def accumulations_of(spec: Spec) -> tuple[Accumulation, ...]:
-    """Return the order in which each GEMM of a spec adds; two specs that differ in their tiles alone and agree in this
-    give every row the same bits.
+    """Return the order in which each GEMM of a spec adds.
+
+    Two specs that differ in their tiles alone and have the same orders give every row the same bits.
     """
     return tuple(room(stage.arch).accumulation(stage) for stage in gemms_of(spec))

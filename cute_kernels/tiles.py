@@ -1,4 +1,4 @@
-"""How a GEMM cuts its work: tiles, clusters and warpgroups, and which of them a thread's registers allow."""
+"""Tiles, clusters and warpgroups of a GEMM, and which of them a thread's registers allow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-# Float32 accumulators a thread can hold beside an epilogue, and in turns, where a forward's takes them chunk by chunk.
+# Float32 accumulators that a thread can hold in addition to an epilogue's registers. More fit if warpgroups take turns,
+# since a forward's epilogue then takes accumulators chunk by chunk.
 MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
 SLAB_ROWS = 64
-"""Rows of the MMA that a warpgroup computes at once."""
+"""Rows of a warpgroup's MMA."""
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
 # One 128-byte row of an operand's shared memory, by the width of an element.
@@ -20,17 +21,17 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the warps of a CTA share its tiles, and which tiles it can have.
+    """A way in which the warps of a CTA share its tiles, and the sizes that tiles can have.
 
     Attributes:
         short: its name in names of specs.
-        heights, widths: rows and weight rows of a tile. clusters: (m, n) of these.
-        slabs: slabs that an MMA warpgroup has of a tile. None: all of them.
-        warpgroups: MMA warpgroups that take turns, with a tile each; 1: they share a tile.
-        swapped: whether weights are the rows of the MMA and rows of x its columns.
-        by_warps: whether warps multiply, without TMA or wgmma.
-        in_tensor_memory: whether accumulators are in tensor memory.
-        paired: tiles (m, n) of which an SM has two CTAs, so that one decodes while the other stores or waits for its
+        heights, widths: possible rows and weight rows of a tile. clusters: possible clusters (m, n).
+        slabs: slabs of a tile that an MMA warpgroup has. None: all of them.
+        warpgroups: MMA warpgroups that take turns, with a tile each; 1: MMA warpgroups share a tile.
+        swapped: weights are the rows of the MMA, and rows of x its columns.
+        by_warps: warps multiply, without TMA or wgmma.
+        in_tensor_memory: accumulators are in tensor memory.
+        paired: tiles (m, n) for which an SM has two CTAs, so that one decodes while the other stores or waits for its
             first loads.
     """
 
@@ -53,9 +54,9 @@ SCHEDULES = {
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
     "swapped": _SWAPPED,
     "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128),)),
-    # One slab, of which the first 16 rows are some, or two.
+    # A tile is the first 16 rows of a slab, or two slabs.
     "warps": Schedule(short="warps", heights=(16, 128), widths=(128,), by_warps=True),
-    # An accumulator has 128 lanes; the columns of two are a power of two.
+    # An accumulator has 128 lanes; the columns of both accumulators together are a power of two.
     "tensor_memory": Schedule(
         short="tm", heights=(128,), widths=(128, 256), warpgroups=PINGPONG_WARPGROUPS, in_tensor_memory=True
     ),
@@ -63,7 +64,7 @@ SCHEDULES = {
 
 
 class SpecError(ValueError):
-    """A spec that no kernel can be built from; the message names the field and the valid choices."""
+    """A spec from which no kernel can be built; the message names the field and the valid choices."""
 
 
 def require(field: str, value: Any, valid: Any) -> None:
@@ -74,19 +75,29 @@ def require(field: str, value: Any, valid: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
+    """A kernel's CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
 
-    m: rows, in slabs of 64. n: columns of one wgmma, in chunks of the epilogue. k: one 128-byte swizzle row
-    of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
-    cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
-    that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
-    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
-    warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp; of a tile of 16 rows each
-    multiplies a quarter of the depth.
-    tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's tcgen05).
-    Two warpgroups have an accumulator each, and finish every other tile while the next one is multiplied.
-    adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
-    odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
+    Attributes:
+        m: rows, in slabs of 64.
+        n: columns of one wgmma, in chunks of the epilogue.
+        k: depth; one 128-byte swizzle row of an operand.
+        cluster_m, cluster_n: CTAs of a cluster, which share weight tiles (cluster_m) or row tiles (cluster_n) by
+            multicast.
+        schedule: a key of SCHEDULES, see below.
+        adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles. At a group's odd
+            row tile they share the row tile and take neighbouring weight tiles, so that neither is idle.
+
+    Schedules:
+        cooperative: MMA warpgroups share a tile, a slab each.
+        pingpong: two warpgroups have a tile each and take turns, so that the epilogue of one runs during the MMAs of
+            the other.
+        swapped: weights are the rows of the MMA and rows of x its columns, y^T = w x^T. MMA warpgroups share a tile,
+            128 of its n weight rows each. swapped_single: 64 weight rows each.
+        warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp. In a tile of 16 rows each
+            warp multiplies a quarter of the depth.
+        tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's
+            tcgen05). Two warpgroups have an accumulator each, and finish alternate tiles while the next tile is
+            multiplied.
     """
 
     m: int = 128
@@ -113,7 +124,7 @@ class TileConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """True if each of two warpgroups has every other tile alone."""
+        """True if two warpgroups take alternate tiles, each alone."""
         return self.rules.warpgroups > 1
 
     @property
@@ -130,7 +141,7 @@ class TileConfig:
 
     @property
     def mma_rows(self) -> int:
-        """Rows of the tile as the MMA has them."""
+        """Rows of the tile in the MMA: weight rows if it is swapped."""
         return self.n if self.swapped else self.m
 
     @property
@@ -154,40 +165,41 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
+        """Slabs of 64 rows of the MMA that a warpgroup has in its tile."""
         return math.ceil(self.mma_rows / SLAB_ROWS) // self.warpgroups_per_tile
 
     @property
     def slab_step(self) -> int:
-        """Rows from a slab's first to the next slab's. Row r of a tile is in lane r of tensor memory, a warp has 32
-        lanes, and slab s the lanes 16 s to 16 s + 15 of each warp's.
+        """Rows from a slab's first row to the next slab's first row. In tensor memory, row r of a tile is in lane r,
+        and slab s has lanes 16 s to 16 s + 15 of each warp's 32 lanes.
         """
         return 16 if self.in_tensor_memory else SLAB_ROWS
 
     @property
     def accumulators(self) -> int:
-        """That a thread holds at once: of its slabs, or of the one that it has read from tensor memory."""
+        """Accumulators that a thread holds at once: those of its slabs or, with tensor memory, those of one slab."""
         return (1 if self.in_tensor_memory else self.slabs) * self.mma_n // 2
 
     @property
     def max_accumulators(self) -> int:
-        """Of a thread with the longest epilogues. Four MMA warpgroups have less than half the registers of two: 64
-        spill.
+        """The most accumulators of a thread with the longest epilogues. With four MMA warpgroups a thread has less than
+        half the registers that it has with two, and 64 accumulators spill.
         """
         return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
     def box_rows(self) -> int:
-        """Rows of one load: a tile of 16 has two such boxes, one of 64 four, a larger one of 64 rows each.
+        """Rows of one load: a tile of 16 rows has two boxes of 8, a tile of 64 four boxes of 16, a larger tile boxes of
+        64.
 
-        Any multiple of the 8 rows of a swizzle atom would do. In a tile of 64, 8 are as fast as 16 where a group has
-        few rows, and 0.5 % slower where it has 64.
+        Any multiple of the 8 rows of a swizzle atom would work. In a tile of 64, boxes of 8 rows are as fast as boxes
+        of 16 if a group has few rows, and 0.5 % slower if it has 64.
         """
         return 8 if self.m <= 16 else 16 if self.m <= 64 else 64
 
     @property
     def chunk_columns(self) -> int:
-        """Columns that an epilogue of rows stores at a time: as many as cut both halves of a gated tile."""
+        """Columns that an epilogue of rows stores at a time; they divide each half of a gated tile."""
         return 64 if self.n % 128 == 0 else 32
 
     @property
@@ -196,11 +208,11 @@ class TileConfig:
 
     @property
     def row_sharers(self) -> int:
-        """CTAs that share a row tile, always or, in an adaptive cluster, at times."""
+        """CTAs that share a row tile; in an adaptive cluster they share it only sometimes."""
         return self.cluster_size if self.adaptive else self.cluster_n
 
     def padded(self, m: int, n: int) -> int:
-        """Elements of the clusters' tiles that cover an m x n result."""
+        """Return the elements of the cluster tiles that cover an m x n result."""
         height, width = self.m * self.cluster_m, self.n * self.cluster_n
         return math.ceil(m / height) * height * math.ceil(n / width) * width
 

@@ -1,7 +1,7 @@
-"""What the compiler needs beside a stage's host function: stand-ins for its arguments, made from its signature.
+"""Stand-ins for the arguments of a stage's host function, with which it is compiled; made from its signature.
 
-Stand-ins have run-time shapes. Of tensors TVM-FFI checks dtype, rank, strides, alignment, equal dimensions and device
-at each call; everything optional or of varying type is an address, 0 where absent.
+Stand-ins have run-time shapes. At each call TVM-FFI checks tensors' dtype, rank, strides, alignment, equal dimensions
+and device. Optional arguments and arguments of varying type are addresses, 0 if absent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ DTYPES = {
     WORD: Int32,
 }
 NUMBERS = {ADDRESS: Int64, INT64: Int64, INT32: Int32, FLOAT32: Float32}
-ALIGNMENT_BITS = 128  # what TMA asks of addresses and strides
+ALIGNMENT_BITS = 128  # TMA requires this of addresses and strides
 
 
 class _StandIns:
-    """Stand-ins of one function's arguments: sizes of one name are the same symbol, which makes calls check them."""
+    """Stand-ins of one function's arguments. Sizes of the same name are the same symbol, so every call checks that they
+    are equal."""
 
     def __init__(self, signature: Signature):
         self.divisors = dict(signature.divisors)
@@ -80,7 +81,7 @@ Traced = tuple[Any, tuple]
 
 
 def traced(spec: Spec, host: Any) -> Traced:
-    """The launch of a stage with stand-ins. Raises SpecError where it does not take what its signature says."""
+    """Return a stage's launch with stand-ins. Raises SpecError if its arguments are not those of its signature."""
     signature = stage_signature(spec)
     takes_stream = signature.arguments[-1].kind == STREAM
     names = signature.names if takes_stream else (*signature.names, "stream")

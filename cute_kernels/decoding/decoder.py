@@ -1,6 +1,6 @@
-"""A decoder of weights: how a format's elements are read, and the bfloat16 numbers that they are multiplied by.
+"""A decoder of weights: the element type of a format, and the type of the scales that multiply its elements.
 
-Elements may be read as smaller than they are, by a power of two that multipliers make up for (`elements`, `scales`).
+Elements may be read too small by a power of two, for which the scales' multipliers make up (`elements`, `scales`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Elements of weights that are decoded. A class for each, which an architecture completes by `decoded`.
+"""Element types of weights that are decoded. Each class is completed by an architecture, which defines `decoded`.
 
-E4M3's NaN stays one on the way, and makes NaN of its whole row, for all rows of x.
+E4M3: NaN stays NaN when it is decoded, and turns its whole output column, for all rows of x, into NaN.
 
-E2M1: a sign, two bits of exponent and one of significand, which are brought to where bfloat16 has its own, so that
-what is read is the element times 2^-126, also where it is 0 or 0.5, which are subnormal in both. Weights lie in words
-of eight elements whose bits are ordered for this (`python/glulam/formats/words.py`): four shifts, four logical
-operations and four products, 12 instructions, make all eight. In the order of checkpoints it is 19, since no shift
-brings the sign and the other bits of an element to their places together, nor two elements to two halves of a word.
+E2M1: a sign, two exponent bits and one significand bit are moved to bfloat16's places. The result is the element times
+2^-126, including 0 and 0.5, which are subnormal in both. Weights lie in words of eight elements whose bits are ordered
+for this (`python/glulam/formats/words.py`): 12 instructions decode all eight, namely four shifts, four logical
+operations and four products. In the order of checkpoints it takes 19 instructions, since no single shift moves both the
+sign and the other bits of an element, or two elements, to their places.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Uint16, Uint32
 
-# The bits of two bfloat16 numbers that an element of E2M1 has: its sign, and its three others.
+# Mask of an E2M1 element's sign and three other bits, in both bfloat16 numbers of a word.
 PLACES = -0x7E3F7E40
 
 
 class Element:
-    """Elements of a format.
+    """An element type.
 
     Attributes:
-        dtype: what rows are loaded as.
-        share: an unsigned integer, what a thread reads at once of a row; it has `pairs` pairs of elements.
+        dtype: the type by which rows are loaded.
+        share: the unsigned integer that a thread reads at once; it holds `pairs` pairs of elements.
         greatest_exponent: floor(log2) of the greatest element.
-        read_exponent: elements are read as 2^read_exponent times what they are.
+        read_exponent: elements are read as 2^read_exponent times their value.
     """
 
     dtype: Any
@@ -41,16 +41,17 @@ class Element:
         return int(self.share.width // 8)
 
     def read(self, address: Int32) -> Int32:
-        """A share, from shared memory."""
+        """Read a share from shared memory."""
         pointer = cute.make_ptr(self.share, address, cute.AddressSpace.smem, assumed_align=self.share_bytes)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
     def place(self, pair: int, block: int) -> int:
-        """Return a share's pair as one of the thread's pairs of 32 elements. block: these 32's number in the row."""
+        """Return the index that a share's pair has among the thread's pairs of a block of 32 elements. block: the
+        block's number in the row."""
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """A pair of a share, as two bfloat16 numbers times a multiplier, by the instructions that a GPU has."""
+        """Decode a pair of a share to two bfloat16 numbers, times a multiplier; defined by each architecture."""
         raise NotImplementedError
 
 
@@ -69,13 +70,13 @@ class E2m1(Element):
     read_exponent = -126
 
     def place(self, pair: int, block: int) -> int:
-        """Of every second two blocks the halves are exchanged, so that threads which have neighbouring blocks may ask
-        for x from banks of their own.
+        """Exchange the halves in every second pair of blocks, so that threads with neighbouring blocks read x from
+        different banks.
         """
         return pair ^ block & 2
 
     def spread(self, word: Int32, pair: int) -> Int32:
-        """The two elements of a pair, times 2^-126."""
+        """Return a pair's two elements as bfloat16 numbers, times 2^-126."""
         bits = Uint32(word)
         down = bits >> 4
         turned = bits << 10 | bits >> 22

@@ -1,4 +1,4 @@
-"""Two bfloat16 numbers in a 32-bit word: where their bits are."""
+"""Bits of two bfloat16 numbers in a 32-bit word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ LANES_OF_16 = 0x00010001
 EXPONENT_BIAS = 127
 # A bfloat16's exponent begins at bit 7.
 EXPONENT_ONE = (1 << 7) * LANES_OF_16
-# Stands for 2^-127, which has no exponent.
+# 2^-127, a subnormal.
 HALF_OF_LEAST_NORMAL = (1 << 6) * LANES_OF_16
 NAN = 0x7FC0 * LANES_OF_16

@@ -1,12 +1,12 @@
 """Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
 
-An MMA's registers hold neighbours along the contraction, which here are of different weight rows, while a word of
-narrow elements has neighbours of one row. So a tile of 64 weight rows by 128 columns is decoded to 16-bit numbers in
-shared memory, from where MMAs read it transposed, as they do weights of 16 bits.
+An MMA's registers hold neighbours along the contraction, which here belong to different weight rows, but a word of
+narrow elements holds neighbours of one row. So a tile of 64 weight rows by 128 columns is decoded to 16-bit numbers in
+shared memory, from where MMAs read it transposed, like weights of 16 bits.
 
-A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. 128 threads have two or four chunks each of every
-k-tile. A thread copies its chunks to shared memory some k-tiles ahead, with a word of scales for each, and nobody else
-reads them: it waits for its own copies alone. Threads of a quarter warp write to banks of their own.
+A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. Each of 128 threads has two or four chunks of
+every k-tile. A thread copies its chunks to shared memory some k-tiles ahead, with a word of scales for each. No other
+thread reads them, so the thread waits only for its own copies. Threads of a quarter warp write to different banks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .decoder import Decoder
 DEPTH = 64
 """Weight rows of a k-tile."""
 BLOCK = 64
-"""16-bit columns whose k-tile lies together in shared memory: lines of 128 bytes."""
+"""Columns of a block of a decoded k-tile in shared memory: lines of 128 bytes."""
 LINE_BYTES = 128
 BLOCK_BYTES = DEPTH * LINE_BYTES
 WORD_BYTES = 4
 VECTOR = 8
-"""16-bit numbers of one store."""
+"""16-bit numbers that are stored at once."""
 SCALE_DTYPES = {1: Uint8, 2: Uint16, 4: Int32}
 
 
 class Experts(NamedTuple):
-    """Quantised weights [E, rows, columns] at `address`: an expert's `units` times 16 bytes after the one before, a row
-    `pitch` times 16 bytes. scales: an address; `scale_pitch` bytes for each row of scales, `scale_rows` an expert.
+    """Quantised weights [E, rows, columns] at `address`; `units` times 16 bytes from expert to expert, `pitch` times 16
+    bytes from row to row. scales: the address of scales, `scale_rows` rows an expert, `scale_pitch` bytes a row.
     """
 
     address: Int64
@@ -71,7 +71,8 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Host side. w: [E, rows, words or bytes of a row]; scales: the address of contiguous ones."""
+    """Describe weights in host code. w: [E, rows, words or bytes of a row]; scales: the address of contiguous
+    scales."""
     element_bytes = w.element_type.width // 8
     units = Int64(w.stride[0]) * element_bytes // CHUNK_BYTES
     pitch = Int32(w.shape[2]) * element_bytes // CHUNK_BYTES
@@ -82,9 +83,9 @@ def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -
 
 
 class DecodedLines(Invariant):
-    """Decodes k-tiles of `width` columns, by 128 threads. An architecture completes it by `pair`.
+    """Decoder of k-tiles of `width` columns, by 128 threads. Each architecture completes it by `pair`.
 
-    A slot, `slot_bytes` of shared memory at an address, has a k-tile's chunks and scales.
+    A slot is `slot_bytes` bytes of shared memory that hold a k-tile's chunks and scales.
     """
 
     def __init__(self, weights: Format, decoder: Decoder, width: int):
@@ -125,7 +126,7 @@ class DecodedLines(Invariant):
         return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
 
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
-        """Start to copy the thread's chunks of 64 weight rows to a slot; zeros where w has none."""
+        """Start to copy the thread's chunks of 64 weight rows to a slot; zeros outside of w."""
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
             line = first_row + self.line + time * self.lines_at_once
@@ -139,7 +140,8 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def ask(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Ask for the scales of 64 weight rows. Those that were asked for before go to the slot of their own rows."""
+        """Start to load the scales of 64 weight rows. The scales of the call before are written to their rows' slot,
+        `slot_before`."""
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
             words[i * THREADS] = self.pending[i]
@@ -147,7 +149,7 @@ class DecodedLines(Invariant):
             line = first_row + self.line + time * self.lines_at_once
             row = line // self.format.rows
             for block in cutlass.range_constexpr(self.blocks):
-                # Scale 0 where there are no weights, since a stale NaN would turn zeros into NaN.
+                # Outside of w: scale 0, since a stale NaN scale would turn padding zeros into NaN.
                 word = Int32(0)
                 if (line < sources.rows) & sources.chunks[block][1]:
                     at = sources.scales[block] + row * sources.scale_pitch
@@ -185,16 +187,16 @@ class DecodedLines(Invariant):
                     cute.autovec_copy(store, chunk_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
-        """Eight numbers of a chunk in order."""
+        """Decode eight numbers of a chunk, in order."""
         element = self.decoder.element
-        if element.pairs == 1:  # pairs follow each other
+        if element.pairs == 1:  # pairs are in order
             return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(CHUNK_WORDS)]
-        # Word t has elements 2 t and 2 t + 1 of every eight, in an order that depends on the block of 32.
+        # Word t has elements 2 t and 2 t + 1 of each eight, in an order that depends on the block of 32.
         pair = next(p for p in range(element.pairs) if element.place(p, 2 * block) == vector)
         return [self.pair(words[i], pair, value) for i in range(CHUNK_WORDS)]
 
     def _values(self, word: Int32) -> list[Int32]:
-        """The values of a chunk's scales."""
+        """Return the values of a chunk's scales."""
         count = max(self.scale_dtype.width // BITS[self.format.scale], 1)
         if count == 1:
             return [self.decoder.scales.value(word)]

@@ -1,10 +1,11 @@
-"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs that have no room to decode in registers.
+"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs whose registers have no room for decoding.
 
-A block of 32 elements has a power of two, and a row has one besides, which the epilogue multiplies sums by. What is
-left of a block's, 2^(u - 6) with u = 0 .. 12, goes into its elements: an E2M1 number times it is an E4M3 number, down
-to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte permutation takes four at a time.
+A block of 32 elements has a power of two, and so has a row. The epilogue multiplies sums by the row's power. The
+block's power relative to the row's, 2^(u - 6) with u = 0 .. 12, multiplies the elements: an E2M1 number times it is an
+E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte permutation
+takes four at a time.
 
-A word has eight neighbouring elements, as checkpoints have them. Decoding it takes 9 instructions.
+A word has eight neighbouring elements, as in checkpoints. Decoding it takes 9 instructions.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from ..specs import BLOCK_ROWS
 from .scales import BYTE_SIGNS, byte_of
 
 GREATEST = MXFP4_ROWS.row_binades
-"""u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
+"""u of a block with its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
-# The bytes of E4M3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6: what u = 0 makes of these but of 0.5, whose half of
-# the least normal number is not an exponent less.
+# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. They are the bytes for u = 0, except that of 0.5: half
+# of the least normal number is a subnormal, whose byte is not one exponent less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
 HALF_OF_LEAST_NORMAL = 0x0400
-# A binade more of all magnitudes, and of all but 0.
+# Added to the bytes of four magnitudes: the first doubles all of them, the second all except the lowest, which is 0.
 BINADE, BINADE_BUT_OF_ZERO = 0x08080808, 0x08080800
 MAGNITUDES = 0x77777777
 BYTES_A_WORD = 4
-# For prmt, of (word << 4, word): the signs of the first four elements and of the last four, each in all bits of a byte.
+# Selectors of prmt for (word << 4, word): signs of the first and of the last four elements, each in all bits of a byte.
 FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
 
 
 class BlockScales(NamedTuple):
-    """Scale bytes of weights: [E, rows, blocks] at `blocks_at`, [E, rows] at `rows_at`. gate: which rows are whose."""
+    """Scale bytes of weights: [E, rows, blocks] at `blocks_at`, [E, rows] at `rows_at`. gate: order of a gated layer's
+    rows."""
 
     blocks_at: Int64
     rows_at: Int64
@@ -54,15 +56,15 @@ class BlockScales(NamedTuple):
 
 
 class RowsInFp8(Invariant):
-    """Decodes k-tiles of 128 columns of a tile's weight rows, by 128 threads: four to a row, a block each.
+    """Decoder of k-tiles of 128 columns of a tile's weight rows, by 128 threads: four threads a row, each a block.
 
-    Scales of the k-tile after the next one are asked for behind the fence that ends a k-tile, and not before it, since
-    a fence waits for all loads.
+    The scales of the k-tile after the next one are loaded after the fence that ends a k-tile, not before, since a fence
+    waits for all loads.
 
     Attributes:
-        times: a thread's rows of a tile, THREADS / 4 apart. ahead: chunks that are read before the first is decoded.
-        first: the number of a tile's first row. bases: of each row, its own scale byte. pending: the scales that were
-            asked for. shifts: u of the k-tile that is next. bases and shifts are bytes, four a word.
+        times: numbers of a thread's rows of a tile, which are THREADS / 4 apart. ahead: chunks that are read before the
+            first is decoded. first: the thread's first weight row of a tile. bases: each row's own scale byte. pending:
+            scales that are being loaded. shifts: u of the next k-tile. bases and shifts are bytes, four a word.
     """
 
     def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
@@ -85,12 +87,13 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Ask for the scales of a tile: of its rows, and of their blocks in the two k-tiles that are first."""
+        """Load a tile's scales: those of its rows, and those of their blocks in the first two k-tiles, `k_tile` and
+        `following`."""
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
         self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
         self._ask(k_tile)
-        # Asked for before those are waited for.
+        # These loads are issued before the loads above are waited for.
         of_rows = vector_at(Uint8, scales.rows_at + expert * scales.rows)
         fetched = cute.make_rmem_tensor(len(self.times), Int32)
         for i in cutlass.range_constexpr(len(self.times)):
@@ -101,13 +104,13 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Take the scales that were asked for, and ask for those of a k-tile."""
+        """Take the scales that were loaded, and start to load those of a k-tile."""
         for word in cutlass.range_constexpr(cute.size(self.shifts)):
             self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
         self._ask(k_tile)
 
     def _row(self, i: int) -> Int32:
-        """The weight row of a thread's i-th row; past the last one where the tile hangs over."""
+        """Return the weight row of a thread's i-th row; it may be past the last weight row."""
         part, in_part = divmod(i * self.rows_at_once, self.part_n)
         return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
 
@@ -118,8 +121,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def _ask(self, k_tile: Int32):
-        """Ask for the scales of a k-tile. Elements behind a row's last block, and rows behind the last one, are zeros:
-        any scale will do.
+        """Start to load the scales of a k-tile. Past a row's last block and past the last row, any scale will do, since
+        elements are zeros there.
         """
         rows, blocks = self.scales.rows, self.scales.blocks
         block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
@@ -146,7 +149,7 @@ class RowsInFp8(Invariant):
             word, place = divmod(i, BYTES_A_WORD)
             lower, upper = _magnitudes(byte_of(self.shifts[word], place))
             decoded = [half for j in range(CHUNK_WORDS) for half in _decoded(chunks[i][j], lower, upper)]
-            # Before the stores, since the compiler moves no load past one.
+            # Loads come before the stores, since the compiler moves no load past a store.
             if (following := i + self.ahead) < len(self.times):
                 chunks.append(load_chunk(source + following * (self.rows_at_once * self.narrow_row)))
             at = target + i * (self.rows_at_once * SWIZZLE_BYTES)
@@ -155,13 +158,13 @@ class RowsInFp8(Invariant):
 
 
 def _magnitudes(shift: Int32) -> tuple[Int32, Int32]:
-    """The eight magnitudes of E2M1 times 2^(shift - 6), as E4M3."""
+    """Return the eight magnitudes of E2M1 times 2^(shift - 6), as E4M3 bytes in two words."""
     lower = shift * BINADE_BUT_OF_ZERO + LOWER
     return select(shift == 0, Int32(LOWER + HALF_OF_LEAST_NORMAL), lower), shift * BINADE + UPPER
 
 
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
-    """The first and the last four elements of a word."""
+    """Decode a word to E4M3: its first four and its last four elements."""
     indices, moved = word & MAGNITUDES, word << 4
     halves = []
     for number, signs in enumerate((FIRST_SIGNS, LAST_SIGNS)):

@@ -1,7 +1,7 @@
-"""Scales of weights that are decoded. A class for each type, made for the element that it multiplies.
+"""Scale types of weights that are decoded: a class for each, made for the element type that it multiplies.
 
-Some scale bytes are bad: their block makes NaN of its whole row, for all rows of x. They are noted, and reach the
-result at the end of a tile.
+Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Bad bytes are noted, and
+NaN is written at the end of a tile.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ BYTE_LANES = 0x01010101
 BYTE_SIGNS = 0x80808080
 BYTE_MAGNITUDES = 0x7F7F7F7F
 E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
-# Exponent of 448, the greatest E4M3 number; and bfloat16's bias less that of E4M3, 127 - 7.
+# Exponent of 448, the greatest E4M3 number; and the difference of bfloat16's and E4M3's biases, 127 - 7.
 GREATEST_E4M3_EXPONENT, MOVED_E4M3_EXPONENT = 8, 120
-# For prmt: bytes 0 and 2 of what it makes.
+# Added to a selector of prmt, so that bytes 0 and 2 of the result take the next byte of the scales.
 LOW_BYTES = 0x0101
 
 
 class Scales:
-    """Scale bytes of a type, four a word, as bfloat16 numbers in both halves of a word.
+    """A scale type: converts scale bytes, four a word, to bfloat16 numbers, each in both halves of a word.
 
     Attributes:
-        first_large: the least byte whose multiplier leaves bfloat16's range, 128 or more: what it multiplies is
-            multiplied by the rest afterwards. None: there is none.
-        rest_exponent: products lack 2^rest_exponent, by which the epilogue multiplies sums.
+        first_large: the least byte (128 or more) whose multiplier exceeds bfloat16's range. Its products are multiplied
+            a second time, by `rest_of_multiplier`. None: all multipliers are in range.
+        rest_exponent: products lack the factor 2^rest_exponent, by which the epilogue multiplies sums.
     """
 
     first_large: int | None = None
     rest_exponent = 0
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
-        """product: of two words of two bfloat16 numbers, by the instruction that a GPU has."""
+        """Make the scales of an element type. product: a function that multiplies two words of two bfloat16 numbers, by
+        an instruction that the GPU has."""
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
-        """A scale; NaN where it is bad."""
+        """Return the value of a scale byte; NaN if the byte is bad."""
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
-        """`count` of four bytes from `first` on, times what the element is read too small by."""
+        """Return the multipliers of `count` of four bytes, from byte `first` on: scales times the factor by which
+        elements are read too small."""
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
-        """`multipliers` of the first `count` bytes, none of which is large; in reverse order if `is_turned`."""
+        """Return the multipliers of the first `count` bytes, none of which is large; in reverse order if
+        `is_turned`."""
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
@@ -61,20 +64,20 @@ class Scales:
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
-        """Not 0 where one of four bytes is bad; the bits of up to 8 rows are apart."""
+        """Return a word that is not 0 if one of four bytes is bad. Rows 0 to 7 use different bits."""
         raise NotImplementedError
 
     def large(self, scales: Int32) -> Int32:
-        """Not 0 where one of four bytes is large."""
+        """Return a word that is not 0 if one of four bytes is large."""
         raise NotImplementedError
 
 
 class E8m0(Scales):
-    """Byte e is 2^(e - 127), at e = 0 a subnormal number. Bad are NaN, and scales that take the greatest element out of
-    bfloat16's range: the bytes from `first_bad` on, 128 or more.
+    """Powers of two: byte e is 2^(e - 127), a subnormal number at e = 0. Bad bytes are NaN and scales with which the
+    greatest element exceeds bfloat16's range: all bytes from `first_bad` (128 or more) on.
 
-    Multipliers of elements that are read as 2^-126 times what they are have that power of two besides, and are bfloat16
-    numbers up to a scale of 2. Larger scales take a second product.
+    If elements are read as 2^-126 times their value, multipliers include 2^126. They are bfloat16 numbers for scales up
+    to 2; larger scales take a second product.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -114,10 +117,11 @@ class E8m0(Scales):
 
 
 class UnsignedE4m3(Scales):
-    """E4M3 numbers of at most 448. Bad are NaN and bytes with a sign.
+    """E4M3 numbers of at most 448. Bad bytes are NaN and bytes with a sign.
 
-    A byte four bits up has its exponent and significand where bfloat16 has them, and is the scale times 2^-120, also
-    where it is subnormal. Two powers of two make it as great as bfloat16 allows, or as the element is read too small.
+    A byte moved up by four bits has its exponent and significand in bfloat16's places, and is the scale times 2^-120,
+    including subnormals. Two powers of two multiply it, by as much as elements are read too small or, if that is too
+    much, by as much as bfloat16's range allows (`rest_exponent` is the rest).
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -139,7 +143,8 @@ class UnsignedE4m3(Scales):
         return self._two(scales, select(is_turned, Int32(0x4041), Int32(0x4140)))
 
     def _two(self, scales: Int32, bytes_: Int32) -> list[Int32]:
-        """bytes_: for prmt, two bytes of four, each in a half of its own."""
+        """Return the multipliers of two bytes. bytes_: the selector of prmt that moves each byte to its own half of a
+        word."""
         moved = Int32(cute.arch.prmt(scales, Int32(0), bytes_)) << 4
         two = self.product(self.product(moved, Int32(power(self.powers[0]))), Int32(power(self.powers[1])))
         return [doubled(two, half) for half in ("low", "high")]
@@ -150,8 +155,8 @@ class UnsignedE4m3(Scales):
 
 
 class Float32s(Scales):
-    """A word is a float32 number, of one block, and multiplies elements as float32 numbers. None is bad: a NaN or an
-    infinite scale makes such weights by itself.
+    """float32 numbers, one a block, which multiply elements in float32. No scale is bad: a NaN or infinite scale makes
+    its weights NaN or infinite by itself.
     """
 
     def value(self, byte: Int32) -> Int32:
@@ -166,13 +171,14 @@ SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3, FLOAT32: Floa
 
 
 def doubled(word: Int32, half: str) -> Int32:
-    """The "low" or "high" half of a word in both halves: on Hopper a modifier of the instruction that reads it."""
+    """Return the "low" or "high" half of a word in both halves. On Hopper this is a modifier of the reading
+    instruction."""
     ptx = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {{$r0}}; mov.b32 {{$w0}}, {{{half}, {half}}}; }}"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word]))
 
 
 def power(exponent: int) -> int:
-    """2^exponent in both halves of a word."""
+    """Return 2^exponent in both halves of a word."""
     return (EXPONENT_BIAS + exponent) * EXPONENT_ONE
 
 
@@ -181,13 +187,13 @@ def byte_of(scales: Int32, index: int) -> Int32:
 
 
 def power_of(byte: Int32) -> Int32:
-    """2^(e - 127) in both halves, of a scale byte."""
+    """Return 2^(e - 127) for scale byte e, in both halves of a word."""
     return cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
 
 
 def _from(first: Any, scales: Int32) -> Int32:
-    """Bit 7 of each byte that is `first` or more."""
-    # Added to the lower 7 bits of a byte, it carries into bit 7 where these are those of one.
+    """Return bit 7 of each byte that is `first` or more; other bits mean nothing."""
+    # Added to the lower 7 bits of a byte, it carries into bit 7 if the byte, with bit 7 set, is `first` or more.
     carry = Int32((256 - first) * BYTE_LANES)
     return ((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales
 

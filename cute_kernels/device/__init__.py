@@ -1,1 +1,1 @@
-"""What every kernel is written with: memory by address, lanes of a warp, selects, vectors."""
+"""Building blocks of every kernel: memory by address, lanes of a warp, selects, vectors."""

@@ -7,6 +7,6 @@ from cutlass import Int32
 
 
 def anew(value: Int32) -> Int32:
-    """The same value, opaque to the compiler: what is computed from it is neither kept from an earlier use nor moved
-    out of a loop."""
+    """Return the value in a form that is opaque to the compiler, which then neither keeps results computed from it
+    before nor moves computations out of a loop."""
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]))

@@ -1,4 +1,4 @@
-"""Device memory by address: how kernels reach inputs that are optional or of more than one type."""
+"""Device memory by address, for inputs that are optional or of more than one type."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from cutlass import Boolean, Int32, Int64
 
 from .select import select
 
-# What a lane moves at once, at most.
+# The most that a lane moves at once.
 CHUNK_BYTES = 16
-# Addresses carry no length, and kernels guard their own indexes; a static bound larger than any keeps the stride 1.
+# Addresses have no length, and kernels guard their own indices. A static bound above any index keeps the stride 1.
 UNBOUNDED = 1 << 30
 
 
 def vector_at(dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-    """A contiguous vector of `dtype` at `address`, aligned to one element."""
+    """Return a contiguous vector of `dtype` at `address`, aligned to one element."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(UNBOUNDED))
 
 
 def offset_by(first: Int64, distance: Int32) -> Int64:
-    """An address plus a distance in 16 bytes, in one instruction: a 64-bit product takes four."""
+    """Return an address plus `distance` times 16 bytes, in one instruction; a 64-bit product takes four."""
     return cute.arch.inline_ptx(
         f"mad.wide.u32 {{$w0}}, {{$r0}}, {CHUNK_BYTES}, {{$r1}};",
         write_only_types=[Int64],
@@ -30,7 +30,7 @@ def offset_by(first: Int64, distance: Int32) -> Int64:
 
 
 def copy_chunk(target: Int32, source: Int64, num_bytes: Int32) -> None:
-    """Start to copy `num_bytes` of 16 bytes into shared memory, and zeros for the rest."""
+    """Start to copy `num_bytes` (at most 16) into shared memory; the rest of 16 bytes becomes zeros."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK_BYTES}, {{$r2}};",
         read_only_args=[target, source, num_bytes],

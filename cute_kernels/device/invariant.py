@@ -1,13 +1,13 @@
-"""Objects that generated loops may use but never change."""
+"""Objects that generated loops may use but not change."""
 
 from __future__ import annotations
 
 
 class Invariant:
-    """Base of classes that hold compile-time choices and run-time values, none of which is ever assigned again.
+    """Base of classes whose compile-time choices and run-time values are never assigned again.
 
     A staged loop or branch carries every object whose method it calls, because the call might change it. These objects
-    have nothing to carry: their values are defined before the loop, and stay.
+    have nothing to carry: their values are defined before the loop and do not change.
     """
 
     def __extract_mlir_values__(self) -> list:

@@ -1,4 +1,4 @@
-"""Selects: both values are computed, one is taken, and nothing branches."""
+"""Selects: both values are computed and one is taken, without a branch."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Value = TypeVar("Value", bound=cutlass.Numeric)
 
 
 def select(condition: Boolean, if_true: Value, if_false: Value) -> Value:
-    """`if_true` where the condition holds, else `if_false`; both of one type."""
+    """Return `if_true` if the condition holds, else `if_false`; both are of one type."""
     return type(if_true)(cutlass.select_(condition, if_true, if_false))

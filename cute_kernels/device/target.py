@@ -1,4 +1,4 @@
-"""What the GPU that a kernel is compiled for has, of what kernels of any architecture would use."""
+"""Features of the GPU that a kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -14,58 +14,60 @@ HOPPER = (9, 0)
 
 
 def _target() -> str:
-    """A compile process serves one architecture, which the DSL reads there, too."""
+    """Return the architecture of this compile process; the DSL reads the same variable."""
     return os.environ["CUTE_DSL_ARCH"]
 
 
 def has_early_launch() -> bool:
-    """Programmatic dependent launch."""
+    """Return True if the GPU has programmatic dependent launch."""
     return capability(_target()) >= HOPPER
 
 
 def has_packed_integers() -> bool:
-    """Minimum and maximum of two 16-bit integers in a word."""
+    """Return True if the GPU has minimum and maximum of two 16-bit integers in a word."""
     return capability(_target()) >= HOPPER
 
 
 def is_for_hopper_alone() -> bool:
-    """Hopper's own kernels. What the others share is compiled for six architectures, of which none must spill."""
+    """Return True if the kernel is compiled for Hopper's own kernels. Kernels that the other architectures share are
+    compiled for six of them, and none may spill."""
     return ARCHS[_target()].folder == "sm90"
 
 
 def has_fp8() -> bool:
-    """Whether FP8 conversions are the hardware's: on Hopper's own kernels alone, so that what all others run is tested
-    on an H100 as well, sm_80 and sm_86 have none."""
+    """Return True if kernels convert to FP8 in hardware: only Hopper's own kernels do. All others convert by
+    arithmetic, since sm_80 and sm_86 have no such conversions, and since an H100 can then test the code that all others
+    run."""
     return is_for_hopper_alone()
 
 
 def has_float_pairs() -> bool:
-    """Additions of float32 numbers in two registers side by side, which takes more registers."""
+    """Return True if the GPU adds two float32 numbers in a pair of registers at once, which takes more registers."""
     return capability(_target())[0] == 10
 
 
 def is_plain(construct: str) -> bool:
-    """Return whether kernels do without one of architectures.CONSTRUCTS."""
+    """Return True if kernels avoid a construct, one of architectures.CONSTRUCTS."""
     return construct in plain_in(_target())
 
 
 def smem_of_cta() -> int:
-    """Bytes at most."""
+    """Return the most bytes of shared memory that a CTA can have."""
     return ARCHS[_target()].smem_bytes
 
 
 def early(wanted: Any) -> Any:
-    """A launch's `use_pdl`."""
+    """Return a launch's `use_pdl`: `wanted` if the GPU has programmatic dependent launch, else False."""
     return wanted if has_early_launch() else False
 
 
 def wait_for_earlier() -> None:
-    """Until the kernel before has ended, where this one may begin before."""
+    """Wait until the kernel before has ended, if this kernel may begin earlier."""
     if has_early_launch():
         cute.arch.griddepcontrol_wait()
 
 
 def let_next_begin() -> None:
-    """The kernel behind may begin, and waits where it needs this one's results."""
+    """Let the next kernel begin; it waits where it needs this kernel's results."""
     if has_early_launch():
         cute.arch.griddepcontrol_launch_dependents()

@@ -1,4 +1,4 @@
-"""Streams in vectors of 16 bytes, and parameters whose dtype is a run-time value."""
+"""Loads and stores in vectors of 16 bytes, and parameters whose dtype is a run-time value."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ CODE_BITS = 2
 
 
 def elements(dtype: type[cutlass.Numeric]) -> int:
-    """In a vector."""
+    """Return the number of elements of `dtype` in a vector."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
 def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
-    """`count` elements in memory from element `first` on, a multiple of `count` from a 16-byte-aligned address."""
+    """Return `count` elements in global memory from element `first` on. `first` is a multiple of `count`, and `address`
+    is aligned to 16 bytes."""
     itemsize = dtype.width // 8
     align = min(VECTOR_BYTES, count * itemsize)
-    # Assumed, not made: `Pointer.align` rounds at run time.
+    # The alignment is assumed, since `Pointer.align` rounds at run time.
     pointer = cute.make_ptr(dtype, address + Int64(first) * itemsize, cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
-    """`count` elements in shared memory, from an address that is a multiple of their size, or of 16 bytes."""
+    """Return `count` elements in shared memory. The address is a multiple of their size in bytes, or of 16."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
     first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
     return cute.make_tensor(first, cute.make_layout(count))
 
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
-    """Registers holding a vector as it is stored: converting waits for the load, so it comes later."""
+    """Load a vector into registers without converting it, since a conversion would wait for the load."""
     count = elements(dtype)
     raw = cute.make_rmem_tensor(count, dtype)
     raw.store(run_at(dtype, address, vector * count, count).load())
@@ -43,7 +44,7 @@ def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> 
 
 
 def floats(raw: cute.Tensor) -> cute.Tensor:
-    """Registers as float32."""
+    """Convert registers to float32."""
     if raw.element_type is Float32:
         return raw
     result = cute.make_rmem_tensor(raw.shape, Float32)
@@ -52,19 +53,19 @@ def floats(raw: cute.Tensor) -> cute.Tensor:
 
 
 def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, values: cute.Tensor) -> None:
-    """A vector of float32 registers to memory, rounded to `dtype`."""
+    """Store a vector of float32 registers, rounded to `dtype`."""
     count = elements(dtype)
     run_at(dtype, address, vector * count, count).store(values.load().to(dtype))
 
 
 def dtype_code(forms: Int32, parameter: int) -> Int32:
-    """The dtype of one parameter, of several in one number, as of dtypes.PARAM_FORMS."""
+    """Return the dtype (a number of dtypes.PARAM_FORMS) of one parameter from `forms`, which holds those of several."""
     return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
 
 
 @cute.jit
 def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """`count` parameters from `first` on, a multiple of it, as float32."""
+    """Load `count` parameters from `first` on, a multiple of `count`, as float32."""
     values = cute.make_rmem_tensor(count, Float32)
     if code == BF16:
         values.store(run_at(BFloat16, address, first, count).load().to(Float32))
@@ -77,7 +78,7 @@ def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Conste
 
 @cute.jit
 def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
-    """Registers as parameters, rounded to their dtype."""
+    """Store registers as parameters, rounded to the parameters' dtype."""
     count = const_expr(cute.size(values))
     if code == BF16:
         run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
@@ -89,7 +90,7 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
 
 @cute.jit
 def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
-    """One parameter."""
+    """Store one parameter, rounded to its dtype."""
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value
     store_params(address, code, index, values)

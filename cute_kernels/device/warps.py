@@ -1,4 +1,4 @@
-"""What the lanes of a warp tell each other."""
+"""Exchanges between the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def warp_sum(value: Int32) -> Int32:
 
 
 def lanes_like(value: Int32) -> Int32:
-    """The lanes that hold the same number, a bit each."""
+    """Return a mask of the lanes that hold the same number as this lane."""
     return cute.arch.inline_ptx(
         "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
     )
 
 
 def lanes_before() -> Int32:
-    """The lanes below this one, a bit each."""
+    """Return a mask of the lanes below this lane."""
     return (Int32(1) << cute.arch.lane_idx()) - 1

@@ -1,1 +1,1 @@
-"""From accumulators to results in memory, by whatever slots and stores an architecture has."""
+"""Epilogues that all architectures share; each architecture brings its own slots and stores."""

@@ -1,4 +1,4 @@
-"""Epilogues of a forward: results as they are, or activated, with or without the preactivation."""
+"""Epilogues of the forward GEMMs: plain results, or activated ones, with or without the preactivation."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class LinearEpilogue(Epilogue):
 
 
 class ActivationEpilogue(Epilogue):
-    """act = activation(acc + bias) * scale[row]; with a second store, the preactivation acc + bias as well.
+    """act = activation(acc + bias) * scale[row]; the second store, if there is one, gets the preactivation acc + bias.
 
-    Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs. `in_order`: they are columns
-    of w1 as they lie (natural_order.py), and so their biases and preactivations are as without a gate.
+    With a gate the accumulators are [a | u], so a thread holds both halves of each of its outputs. in_order: the
+    accumulators are columns of w1 in memory's order (natural_order.py), so biases and preactivations are handled as
+    without a gate.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec, in_order: bool = False):
@@ -84,22 +85,22 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """One chunk of `cols` outputs."""
+        """Return the activated outputs of a chunk of `cols` columns."""
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
             outputs[i] *= scales[self.row_of_output(i)]
         return self.ordered(outputs, state.lane)
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
-        """What the activation takes: a chunk's accumulators, and, gated, their partners half a tile on."""
+        """Return the activation's arguments: a chunk's accumulators and, with a gate, those half a tile further."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
-        """Which of the thread's two rows the i-th of its outputs is in."""
+        """Return the row (0 or 1, of a thread's two rows) of its i-th output."""
         return i // 2 % 2
 
     def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """Outputs in the order of accumulators."""
+        """Return outputs in the order of accumulators."""
         return outputs
 
     @cute.jit
@@ -107,7 +108,7 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """The accumulators in the order that `glu_layout` gives the columns of w1."""
+        """Store the accumulators in the order that `glu_layout` gives the columns of w1."""
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)
             if const_expr(self.parts == 2):

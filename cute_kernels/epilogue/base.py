@@ -1,4 +1,4 @@
-"""Epilogues: what happens to accumulators between the last MMA and the store."""
+"""Epilogues: the work on accumulators between the last MMA and the store."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class OptionalInputs(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """float32 numbers at an address that multiply all scales of weights, `count` of each expert: 0: one for all; 1; 2:
-    one for each part of a gated layer.
+    """float32 factors of all weight scales, at an address. count: factors of an expert: 1, or 2 for the two parts of a
+    gated layer; 0: all experts share one factor.
     """
 
     address: Int64
@@ -51,9 +51,10 @@ class GlobalScales(NamedTuple):
 class Inputs(NamedTuple):
     """Run-time inputs of a GEMM's epilogue.
 
-    bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
-    for each weight row, [E, bias_size], where they have one. out_scale: where those of a quantised result go.
-    gate: where a gated layer's weight rows lie. global_scales: None where the weights' format has none.
+    bias_size: elements of an expert's bias, which is also the number of its weight rows. w_scale: the address of scales
+    [E, bias_size], a byte for each weight row; 0: there are none. out_scale: the address to which the scales of a
+    quantised result are written. gate: order of a gated layer's weight rows. global_scales: None if the weights' format
+    has none.
     """
 
     optional: OptionalInputs
@@ -66,21 +67,22 @@ class Inputs(NamedTuple):
 
 
 class ColumnSmem(NamedTuple):
-    """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
+    """A warpgroup's shared memory for its tile's columns: biases, and the weight rows' scales if there are any."""
 
     bias: cute.Tensor
     scales: Any = None  # cute.Tensor | None
 
 
 class Prefetched(NamedTuple):
-    """A thread's row scales, two a slab, and scale bytes of columns, on their way while the mainloop runs."""
+    """Registers that are being loaded while the mainloop runs: a thread's row scales, two a slab, and scale bytes of
+    columns."""
 
     row_scales: cute.Tensor
     column_scales: cute.Tensor | None
 
 
 class WarpgroupState(Invariant):
-    """What one MMA warpgroup's epilogue holds while the kernel runs."""
+    """State of one warpgroup's epilogue, made once a kernel or, in portable kernels, for each use."""
 
     def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
         self.inputs = inputs
@@ -99,11 +101,11 @@ class WarpgroupState(Invariant):
 class Epilogue(KernelEpilogue):
     """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
 
-    `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
-    scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
+    `begin` fetches the tile's other inputs while MMAs run: two row scales a thread and slab into registers, and the
+    tile's biases into the warpgroup's shared memory.
 
-    weights: their format. scales_columns: they have a scale for each of their rows.
-    cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
+    weights: the format of the weights. scales_columns: each weight row has a scale. cols: columns of a chunk, which
+    fills a slot. chunks_per_slab: chunks that are stored for a slab of 64 rows, over all outputs.
     """
 
     def __init__(
@@ -133,22 +135,22 @@ class Epilogue(KernelEpilogue):
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
-        """Columns of an output of `dtype` that are stored at a time."""
+        """Return the number of columns of an output of `dtype` that are stored at a time."""
         return self.shape.slots.columns(dtype)
 
     def kernel_inputs(self, inputs: Any) -> Any:
-        """Host side: the epilogue's inputs as the kernel takes them."""
+        """Return the epilogue's inputs as the kernel takes them; called in host code."""
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
-        """How the outputs look to stores."""
+        """Return the views of the outputs from which stores are made."""
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """The element of the bias behind a column of a part of the tile; past the end where there is none."""
+        """Return the bias element of a column of a part of the tile; bias_size or more if there is none."""
         return column
 
     def finish_slab(
@@ -173,7 +175,7 @@ class Epilogue(KernelEpilogue):
             row = work.row + (share.first_slab + slab) * self.tile.slab_step
             first_slot = slab * self.chunks_per_slab % SLOTS
             values, two_scales = slab_of(acc, slab, self.slabs), registers(scales, 2 * slab, 2)
-            # Of a tile that warpgroups share, one may have no rows, and it holds back nobody by going on.
+            # If warpgroups share a tile, a warpgroup without rows skips the work; no other waits for it.
             if const_expr(self.tile.takes_turns):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
             elif row < work.group_end:
@@ -197,7 +199,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _bias_of(self, state: Any, expert: Int32) -> Int64:
-        """The address of an expert's bias."""
+        """Return the address of an expert's bias."""
         address = state.optional.bias + Int64(expert) * state.bias_size * (self.dtype.width // 8)
         if state.optional.bias_table != 0:
             address = vector_at(Int64, state.optional.bias_table)[expert]
@@ -209,7 +211,7 @@ class Epilogue(KernelEpilogue):
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)
             if column < self.tile_n:
-                # Columns without a weight row count in the scale of a quantised result: zeros.
+                # Zeros for columns without a weight row, since these count in the scale of a quantised result.
                 if element < state.bias_size:
                     state.smem.bias[column] = bias[element]
                 else:
@@ -217,7 +219,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
-        """Scale bytes of the columns that this thread fetches for."""
+        """Load the scale bytes of the columns that this thread fetches for."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         count = (self.tile_n + THREADS - 1) // THREADS
         fetched = cute.make_rmem_tensor(count, Int32)
@@ -237,14 +239,14 @@ class Epilogue(KernelEpilogue):
         state.slots.sync()
 
     def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
-        """The i-th column of the tile that this thread fetches for, and the weight row behind it."""
+        """Return the i-th column of the tile that this thread fetches for, and the column's weight row."""
         column = state.slots.thread + i * THREADS
         part, column_in_part = column // self.part_n, column % self.part_n
         return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
-        """acc *= the scales of the weight rows behind its columns."""
+        """acc *= the scales of its columns' weight rows."""
         if const_expr(self.scales_columns):
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
@@ -268,7 +270,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """acc += bias, times a scale for each of the thread's two rows."""
+        """acc += bias * scale, with a scale for each of the thread's two rows."""
         if state.has_bias():
             state.slots.sync()
             values = registers(acc)

@@ -1,11 +1,10 @@
-"""Epilogue of the backward of a fused FC1: dm = dy @ w2 in the accumulators becomes dpreact, act and d_row_scale.
+"""Epilogue of the backward of a fused FC1: turns the accumulators, dm = dy @ w2, into dpreact, act and d_row_scale.
 
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
-The activation is recomputed from the preactivation. The row sum spans the tiles of a row, which are on other CTAs:
-each leaves its part in a workspace, and the next kernel adds them (layer/finish_backward.py). Counting the parts, so
-that the warp with the last one adds them here, took a fence and an atomic for each warp and tile: a quarter of the time
-where K is 2048.
+The activation is recomputed from the preactivation. A row's sum spans tiles of several CTAs: each CTA leaves its part
+in a workspace, and the next kernel adds them (layer/finish_backward.py). The alternative, counting parts so that the
+last warp adds them here, took a fence and an atomic for each warp and tile: a quarter of the time at K = 2048.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from .sizes import COLS, ROWS
 
 
 class RowParts(NamedTuple):
-    """Where a tile leaves its part of each row's sum: float32 [count, T] at an address, 0: not wanted."""
+    """The workspace of row sums: float32 [count, T] at an address, one part a column of tiles; 0: no sums wanted."""
 
     parts: Int64
     count: Int32
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs: preact [T, 2I or I], the row scale, and where its gradient's parts go.
+    """Run-time inputs: preact [T, 2I], or [T, I] without a gate; the row scale (`optional`), and the workspace of its
+    gradient (`sums`).
 
-    In a kernel `preact` is whatever an architecture loads it by.
+    `kernel_inputs` replaces `preact` by the object through which an architecture loads it.
     """
 
     optional: OptionalInputs
@@ -52,7 +52,7 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    """ring: where preactivations are (preact.py); pair_type: how a thread reads them there."""
+    """State of a warpgroup. ring: slots of preactivations (preact.py). pair_type: a thread's access to them."""
 
     def __init__(
         self, inputs: DgluInputs, groups: Groups, slots: Any, smem: ColumnSmem, ring: Any, pair_type: type[PreactPair]
@@ -65,11 +65,11 @@ class DgluState(WarpgroupState):
 
 
 class DgluEpilogue(Epilogue):
-    """Stores: dpreact, then act. How preactivations come is an architecture's own: `shape`, `kernel_inputs` and
-    `make_state`.
+    """Epilogue of grouped_dglu; its `stores` are dpreact, then act. A subclass for each architecture loads the
+    preactivations: it defines `shape`, `kernel_inputs` and `make_state`.
 
-    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each, and chunks are numbered over the
-    CTA's life. A number says where a chunk's act, preactivation and gradient lie in shared memory.
+    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each. Chunks are numbered over the
+    CTA's life; the number gives the slots of a chunk's act, preactivation and gradient in shared memory.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
@@ -83,7 +83,8 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
+        """Return the number, first row and first column of a chunk. `turn`: the CTA's number of the tile; `first_slab`:
+        the first slab of the warpgroup's share."""
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
         row = work.row + (first_slab + chunk // self.chunks_per_slab) * self.tile.slab_step
@@ -116,7 +117,7 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store a chunk's results; adds to the row sums. `place`: of `_chunk_at`."""
+        """Store a chunk's results and add to the row sums. `place`: from `_chunk_at`."""
         number, row, column = place
         act_slot = state.ring.act_slot(number)
         state.ring.wait(number)
@@ -135,7 +136,7 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
-        """A piece's scaled activation and its gradients by a and u, 16-bit; adds to the row sums."""
+        """Return a piece's scaled activation and its gradients by a and u, in 16 bits, and add to the row sums."""
         outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)
         gradients = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in parts)
         for i in cutlass.range(PIECE_REGS // 2, unroll_full=True):
@@ -154,10 +155,11 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Write the tile's part of a slab's d_row_scale. An adaptive cluster may have a tile behind the last column."""
+        """Write the tile's part of a slab's d_row_scale, unless the tile is past the last column, as in an adaptive
+        cluster."""
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end
-        if const_expr(self.tile.m < ROWS):  # the rest of the slab is other tiles'
+        if const_expr(self.tile.m < ROWS):  # the slab's other rows belong to other tiles
             end = cutlass.min(end, row + self.tile.m)
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)

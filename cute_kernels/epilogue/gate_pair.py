@@ -1,4 +1,4 @@
-"""Preactivations of a gated layer: accumulators of a and u, stored in the order that a layout gives their columns."""
+"""Preactivations of a gated layer: accumulators of a and u, stored in the column order of the gate layout."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .slots import Slots, narrowed
 
 
 def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
-    """A concat preactivation [T, 2I] as (T, I, half): each half clips at its own last column. Where `layout` says that
-    it is none, at run time, as (T, 2I, 1).
+    """Return a "concat" preactivation [T, 2I] as (T, I, half), so that each half is clipped at its own last column.
+    `layout`: the gate layout, known at run time; layouts other than "concat" give (T, 2I, 1).
     """
     rows, cols = tensor.shape
     half = cols // 2
@@ -34,10 +34,10 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a slot's columns of each half, from `column` of a half on, as the two slots that the layout makes of them:
-    `served`, or the one of its several that `layout` is.
+    """Store a slot's columns of a and of u, from `column` of a half on, as two slots in the order of the gate layout.
 
-    `target` has a mode for the half where the layout may be concat.
+    `served`: the form of layouts that the kernel serves (specs.LAYOUT_FORMS); if it has several, `layout` chooses one
+    at run time. `target` has a mode for the half if the layout may be "concat".
     """
     a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
     names = LAYOUT_FORMS[served]
@@ -59,7 +59,7 @@ def _write_one_of(
     slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
     i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Fill slot i of a pair from converted halves, in that of the layouts which `layout` is."""
+    """Fill slot i of a pair from converted halves, in the order of the layout that `layout` chooses among `names`."""
     if const_expr(len(names) == 1):
         _write_of_pair(slots, names[0], a, u, i, slot)
     elif layout == LAYOUTS[names[0]]:
@@ -80,7 +80,7 @@ def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: i
 
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
-    """Two register vectors as one."""
+    """Join two register vectors."""
     both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), first.element_type)
     registers(both, 0, cute.size(first)).store(first.load())
     registers(both, cute.size(first)).store(second.load())
@@ -89,7 +89,7 @@ def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def _write_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
-    """A slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
+    """Write a slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
     lane = slots.thread % 32
     for i in cutlass.range_constexpr(cute.size(a) // 2):
         quad = cute.make_rmem_tensor(4, a.element_type)

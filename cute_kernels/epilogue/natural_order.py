@@ -1,8 +1,8 @@
-"""A gated FC1 of transposed weights whose columns come as they lie, a and u of an output in one tile of columns.
+"""Epilogues of a gated FC1 of transposed weights, whose tile has the columns of a and u in memory's order.
 
-Loads bring runs of 16 bytes of a row, and so cannot part columns that alternate. But the accumulators of a thread
-(fragments.py) hold both columns of each of its outputs: where a and u are neighbours, registers 2 i and 2 i + 1; where
-32 of a come before 32 of u, registers 16 apart. Biases and preactivations are in the order of the columns, too.
+Loads copy runs of 16 bytes of a row, so they cannot separate columns that alternate. But a thread's accumulators
+(fragments.py) hold both columns of each of its outputs: registers 2 i and 2 i + 1 if a and u are neighbours; registers
+16 apart if 32 columns of a come before 32 of u. Biases and preactivations are in the order of the columns, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .slots import narrowed
 
 BLOCK_REGS = ROWS * BLOCK_ROWS // THREADS
 QUAD = 4
-# Of `prmt`, which numbers the bytes of its first word 0 to 3 and of its second 4 to 7: the lower or the upper half of
-# either, the first word's below, or the second's.
+# Selectors of `prmt`, which numbers the bytes of its first word 0 to 3 and of its second 4 to 7. They take the lower
+# (LOWER) or the upper half of both words; the first word's half goes below, in the second selector above.
 LOWER, UPPER = (0x5410, 0x1054), (0x7632, 0x3276)
 
 
 class BlocksEpilogue(ActivationEpilogue):
-    """Of "interleaved32": an output's a and u are of one thread, and outputs are in the order of accumulators."""
+    """Epilogue for "interleaved32": a thread has a and u of its outputs, which are in the order of accumulators."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -38,7 +38,7 @@ class BlocksEpilogue(ActivationEpilogue):
 
 
 class NeighboursEpilogue(ActivationEpilogue):
-    """Of "interleaved": a thread has one of each 4 outputs of a row, which its quad exchanges once they are 16-bit."""
+    """Epilogue for "interleaved": a thread has one of each 4 outputs of a row. Its quad exchanges them in 16 bits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -57,11 +57,12 @@ class NeighboursEpilogue(ActivationEpilogue):
 
 @cute.jit
 def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """16-bit outputs of a thread, 2 j + row that of column 4 j + lane % 4 in either of its rows, as accumulators lie.
+    """Exchange a quad's 16-bit outputs so that they are in the order of accumulators.
 
-    Of 8 columns a thread wants the two from 2 (lane % 4) on, and has one of the first four and one of the last. A word
-    is both rows of a column. In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 hear lanes 0,
-    2, 1, 3, then 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
+    A thread's output 2 j + row, row 0 or 1, is of column 4 j + lane % 4; a word holds both rows of a column. For each 8
+    columns a thread needs the two columns from 2 (lane % 4) on, and has one of the first four and one of the last four.
+    In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 receive from lanes 0, 2, 1, 3, then from
+    lanes 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
     """
     result = cute.make_rmem_tensor(cute.size(outputs), outputs.element_type)
     words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)
@@ -81,4 +82,4 @@ NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
     "interleaved": NeighboursEpilogue,
     "interleaved32": BlocksEpilogue,
 }
-"""By the gate layout. Of "concat" two boxes part the columns, and without a gate there is nothing to part."""
+"""Epilogues by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of columns."""

@@ -1,8 +1,8 @@
-"""Preactivations in the backward: they come into slots, their gradients take their place, and leave from there.
+"""Preactivations in the backward: they are loaded into slots, overwritten by their gradients, and stored from there.
 
-A chunk of 64 x 64 outputs has two slots of preactivations (one where there is no gate), in the layout that memory has.
-The gradient of an element lies where the element does, so a warpgroup reads the pair of slots, overwrites it piece by
-piece and stores it: neither the preactivations nor the gradients ever fill registers.
+A chunk of 64 x 64 outputs has a pair of slots of preactivations (one slot without a gate), in memory's layout. An
+element's gradient has the place of the element, so a warpgroup reads the pair, overwrites it piece by piece and stores
+it. Registers never hold all of a chunk's preactivations or gradients.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from .gate_pair import halves
 from .sizes import COLS
 from .slots import Slots
 
-# Columns of a slab that four 8 x 8 matrices a warp have, and a thread's elements of them.
+# Columns of a slab in four 8 x 8 matrices a warp, and a thread's elements of them.
 PIECE = 16
 PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """Where the columns of a and u lie: "concat", "interleaved", "interleaved32", or one part alone ("single")."""
+    """Order of the columns of a and u: "concat", "interleaved", "interleaved32", or a alone ("single")."""
 
     def __init__(self, glu_layout: str, gated: bool):
         self.name = glu_layout if gated else "single"
         self.slots = 2 if gated else 1
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """A tensor of preactivations, or of their gradients, as it is loaded and stored."""
+        """Return the view by which preactivations, or their gradients, are loaded and stored."""
         return halves(tensor) if self.name == "concat" else tensor
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
-        """The slot of a pair that holds a piece of 16 columns of a (part 0) or u (1), and its index there."""
+        """Return the slot of a pair that holds a piece of 16 columns of a (part 0) or u (1), and the piece's index
+        there."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece
 
     def column(self, column: Int32, slot: int) -> tuple[Int32, int | None]:
-        """The column in memory, and the half, of a slot of the chunk that begins at an output's `column`."""
+        """Return the first column in memory, and the half, of a slot of the chunk that begins at output `column`."""
         if self.name == "concat":
             return column, slot
         return (column, None) if self.name == "single" else (2 * column + slot * COLS, None)
 
 
 class PreactPair(Invariant):
-    """One thread's access to pairs, in accumulator order (fragments.py) within a piece of 16 columns.
+    """A thread's access to pairs of slots, in the order of accumulators (fragments.py) within a piece of 16 columns.
 
-    `ring`: has the layout, and knows by a chunk's number `act_slot(number)`, `slot(number, slot)` of its pair, and when
-    to `wait` for that and to `release` it.
+    ring: has the `layout` and, by a chunk's number, `act_slot(number)`, the slots of the pair `slot(number, slot)`,
+    `wait(number)` until the pair is loaded and `release(number)` when it is stored.
     """
 
     def __init__(self, ring: Any, slots: Slots):
@@ -60,7 +61,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def read(self, number: Int32, piece: cutlass.Constexpr[int]) -> tuple:
-        """A piece of a and of u (of a alone where there is no gate), 16-bit."""
+        """Return a piece of a and of u (of a alone without a gate), in 16 bits."""
         parts = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in range(self.layout.slots))
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
@@ -74,12 +75,12 @@ class PreactPair(Invariant):
         return parts
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
-        """A slot's piece number `index` into registers."""
+        """Load a slot's piece number `index` into registers."""
         raise NotImplementedError
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Put gradients where `read` found their elements."""
+        """Write gradients to the places from which `read` read their elements."""
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
                 quad = cute.make_rmem_tensor(4, self.dtype)
@@ -92,7 +93,7 @@ class PreactPair(Invariant):
                 self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
 
     def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:
-        """a0 u0 a1 u1 of a thread's pair of columns: 8 bytes in shared memory."""
+        """Return the place of a0 u0 a1 u1, a thread's pair of columns: 8 bytes in shared memory."""
         lane = self.slots.thread % 32
         row = self.slots.thread // 32 * 16 + lane // 4 + pair % 2 * 8
         line = self.slots.smem[row, None, self.ring.slot(number, piece // 2)]
@@ -100,7 +101,7 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start storing a published pair; called by the storing warp."""
+        """Start to store a published pair; called by the storing warp."""
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.start(target.atom, target.tile(work, row, at, half), self.ring.slot(number, slot))

@@ -1,4 +1,4 @@
-"""What a kernel knows of its epilogue: what that asks for, and what is called of it."""
+"""The interface between a kernel and its epilogue: the shared memory that it asks for, and the methods to call."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .fragments import TileShare
 from .sizes import ROW_BYTES, ROWS, SLOTS
 
 Smem = dict[str, cute.Tensor]
-"""A warpgroup's small shared memory by name."""
+"""A warpgroup's small shared memory, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotShape:
-    """Staging slots, `count` of `rows` rows of `row_bytes`, which hold elements of `dtype`.
+    """Size of staging slots: `count` slots of `rows` rows of `row_bytes`, which hold elements of `dtype`.
 
-    chunks: slots' worth that a warpgroup stores of a tile, over all outputs. shared: all warpgroups have the same
-    slots; else each has its own.
+    chunks: how many slots' worth a warpgroup stores for a tile, over all outputs. shared: all warpgroups use the same
+    slots; otherwise each has its own.
     """
 
     dtype: Any
@@ -35,18 +35,18 @@ class SlotShape:
     shared: bool = False
 
     def columns(self, dtype: Any = None) -> int:
-        """Of a slot that holds elements of `dtype`, by default its own."""
+        """Return the columns of a slot that holds elements of `dtype`. None: the shape's own dtype."""
         return self.row_bytes * 8 // (dtype or self.dtype).width
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots of an owner."""
+        """Bytes of all slots of an owner."""
         return self.count * self.rows * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class SmemField:
-    """Small shared memory of each warpgroup, by the name under which its state finds it."""
+    """Small shared memory of each warpgroup, under the name by which the warpgroup's state finds it."""
 
     name: str
     dtype: Any
@@ -63,10 +63,10 @@ class SmemField:
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueShape:
-    """All that a kernel reads of its epilogue.
+    """Properties of an epilogue that a kernel reads.
 
-    parts: how many row ranges of the weights one tile takes. layout: where they lie (memory/weights.py).
-    load_barriers: of loads into slots. has_load_warp: a warp of its own makes these loads (`Epilogue.load`).
+    parts: ranges of weight rows in a tile. layout: their order in memory (memory/weights.py). load_barriers: barriers
+    of loads into slots. has_load_warp: a warp with this role makes these loads (`KernelEpilogue.load`).
     """
 
     slots: SlotShape
@@ -78,36 +78,38 @@ class EpilogueShape:
 
     @property
     def smem_bytes(self) -> int:
-        """Of a warpgroup's small shared memory."""
+        """Bytes of a warpgroup's small shared memory."""
         return sum(field.num_bytes for field in self.smem)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its small shared memory."""
+        """Names in a warpgroup's small shared memory."""
         return tuple(field.name for field in self.smem)
 
 
 class KernelEpilogue(Invariant):
-    """All that a kernel calls of its epilogue."""
+    """Methods of an epilogue that a kernel calls."""
 
     @property
     def shape(self) -> EpilogueShape:
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """What loads into slots go through; made by all threads before the roles part, if there are such loads."""
+        """Make the ring of loads into slots; called by all threads before roles begin, if there are such loads."""
         raise NotImplementedError
 
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Bring what `finish` reads of the CTA's tile number `turn`; called by the load warp, if the shape has one."""
+        """Load the inputs that `finish` reads for the CTA's tile number `turn`; called by the load warp, if there is
+        one."""
         raise NotImplementedError
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """What one MMA warpgroup holds of it while the kernel runs."""
+        """Make the state that one warpgroup keeps while the kernel runs."""
         raise NotImplementedError
 
     def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
-        """Before a tile's MMAs, so that latencies hide behind them. Returns what `finish` takes back."""
+        """Start to fetch a tile's inputs before its MMAs, which hide the latency. Return the argument `prefetched` of
+        `finish`."""
         raise NotImplementedError
 
     def finish(

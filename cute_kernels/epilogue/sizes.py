@@ -1,14 +1,12 @@
-"""A slab of accumulators, and the slots through which its results leave. Plain Python: no compiler is needed to say
-what fits.
-"""
+"""Sizes of slabs of accumulators and of staging slots. Plain Python: no compiler is needed to know what fits."""
 
-# Of a warpgroup, which has the accumulators of a slab.
+# Threads of a warpgroup, which hold the accumulators of a slab.
 THREADS = 128
-# Of a slab, and of a slot.
+# Rows of a slab, and of a slot.
 ROWS = 64
 # A slot's rows are as long as the swizzle is wide.
 ROW_BYTES = 128
 SLOT_BYTES = ROWS * ROW_BYTES
 SLOTS = 2
-# Of a slot of 16-bit elements, as all but weight gradients and narrow chunks have.
+# Columns of a slot of 16-bit elements; weight gradients and narrow chunks have other slots.
 COLS = ROW_BYTES // 2

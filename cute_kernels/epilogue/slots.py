@@ -1,7 +1,7 @@
-"""Staging slots in shared memory, through which results leave, 64 rows of 128 bytes each: what epilogues ask of them.
+"""The interface of staging slots: 64 rows of 128 bytes in shared memory, through which epilogues store their results.
 
-How a slot is stored is an architecture's own, and so is what it is stored into: `stores` of an epilogue have an `atom`
-and a `tile(work, row, column, half, cols)`, which `Slots.start` takes.
+Each architecture has its own slots and stores. A store, of an epilogue's `stores`, has an `atom` and a
+`tile(work, row, column, half, cols)`, which `Slots.start` takes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .sizes import ROW_BYTES, ROWS
 
 
 def columns(dtype: type[cutlass.Numeric]) -> int:
-    """Of a slot."""
+    """Return the columns of a slot of `dtype`."""
     return ROW_BYTES * 8 // dtype.width
 
 
 def smem_layout(
     dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
 ) -> cute.ComposedLayout:
-    """(row, column, *more) of slots."""
+    """Make the shared-memory layout of slots, (row, column, *more)."""
     return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
 
 
 def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Registers as `dtype`; themselves where they are that already."""
+    """Convert registers to `dtype`; return `values` itself if it is of `dtype`."""
     if values.element_type is dtype:
         return values
     result = cute.make_rmem_tensor(values.shape, dtype)
@@ -40,10 +40,10 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Slots(Invariant):
-    """A warpgroup's. Registers are in the order of accumulators (fragments.py).
+    """A warpgroup's staging slots. Registers are in the order of accumulators (fragments.py).
 
-    smem: (row, column, slot), `cols` columns of `dtype`. thread: of the warpgroup. is_storing_warp: whether this warp
-    calls `start` and `drain`. warp_step: rows of a tile from a warp's 16 of a slab to the next warp's.
+    smem: (row, column, slot), `cols` columns of `dtype`. thread: index in the warpgroup. is_storing_warp: this warp
+    calls `start` and `drain`. warp_step: rows of a tile between one warp's 16 rows of a slab and the next warp's.
     """
 
     warp_step = 16
@@ -63,15 +63,15 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def write(self, values: cute.Tensor, slot: int) -> None:
-        """A slot's worth of converted registers, into one that is free."""
+        """Write a slot's worth of converted registers into a free slot."""
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """The same of 16 of a slot's columns."""
+        """Write converted registers into piece number `piece` of a slot, 16 columns."""
         raise NotImplementedError
 
     def publish(self) -> None:
-        """A filled slot may be stored."""
+        """Make a filled slot visible to the warp that stores it."""
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
@@ -91,7 +91,7 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot."""
+        """Return the place of this thread's accumulators 2 * number and 2 * number + 1 in a slot."""
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))

@@ -1,7 +1,8 @@
-"""Formats of matrices, and which of them a GEMM multiplies. Plain data: the host reads it, and no compiler is imported.
+"""Formats of matrices, and the pairs of formats that GEMMs multiply. Plain data: the host reads it, and no compiler is
+imported.
 
-A format is one file with one `Format` or a few, and a row of `OPERANDS` for each way to multiply it. How kernels decode
-it is composed of its element and of its scales (`cute_kernels/decoding/`).
+A format is a file with one or a few `Format`s, and a row of `OPERANDS` for each way to multiply it. Kernels decode it
+by its element type and its scale type (`cute_kernels/decoding/`).
 """
 
 from __future__ import annotations

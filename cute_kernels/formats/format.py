@@ -9,7 +9,8 @@ E4M3, E2M1, E8M0, FLOAT32 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu", 
 BITS = {"": 16, E4M3: 8, E2M1: 4, E8M0: 8, FLOAT32: 32}
 """Bits of an element or of a scale, by type; "": a spec's own 16-bit dtype."""
 BYTE, WORD = "uint8", "int32"
-"""Dtypes of tensors of 4-bit elements: two a byte, the first in its lower half, or eight, in GEMMs' order."""
+"""Dtypes of tensors of 4-bit elements: two elements a byte, the first in the lower half, or eight a word, in the order
+of the GEMMs."""
 WORD_ELEMENTS = 8
 WORD_BITS = 32
 LOAD_BITS = 128
@@ -23,15 +24,17 @@ class Format:
     """A matrix's format.
 
     Attributes:
-        name: what names of functions call the format; "": 16-bit elements.
+        name: the format's name in names of functions; "": 16-bit elements.
         element: the type of its elements, a key of BITS.
-        scale: the type of its scales, likewise; "": none.
+        scale: the type of its scales, a key of BITS; "": no scales.
         block: elements along the contraction that share a scale, or ROW.
         copies: equal scales that memory holds for each block.
-        has_global: whether float32 numbers, one for all experts, for each or for each half of one, multiply all scales.
-        row_binades: where a row has a power of two besides, how many its blocks' scales may be apart; 0: it has none.
-        rows: neighbouring rows that share a scale; the last ones may be fewer.
-        whole: a row is whole blocks; else its last block may be shorter.
+        has_global: float32 global scales multiply all scales: one for all experts, one for each expert, or one for each
+            half of an expert.
+        row_binades: a row also has a power of two, and its blocks' scales may be this many binades apart; 0: a row has
+            no power of two.
+        rows: neighbouring rows that share a scale; the last group of rows may be smaller.
+        whole: rows consist of whole blocks; if False, a row's last block may be shorter.
         holds: for 16-bit elements, the format whose values they are; None: any values.
     """
 
@@ -52,19 +55,20 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format as kernels read it, whatever values it holds."""
+        """The format as kernels read it, without `holds`."""
         return dataclasses.replace(self, holds=None)
 
     def dtype(self, own: str) -> str:
-        """The dtype of the tensor of elements that GEMMs read. own: the spec's dtype."""
+        """Return the dtype of the tensor of elements that GEMMs read. own: the spec's dtype."""
         return WORD if self.bits < 8 else self.element or own
 
     def columns(self, letter: str) -> str:
-        """The name of that tensor's last dimension, where `letter` names a row's number of elements."""
+        """Return the name of the last dimension of the tensor of elements; `letter` names a row's number of
+        elements."""
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:
-        """Bytes of so many elements of a row, a number of any kind."""
+        """Return the bytes of a number of elements of a row; a Python or a run-time number."""
         return elements * (self.bits // 8) if self.bits > 8 else elements // (8 // self.bits)
 
     @property
@@ -73,18 +77,18 @@ class Format:
         return self.block // self.copies
 
     def num_scales(self, elements: Any) -> Any:
-        """Scales that memory holds for so many elements of a row, a number of any kind."""
+        """Return how many scales memory holds for a number of elements of a row; a Python or a run-time number."""
         step = self.scale_step
         return elements // step if self.whole else (elements + (step - 1)) // step
 
     def scale_words(self, elements: int) -> int:
-        """32-bit words of these scales."""
+        """Return the 32-bit words of the scales of a number of elements; 0 if they do not fill a word."""
         return int(self.num_scales(elements)) * BITS[self.scale] // WORD_BITS
 
     @property
     def multiple(self) -> int:
-        """A row's number of elements is a multiple of this: whole loads of 16 bytes, and whole blocks where it has
-        such."""
+        """A row's number of elements is a multiple of this number: whole loads of 16 bytes, and whole blocks if the
+        format requires them."""
         return max(self.scale_step if self.whole else 1, LOAD_BITS // self.bits)
 
 

@@ -1,7 +1,7 @@
-"""FP8 with block scales, as Qwen3-FP8 and DeepSeek-V3 ship it: E4M3 elements, and a float32 scale for each block of
-128 x 128 of a weight and for each 128 of a row.
+"""FP8 with block scales, as in the checkpoints of Qwen3-FP8 and DeepSeek-V3: E4M3 elements, and a float32 scale for
+each block of 128 x 128 of a weight and for each 128 elements of a row.
 
-A concatenated w1 has a grid of scales for each of its halves, one after the other (memory/block_scales.py).
+A concatenated w1 has two grids of scales, one for each half, one after the other (memory/block_scales.py).
 """
 
 from __future__ import annotations

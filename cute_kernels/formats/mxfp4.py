@@ -1,5 +1,5 @@
-"""MXFP4: E2M1 elements and a power of two for each 32. For FP8 MMAs a row has a power of two besides, relative to which
-an element times its scale is an E4M3 number (decoding/rows_in_fp8.py).
+"""MXFP4: E2M1 elements and a power of two for each 32. For FP8 MMAs a row also has a power of two; an element times its
+block's scale, divided by the row's power of two, is an E4M3 number (decoding/rows_in_fp8.py).
 """
 
 from __future__ import annotations

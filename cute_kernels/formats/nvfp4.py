@@ -1,7 +1,7 @@
 """NVFP4: E2M1 elements, an E4M3 scale for each 16, and a float32 global scale.
 
-Elements lie in words as those of MXFP4 do. An element is element x scale x global scale; element x scale is a bfloat16
-number, and the global scale, of an expert or of either half of a gated w1, multiplies sums of products.
+Elements lie in words like those of MXFP4. A weight's value is element x scale x global scale. Element x scale is a
+bfloat16 number; the global scale, of an expert or of a half of a gated w1, multiplies sums of products.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from .nvfp4 import NVFP4
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """A GEMM's rows and weights, and what an activation becomes. prefix: what names of functions say of them."""
+    """Formats of a GEMM's rows (x), of its weights (w), and of the activation that it stores (act). prefix: their
+    prefix in names of functions."""
 
     x: Format
     w: Format
@@ -32,22 +33,22 @@ class Operands:
 
     @property
     def has_data_gradients(self) -> bool:
-        """True if rows are trained through decoded weights: kernels contract over these weights' rows, too."""
+        """True if gradients of rows pass through decoded weights: kernels also contract over these weights' rows."""
         return self.decodes and self.x.holds is None
 
     @property
     def has_scaled_rows(self) -> bool:
-        """True if x is multiplied in FP8, by scales as well."""
+        """True if x is multiplied in FP8 and has scales."""
         return bool(self.x.scale)
 
     @property
     def multiplies_blocks(self) -> bool:
-        """True if tensor cores multiply by the scales of both operands' blocks."""
+        """True if tensor cores apply the scales of both operands' blocks."""
         return self.x == self.w == MXFP8
 
     @property
     def trains(self) -> bool:
-        """True if training kernels take them: 16-bit operands, and weights that are folded after each step."""
+        """True if training kernels take these operands: 16-bit ones, and weights that are quantised after each step."""
         return self.w.element == self.x.element and self.w.rows == 1
 
     @property
@@ -57,7 +58,7 @@ class Operands:
 
 
 def weight_only(weights: Format) -> Operands:
-    """16-bit rows, and weights that become 16-bit numbers on the way."""
+    """Make operands of 16-bit rows and weights that kernels decode to 16-bit numbers."""
     return Operands(DENSE, weights, DENSE, f"{weights.name}w_")
 
 
@@ -73,7 +74,7 @@ OPERANDS = {
     "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
     "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }
-"""Keyed by a spec's `operands`. Results, biases and preactivations have the spec's dtype with all operands."""
+"""Operands by a spec's `operands`. Results, biases and preactivations have the spec's dtype with all operands."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
 
 

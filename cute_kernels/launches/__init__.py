@@ -1,5 +1,5 @@
-"""The GEMMs' stages: each a kernel and its launch, called with what its signature says (`cute_kernels.signatures`).
+"""The GEMMs' launches: functions that launch a kernel, called with the arguments of `cute_kernels.signatures`.
 
-Which GEMM a launch is of, and which epilogue where architectures have their own, is its argument: an architecture's
-`stages` name them. Without rows a stage launches nothing; its kernel is loaded all the same.
+`trace` takes the GEMM, and the epilogue if architectures have their own, as arguments; an architecture's `stages` pass
+them. Without rows a launch starts nothing, but its kernel is still loaded.
 """

@@ -1,6 +1,6 @@
 """dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result.
 
-FC2 contracts over I and this over H, so what is transposed there is not here.
+FC2 contracts over I and this GEMM over H, so weights that are transposed there are not transposed here.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ from ..tracing import DTYPES, Traced, traced
 class Glu:
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
-        # Whose halves may be two tensors.
+        # The weights' halves may be two tensors.
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)

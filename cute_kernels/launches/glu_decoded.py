@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) of 16-bit rows and weights to be decoded; of "mxfp8_exact", act is rounded to MXFP8's."""
+"""act = grouped_glu(x, w) with 16-bit x and weights to be decoded. In "mxfp8_exact", act is rounded to MXFP8 values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded: plain scales, [E, N, K / block]."""
+"""y = grouped_mm(x, w) with 16-bit x, weights to be decoded, and plain scales [E, N, K / block]."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""What lies around a layer's experts: which tokens go where, and the sums that come back."""
+"""Kernels around a layer's experts: routing of tokens to experts, and sums of the experts' results."""

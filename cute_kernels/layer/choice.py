@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and their weights: the k largest of its logits, a warp a token.
+"""Choice of a token's experts, the k largest of its logits, and of their weights; a warp handles a token.
 
-A lane holds every 32nd logit. Each round finds the largest of all by integer keys, two warp reductions, and takes it
-out; lane r keeps what round r found. Instructions are the bound, not bytes: 8 of 128 experts for 32768 tokens take
-28 us on an H200, whose memory has read the logits in 4.
+A lane holds every 32nd logit. Each round finds the largest of all by integer keys and two warp reductions, and removes
+it; lane r keeps the result of round r. Instructions bound the time, not bytes: 8 of 128 experts for 32768 tokens take
+28 us on an H200, whose memory reads the logits in 4 us.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ..specs import PARAM_FORMS
 from .largest import ABSENT, key_of, largest, number_of, place_of, sum_of_two_largest
 
 SOFTMAX, SIGMOID = 0, 1
-"""Scores. Softmax over the k largest logits alone is softmax with its weights divided by their sum."""
+"""Scores. Softmax over all logits with the weights divided by their sum equals softmax over the k largest logits."""
 LOWEST = -3.4e38
 TINY = 1e-20
-"""Added to a sum of sigmoids before it divides: DeepSeek-V3's."""
+"""Added to the sum of sigmoids by which weights are divided, as in DeepSeek-V3."""
 
 
 class Logits(NamedTuple):
-    """[N, E] at an address, of a dtype of PARAM_FORMS; `bias`: float32 [E], added for the choice alone, 0: none."""
+    """Logits [N, E] at an address. code: their dtype, a number of PARAM_FORMS. bias: the address of float32 [E], added
+    only for the choice, not in weights; 0: no bias."""
 
     address: Int64
     code: Int32
@@ -38,10 +39,11 @@ class Logits(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How experts are chosen. `normalize`: whether weights are divided by their sum, then times `scale`.
+    """The rule by which experts are chosen. normalize: not 0 if weights are divided by their sum. scale: a factor of
+    all weights.
 
-    Of `num_groups` equal ranges of experts, at most 32, the `top_groups` take part whose two largest have the largest
-    sum.
+    Experts are split into `num_groups` equal ranges, at most 32. Only the `top_groups` ranges whose two largest numbers
+    have the largest sums take part.
     """
 
     k: Int32
@@ -53,7 +55,7 @@ class Rule(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Over all of a token's experts: the largest logit, and the sum of exponentials relative to it."""
+    """A softmax over all of a token's experts: the largest logit, and the sum of exponentials relative to it."""
 
     top: Float32
     total: Float32
@@ -64,7 +66,7 @@ def sigmoid(logit: Float32) -> Float32:
 
 
 class Chooser(Invariant):
-    """`capacity`: the most experts, a multiple of 32."""
+    """Chooser of experts, one token a warp. `capacity`: the most experts, a multiple of 32."""
 
     def __init__(self, logits: Logits, rule: Rule, capacity: int):
         self.logits = logits
@@ -73,7 +75,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def choose(self, token: Int32) -> tuple[Int32, Float32]:
-        """Lane r's expert and weight are those of the r-th choice; lanes from k on have expert -1 and weight 0."""
+        """Return a token's r-th expert and its weight to lane r; lanes from k on get expert -1 and weight 0."""
         rule = self.rule
         keys = cute.make_rmem_tensor(self.count, Int32)
         everything = self._rank(token, keys)
@@ -90,7 +92,8 @@ class Chooser(Invariant):
 
     @cute.jit
     def _rank(self, token: Int32, keys: cute.Tensor) -> Softmax:
-        """The keys of a token's experts, which they are chosen by; and of a softmax over all what its weights need."""
+        """Compute the keys by which a token's experts are chosen. Return the softmax over all experts, if weights need
+        it."""
         self._load(token, keys)
         top = Float32(0.0)
         total = Float32(1.0)
@@ -114,7 +117,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _load(self, token: Int32, keys: cute.Tensor):
-        """Keys of a token's logits."""
+        """Load the keys of a token's logits."""
         if self.logits.code == PARAM_FORMS["bfloat16"]:
             self._load_as(BFloat16, token, keys)
         elif self.logits.code == PARAM_FORMS["float16"]:
@@ -125,13 +128,13 @@ class Chooser(Invariant):
     def _load_as(self, dtype: type[cutlass.Numeric], token: Int32, keys: cute.Tensor) -> None:
         experts = self.logits.experts
         row = vector_at(dtype, self.logits.address + Int64(token) * experts * (dtype.width // 8))
-        raw = [row[cutlass.min(place_of(i), experts - 1)] for i in range(self.count)]  # all under way at once
+        raw = [row[cutlass.min(place_of(i), experts - 1)] for i in range(self.count)]  # all loads are issued at once
         for i, one in enumerate(raw):
             keys[i] = select(place_of(i) < experts, key_of(one.to(Float32)), Int32(ABSENT))
 
     @cute.jit
     def _limit(self, keys: cute.Tensor):
-        """Take out the experts of all but the best groups."""
+        """Remove the experts of all groups except the best `top_groups`."""
         size = self.logits.experts // self.rule.num_groups
         lane = cute.arch.lane_idx()
         best = Int32(ABSENT)
@@ -157,7 +160,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _weight(self, token: Int32, expert: Int32, everything: Softmax) -> Float32:
-        """Of a lane's expert."""
+        """Return the weight of a lane's expert; 0 if the lane has none."""
         rule = self.rule
         has_one = expert >= 0
         first = Int64(token) * self.logits.experts

@@ -1,4 +1,4 @@
-"""What a backward leaves for last: row sums that span tiles, and zeros in the rows that belong to no expert."""
+"""The last kernel of a backward: adds row sums that span tiles, and zeroes the rows that belong to no expert."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..tracing import DTYPES, Traced, traced
 THREADS = 256
 WARP = 32
 VECTOR = 8  # 16-bit elements of one 16-byte store
-LOADS = 16  # partial sums under way a thread: a row of Mixtral-8x7B has 112
+LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B has 112
 
 
 class RowSums(NamedTuple):
-    """Addresses of row sums (float32 [T], 0: not wanted) and of their parts (float32 [num_parts, T])."""
+    """Addresses of row sums (float32 [T]; 0: not wanted) and of their parts (float32 [num_parts, T])."""
 
     result: Int64
     parts: Int64
@@ -32,7 +32,7 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """16-bit rows at an address, `pitch` elements apart; 0 columns: none."""
+    """16-bit rows at an address, `pitch` elements apart; 0 columns: no matrix is given."""
 
     address: Int64
     columns: Int32
@@ -40,10 +40,10 @@ class Rows(NamedTuple):
 
 
 class FinishBackward(Invariant):
-    """Adds parts of row sums in their order, and zeroes behind the last group a 16-bit matrix and the sums.
+    """Kernel that adds parts of row sums in their order, and zeroes a 16-bit matrix and the sums after the last group.
 
-    It comes behind the kernels of this package that made the parts and the matrix, which write nothing of what it
-    writes, and starts while they drain: zeros first, for the parts are there only when those have ended.
+    It follows the kernels that make the parts and the matrix, and starts while they drain. They write none of the
+    memory that this kernel writes. Zeros come first, since the parts are complete only when those kernels have ended.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -69,7 +69,7 @@ class FinishBackward(Invariant):
         if sums.result != 0:
             for row in cutlass.range(end + first, groups.rows, step):
                 vector_at(Float32, sums.result)[row] = Float32(0.0)
-        # Whoever comes next in the stream may rely on the kernels before this one being done.
+        # The next kernel in the stream may rely on all kernels before this one having ended.
         wait_for_earlier()
         if sums.result != 0:
             for row in cutlass.range(first, end, step):
@@ -77,7 +77,7 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
-        """A row a warp."""
+        """Zero rows from `first` on, one row a warp."""
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
         for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):

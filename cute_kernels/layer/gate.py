@@ -1,4 +1,4 @@
-"""The activation of a preactivation and its gradient, row by row, for callers whose GEMMs have no such epilogue.
+"""The activation of a preactivation, and its gradient, row by row, for GEMMs without an activation in the epilogue.
 
     act = f(a, u) s        dpreact = (d s f_a, d s f_u)        d_s[row] = sum over i of d_i f_i
 
@@ -29,7 +29,7 @@ WARPS = THREADS // 32
 
 
 class _Gate(Invariant):
-    """A CTA for each row."""
+    """Base of kernels with a CTA for each row."""
 
     kernel: Any
 
@@ -61,7 +61,7 @@ class _Gate(Invariant):
         return a, u
 
     def _in_turns(self, a: cute.Tensor, u: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """The inverse of `_halves`."""
+        """Return two vectors of h from a and u, the inverse of `_halves`."""
         first, second = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         turns = [(a, u)[i % 2][i // 2] for i in range(2 * self.count)]
         for i in range(self.count):
@@ -181,7 +181,7 @@ class GateBackward(_Gate):
 
     @cute.jit
     def _store_sum(self, total: Float32, d_scale: Int64, row: Int32):
-        """The sum of the CTA's threads, in a fixed order."""
+        """Add the sums of the CTA's threads in a fixed order, and store the result."""
         thread, _, _ = cute.arch.thread_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS))
         of_warp = cute.arch.warp_reduction(total, lambda x, y: x + y)

@@ -1,24 +1,25 @@
-"""Kernels around a layer's experts.
+"""The table of kernels around a layer's experts.
 
-Their arguments, besides tensors' addresses and sizes:
+Arguments besides tensors' addresses and sizes:
 
     forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
     weight_form, bias_form      dtypes of a router's parameters, or of choices' weights
-    wide                        whether ids have 64 bits
+    wide                        1: ids have 64 bits; 0: 32 bits
     expert_map, num_mapped      int32 [num_mapped], an id's place among the experts here, or -1; 0: ids are the places
     chunk                       tokens of a CTA
     workspace                   int32 [chunks, experts]; 0: there is one chunk
     position                    how many kernels of the same call come before
-    bound                       how many rows y or d_rows has, so that no row number leads out of it
+    bound                       rows of y or d_rows; row numbers from `bound` on are ignored
 
-Those of send_tokens and send_sums:
+Further arguments of send_tokens and send_sums:
 
-    most                        tokens of a rank
+    most                        the most tokens of a rank
     regions, state              see `windows`
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
-    sum_rows, weight_places     tables of the way back (`ranks.send.Table`)
-    status                      what x is, of `windows.STATUSES`; of rows in MXFP8 `x_scale` is a byte for 32 elements
-    is_summed                   y has a token's sum in its own place
+    sum_rows, weight_places     tables for sending results back (`ranks.send.Table`)
+    status                      the kind of x, a number of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a byte for
+                                32 elements
+    is_summed                   1: y already has the sum of a token's rows, in the token's place
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from ..dtypes import DTYPES, WIDE_DTYPES
 from ..kernels import ANY, Kernel
 
 CAPACITIES = (128, 256, 1024)
-"""Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
-warp."""
+"""The most experts of a routing kernel. They are limited because a warp holds a token's logits in registers, and a CTA
+holds a count for each expert and warp."""
 _ROWS_OF = "offs token_of_row row_of weight_of_row"
 _BACK = "sum_rows weight_places handle regions state"
 
@@ -39,7 +40,7 @@ _BACK = "sum_rows weight_places handle regions state"
 def _routing(
     arguments: Signature | None = None, module: str = "", dtypes: Sequence[str] = ANY, ships: Sequence[str] = ()
 ) -> Kernel:
-    """From logits, from chosen ids or from tokens to rows of experts."""
+    """Make the row of a routing kernel: from logits, chosen ids or tokens to rows of experts."""
     return Kernel(arguments, module, dtypes, ships, is_sized=True)
 
 
@@ -95,4 +96,4 @@ KERNELS: dict[str, Kernel] = {
     "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
 }
 RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
-"""To other ranks of the host and back; the first moves bytes of any dtype."""
+"""Kernels that send to other ranks of the host: send_tokens, which moves bytes of any dtype, and send_sums."""

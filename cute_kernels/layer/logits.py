@@ -1,12 +1,12 @@
-"""A router's logits of few tokens, x W^T + b, a CTA for each expert and four tokens.
+"""A router's logits of few tokens, x W^T + b, by a CTA for each expert and four tokens.
 
-Of one token the time is that of one load after another, not of bytes: 128 experts of 2880 columns are 0.7 MB, 0.2 us
-of an H200's memory. So all of an expert's row is under way at once, in as many CTAs as there are experts, and the
-choice behind it in the same call starts early. cuBLAS takes two kernels for the same, and a float32 router of 16-bit
-tokens one or two more that widen them.
+For one token the time is the latency of dependent loads, not bytes: 128 experts of 2880 columns are 0.7 MB, 0.2 us of
+an H200's memory. So all of an expert's row is loaded at once, by as many CTAs as there are experts, and the choice that
+follows in the same call starts early. cuBLAS takes two kernels for the same, and a float32 router of 16-bit tokens
+takes one or two more that widen the tokens.
 
-Products of 16-bit numbers are exact in float32, as are the widened ones; sums are float32, in an order that the width
-alone sets. Only the result is rounded, to the dtype of logits.
+Products of 16-bit numbers are exact in float32. Sums are float32, in an order that depends only on the width. Only the
+result is rounded, to the dtype of logits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from ..tracing import DTYPES, Traced, traced
 
 WARPS = 4
 THREADS = WARPS * WARP
-TOKENS = 4  # of a CTA
-UNROLL = 4  # vectors of 16 bytes of an expert's row under way a thread: at H 4096 in 16 bits all of them
+TOKENS = 4  # tokens of a CTA
+UNROLL = 4  # vectors of 16 bytes of an expert's row that a thread loads at once: in 16 bits all of them at H = 4096
 
 
 class Logits(Invariant):
-    """logits[n, e] = sum over h of x[n, h] weight[e, h], + bias[e]. `dtype`: of x, and of the weight or float32."""
+    """logits[n, e] = sum over h of x[n, h] weight[e, h], + bias[e]. x is of `dtype`, the weight of `dtype` or
+    float32."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -83,8 +84,8 @@ class Logits(Invariant):
         self, sums: cute.Tensor, dtype: cutlass.Constexpr, x: Int64, weight: Int64, expert: Int32, first: Int32,
         tokens: Int32, width: Int32,
     ):  # fmt: skip
-        """This thread's columns of an expert's row, times those of tokens from `first` on; behind the last token, of
-        the last one again.
+        """Multiply this thread's columns of an expert's row by those of tokens from `first` on. Past the last token,
+        the last token is read again.
         """
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)

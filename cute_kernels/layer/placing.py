@@ -1,10 +1,10 @@
-"""Rows of experts: where each choice of each token goes, by a stable counting sort.
+"""Rows of experts: finds the row of each choice of each token, by a stable counting sort.
 
-A CTA has a chunk of consecutive choices, each warp a run of them. Warps count the experts of their runs; a thread an
-expert adds up what lies before its first row, in other experts, chunks and warps; then each warp goes through its run
-again, 32 choices at a time, and lanes of the same expert take the next rows in their order.
+A CTA has a chunk of consecutive choices, each warp a run of them. Warps count the experts of their runs. Then one
+thread for each expert adds the counts that lie before its first row, in other experts, chunks and warps. Finally each
+warp goes through its run again, 32 choices at a time, and lanes of the same expert take the next rows in their order.
 
-What lies in other chunks was counted by the kernel before, [chunks, E]. One chunk needs no counts of others.
+The counts of other chunks, [chunks, E], are made by the kernel before. A single chunk needs no such counts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ UNROLL = 8
 
 
 class Choices(NamedTuple):
-    """[N, k] expert ids at an address, int64 if `wide`, else int32.
+    """Expert ids [N, k] at an address, int64 if `wide`, else int32.
 
-    An expert's place is its id - `first`, or what `expert_map`, int32 [num_mapped] at an address, has for it. Choices
-    whose place is none of 0 .. `experts` - 1, or whose id is outside the map, have no row; nor have those of tokens
-    from `limit` on.
+    An expert's place is its id - `first` or, with an `expert_map` (the address of int32 [num_mapped]), the map's entry
+    of id - `first`. A choice has no row if its place is not in 0 .. `experts` - 1, if it is outside of the map, or if
+    its token is number `limit` or more.
     """
 
     ids: Int64
@@ -46,7 +46,7 @@ class Choices(NamedTuple):
     limit: Int32
 
     def expert(self, index: Int32) -> Int32:
-        """Return the place of a choice's expert; -1 without a row."""
+        """Return the place of a choice's expert; -1 if the choice has no row."""
         return _expert(self, index)
 
 
@@ -74,7 +74,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
 
 @cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
-    """The number of tokens that are no padding: at an address, 0 where all are."""
+    """Read the number of tokens that are not padding from an address; address 0: no token is padding."""
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
@@ -82,8 +82,10 @@ def token_limit(address: Int64, tokens: Int32) -> Int32:
 
 
 class Results(NamedTuple):
-    """Addresses: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32), as of a Routing;
-    `weights`: [N, k], which rows take theirs from, of the dtype `weight_form` (`dtypes.PARAM_FORMS`).
+    """Addresses of a Routing's tensors: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32).
+
+    weights: the address of the choices' weights [N, k], which are copied to rows. weight_form: their dtype
+    (`dtypes.PARAM_FORMS`).
     """
 
     weights: Int64
@@ -95,14 +97,14 @@ class Results(NamedTuple):
 
 
 def counters_of(capacity: int) -> int:
-    """Warps of a CTA whose counts of each of `capacity` experts fit its shared memory."""
+    """Return for how many warps of a CTA counts of `capacity` experts fit into shared memory."""
     return min(WARPS, (smem_of_cta() - TOTALS_BYTES) // (capacity * 4))
 
 
 class Placer(Invariant):
-    """The chunk of choices `begin` .. `end` - 1, of all CTAs' the one numbered `chunk`. `capacity`: most experts.
+    """Counting sort of a CTA's chunk, choices `begin` .. `end` - 1. `capacity`: the most experts.
 
-    run: choices of a warp. warps: those that have some, of `counters_of` at most; others have no counts.
+    run: choices of a warp. warps: number of warps that have choices, at most `counters_of`; the others have no counts.
     """
 
     def __init__(self, choices: Choices, begin: Int32, end: Int32, capacity: int):
@@ -125,13 +127,13 @@ class Placer(Invariant):
         return capacity * counters_of(capacity) * 4 + TOTALS_BYTES
 
     def _run(self) -> tuple[Int32, Int32]:
-        """This warp's choices: begin and end."""
+        """Return the begin and end of this warp's choices."""
         begin = cutlass.min(self.begin + self.warp * self.run, self.end)
         return begin, cutlass.min(begin + self.run, self.end)
 
     @cute.jit
     def count(self):
-        """Each warp's choices of each expert, in shared memory."""
+        """Count each warp's choices of each expert in shared memory."""
         for i in cutlass.range(self.thread, self.capacity * self.warps, THREADS):
             self.counts[i % self.capacity, i // self.capacity] = Int32(0)
         cute.arch.sync_threads()
@@ -145,7 +147,7 @@ class Placer(Invariant):
 
     @cute.jit
     def leave_counts(self, counts: Int64, chunk: Int32):
-        """The chunk's choices of each expert, for the kernel that places them."""
+        """Write the chunk's number of choices of each expert for the kernel that places them."""
         if self.thread < self.choices.experts:
             total = Int32(0)
             for warp in cutlass.range(self.warps, unroll=UNROLL):
@@ -154,7 +156,8 @@ class Placer(Invariant):
 
     @cute.jit
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
-        """Rows of the chunk's choices, after `count`; `counts`: of all chunks, where there are several."""
+        """Write the rows of the chunk's choices; called after `count`. `counts`: the address of all chunks' counts; not
+        read if there is one chunk."""
         before, total = self._elsewhere(counts, chunk, chunks)
         ends = self._scan(total)
         if (chunk == 0) & (self.thread < self.choices.experts):
@@ -170,7 +173,7 @@ class Placer(Invariant):
 
     @cute.jit
     def _elsewhere(self, counts: Int64, chunk: Int32, chunks: Int32) -> tuple[Int32, Int32]:
-        """Of this thread's expert, the choices in chunks before this one, and in all."""
+        """Return the number of choices of this thread's expert in chunks before this one, and in all chunks."""
         before = Int32(0)
         total = Int32(0)
         if chunks > 1:
@@ -186,7 +189,7 @@ class Placer(Invariant):
 
     @cute.jit
     def _scan(self, value: Int32) -> Int32:
-        """The sum over this thread and all before it."""
+        """Return the sum over this thread and all threads before it."""
         lane = cute.arch.lane_idx()
         within = inclusive_scan(value, lane)
         if lane == WARP - 1:

@@ -1,12 +1,12 @@
-"""From logits, or from ids that another router chose, to the rows of experts.
+"""Routing: from logits, or from ids that another router chose, to the rows of experts.
 
-    choose   logits -> ids, weights; of a single chunk also the rows, else the chunk's counts
-             (of few tokens with its logits, by the kernel of logits.py in front of it)
+    choose   logits -> ids, weights; for a single chunk also the rows, else the chunk's counts
+             (for few tokens, the kernel of logits.py can make the logits before it in the same call)
     count    ids -> a chunk's counts
     place    ids, counts -> rows
 
-A CTA of 32 warps has a chunk of tokens. The rows of one chunk need no other CTA, so that few tokens are one launch of
-one CTA, and more are two launches.
+A CTA of 32 warps has a chunk of tokens. A single chunk needs no other CTA, so few tokens take one launch of one CTA,
+and more tokens take two launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit, unma
 
 
 class _Chunks(Invariant):
-    """A kernel of a CTA for each chunk of tokens."""
+    """Base of kernels with a CTA for each chunk of tokens."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name

@@ -1,8 +1,12 @@
-"""The gradient of a router's logits from that of its weights, a warp a token.
+"""The gradient of a router's logits from the gradient of its weights; a warp handles a token.
 
-With p the softmax over a token's chosen experts, or over all where weights are not divided by their sum, and g the
-weights' gradient times the scale: d_logit_e = p_e (g_e - sum over the chosen of p_j g_j), g_e 0 where e was not chosen.
-With sigmoids s, D their sum + TINY: d_s_e = g_e / D - sum of g_j s_j / D^2, or g_e, times s_e (1 - s_e).
+g is the weights' gradient times the scale, 0 for experts that were not chosen.
+
+Softmax: d_logit_e = p_e (g_e - sum over chosen j of p_j g_j), where p is the softmax over a token's chosen experts if
+weights are divided by their sum, else over all experts.
+
+Sigmoid: d_logit_e = d_s_e s_e (1 - s_e). If weights are divided by their sum, d_s_e = g_e / D - sum of g_j s_j / D^2
+with D = sum of s_j + TINY, else d_s_e = g_e.
 """
 
 from __future__ import annotations
@@ -92,7 +96,7 @@ class RouteBackward(Invariant):
 
     @cute.jit
     def _of_all(self, logits: Int64, forms: Int32, first: Int64, experts: Int32) -> tuple[Float32, Float32]:
-        """The largest of a token's logits, and the sum of all exponentials relative to it."""
+        """Return the largest of a token's logits, and the sum of all exponentials relative to it."""
         top = Float32(LOWEST)
         lane = cute.arch.lane_idx()
         for e in cutlass.range(lane, experts, WARP, unroll=1):

@@ -1,12 +1,12 @@
 """Tokens to rows and back: permute, row[row_of[n, j]] = x[n], and combine, out[n] = residual[n] + sum over j of
 y[row_of[n, j]]. Each is the other's gradient.
 
-A thread has 16 bytes of a token and its k rows one after the other: bytes are the bound, of N k + N rows (with a
-residual N more). Sums are float32, in the order of j, rounded once. Row -1 is none: nothing is read or written for it,
-nor for a row past the end of the rows (`bound`), which only a routing that was changed by hand has.
+A thread handles 16 bytes of a token and of its k rows, one row after the other. The bytes of N k + N rows (with a
+residual N more) bound the time. Sums are float32, in the order of j, and rounded once. Row -1 means no row: nothing is
+read or written for it, nor for a row number from `bound` on, which only a routing that was changed by hand has.
 
-A CTA has 128 vectors of one token. Where a thread's index told both, a division of 64 bits took as long as two rows:
-combine of 4096 tokens of 2 rows of 4096 had 0.65 of the copy rate.
+A CTA has 128 vectors of one token. If both token and column were computed from a thread's index, the 64-bit division
+would take as long as two rows: combine of 4096 tokens with 2 rows of 4096 reached only 0.65 of the copy rate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..specs import LayerSpec
 from ..tracing import DTYPES, Traced, traced
 
 THREADS = 256
-VECTORS = 128  # of a token, a CTA
-UNROLL = 4  # rows under way a thread: with 8, registers leave an SM 900 threads, too few for sums of 2 rows
+VECTORS = 128  # vectors of a token in a CTA
+UNROLL = 4  # rows that a thread loads at once: with 8, registers leave an SM 900 threads, too few for sums of 2 rows
 
 
 class _Rows(Invariant):
-    """A thread for each 16 bytes of each token."""
+    """Base of kernels with a thread for each 16 bytes of each token."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -43,7 +43,7 @@ class _Rows(Invariant):
     def _launch(
         self, arguments: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
     ) -> None:  # fmt: skip
-        """Early, by programmatic launch, where `position` kernels of the same call come before."""
+        """Launch, early (programmatic dependent launch) if other kernels of the same call come before (`position`)."""
         vectors = width // elements(self.dtype)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*arguments, k, vectors).launch(
@@ -55,7 +55,7 @@ class _Rows(Invariant):
 
     @staticmethod
     def _place() -> tuple[Int64, Int32]:
-        """This thread's token, and its column in vectors."""
+        """Return this thread's token, and its column in vectors."""
         thread, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
         return Int64(token), part * VECTORS + thread
@@ -83,7 +83,7 @@ class Combine(_Rows):
                 sums.store(floats(load_vector(self.dtype, residual, index)).load())
             rows = vector_at(Int32, row_of + token * k * 4)
             for first in cutlass.range(0, k, UNROLL, unroll=1):
-                # All loads are under way before the first sum.
+                # All loads are issued before the first sum.
                 found = cute.make_rmem_tensor(UNROLL, Int32)
                 found.fill(-1)
                 raw = cute.make_rmem_tensor((count, UNROLL), self.dtype)
@@ -112,7 +112,8 @@ class Permute(_Rows):
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
         wait_for_earlier()
-        let_next_begin()  # which may read, before its own wait, what the kernel before this one wrote
+        # After the wait, since the next kernel may read results of earlier kernels before its own wait.
+        let_next_begin()
         token, column = self._place()
         if column < vectors:
             value = floats(load_vector(self.dtype, x, token * vectors + column))
@@ -125,7 +126,7 @@ class Permute(_Rows):
 
 
 class RowWeightsBackward(Invariant):
-    """d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row: the gradient of the weights that rows took."""
+    """d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row: the gradient of the choices' weights."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name

@@ -1,1 +1,1 @@
-"""How TMA reaches experts' weights and rows of a group."""
+"""Memory layouts and addresses: experts' weights, rows of a group, and scales."""

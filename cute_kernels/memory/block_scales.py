@@ -1,11 +1,11 @@
-"""Memory of the float32 scales of weights' blocks of 128 x 128: [E, grid rows, ceil(K / 128)].
+"""Layout of the float32 scales of weights' blocks of 128 x 128: [E, grid rows, ceil(K / 128)].
 
-A weight row's scales are in grid row (weight row) / 128. The halves of a gated layer in layout "concat" have a grid of
-their own each, one after the other: half h's row i has its scales in grid row h ceil(I / 128) + i / 128. Where I is a
-multiple of 128 that is the same; elsewhere no block then holds rows of both.
+A weight row's scales are in grid row (weight row) / 128. In layout "concat" each half of a gated layer has its own
+grid, one after the other: row i of half h has its scales in grid row h ceil(I / 128) + i / 128. If I is a multiple of
+128, this is the same grid; otherwise it keeps the rows of the two halves in different blocks.
 
-So 64 columns of a half, from a multiple of 64 on, have one grid row in every layout: interleaved, they are 64 of 128
-weight rows, which are one block's.
+So 64 columns of a half, from a multiple of 64 on, have one grid row in every layout: in interleaved layouts they are 64
+of the 128 weight rows of one block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockGrid(NamedTuple):
     blocks: Int32
 
     def expert(self, expert: Int32) -> Int64:
-        """The address of an expert's scales; of the end mark's, those of the first expert."""
+        """Return the address of an expert's scales; for the end mark, expert < 0, that of the first expert's."""
         return self.address + Int64(cutlass.max(expert, Int32(0))) * (self.rows * self.blocks * SCALE_BYTES)
 
 
@@ -54,13 +54,13 @@ def block_grid(
 
 
 def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
-    """The grid row of a column of a part, which has `half` columns."""
+    """Return the grid row of a column of a part, which has `half` columns."""
     own = part * grid.half + column // BLOCK
     return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
 
 
 def _chosen(condition: Boolean | bool, if_true: Int32, if_false: Int32) -> Int32:
-    """`select`, of a condition that may be known at compile time."""
+    """Select a number by a condition that may be known at compile time."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     return select(condition, if_true, if_false)

@@ -1,28 +1,28 @@
-"""Rows of a group, clipped by TMA where the group ends."""
+"""Views of a group's rows that TMA clips at the group's end."""
 
 from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-# Bound of the row mode, and what it must be multiplied by to vanish: 2^30 x 2^34 = 2^64 = 0 in address arithmetic.
+# Bound of the row mode, and the stride by which it vanishes in address arithmetic: 2^30 x 2^34 = 2^64 = 0.
 ROW_BOUND = 2**30
 WRAP_BYTES = 2**34
 MODE_BOUND = 2**31 - 1
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """A view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere.
+    """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere.
 
-    TMA clips at the bounds of a mode, which a descriptor fixes, while a group may end at any row. So the row mode gets
-    ROW_BOUND rows and is entered from its end: the coordinate of the group's last row is ROW_BOUND - 1. What that adds
-    to the address, the `wrap` mode takes away at coordinate ROW_BOUND, since it strides WRAP_BYTES less a row, and
-    `end`, a second mode of rows, brings back where the group ends:
+    TMA clips at the bounds of a mode, which a descriptor fixes, but a group may end at any row. So the row mode gets
+    ROW_BOUND rows and is entered from its end: the coordinate of the group's last row is ROW_BOUND - 1. Two more modes
+    correct the address. `wrap`, at coordinate ROW_BOUND, has a stride of WRAP_BYTES less a row, which cancels ROW_BOUND
+    rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end:
 
         (row + ROW_BOUND - end) S + ROW_BOUND (2^34 - S) + end S = row S   modulo 2^64
 
-    Stores past the end are dropped, loads there give zeros, and no descriptor changes between groups. (With the base
-    moved back instead, stores work but loads fault: a clipped load still touches the base.)
+    Stores past the end are dropped, loads there give zeros, and no descriptor changes between groups. (If the base were
+    moved back instead, stores would work but loads would fault: a clipped load still touches the base.)
     """
     row_stride = tensor.stride[0]
     wrap_stride = WRAP_BYTES * 8 // tensor.element_type.width - row_stride
@@ -32,7 +32,7 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """The part of a ragged view that starts at `row` and ends before row `end`, without its last two modes."""
+    """Return the part of a ragged view from `row` to before row `end`, without the view's last two modes."""
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)
     start = [0] * modes

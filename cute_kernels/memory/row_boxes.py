@@ -1,8 +1,8 @@
-"""Rows of x in boxes: a tile loads as many of them as its group has rows for.
+"""Loads of rows of x in boxes: a tile loads only the boxes that hold rows of its group.
 
-The rest of the tile's shared memory keeps what was there, NaN included: rows of a GEMM do not mix, and rows past a
-group's end are never stored. To load them all the same takes their way from L2 and, behind the last row of all, where
-TMA fills with zeros, longer: an SM gets 38 GB/s of such rows, 62 of others.
+The rest of the tile's shared memory keeps its old content, possibly NaN: rows of a GEMM do not mix, and rows past a
+group's end are never stored. Loading the other boxes would cost traffic from L2. Past the last row of x, where TMA
+fills with zeros, they are even slower: an SM gets 38 GB/s of such rows, 62 GB/s of others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ..tiles import TileConfig
 
 
 def num_boxes(tile: TileConfig, work: WorkTile) -> Int32:
-    """Boxes of a tile that hold rows of its group; a cluster's last tile may begin behind the group's end."""
+    """Return how many boxes of a tile hold rows of its group; 0 if the tile begins after the group's end, as a
+    cluster's last tile may."""
     rows = cutlass.max(cutlass.min(work.group_end - work.row, Int32(tile.m)), Int32(0))
     return cute.ceil_div(rows, tile.box_rows)
 
 
 def acquire(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, num_bytes: Int32) -> None:
-    """Wait for an empty stage and let it expect `num_bytes`, which only run time knows."""
+    """Wait for an empty stage and let its barrier expect `num_bytes`, a run-time value."""
     stages.sync_object_empty.wait(state.index, state.phase)
     stages.sync_object_full.arrive_and_expect_tx(state.index, num_bytes)

@@ -1,23 +1,23 @@
-"""How expert weights look to TMA: one descriptor for packed weights, for lists of experts and for every GLU layout.
+"""TMA's view of expert weights: one descriptor for packed weights, for lists of experts and for every GLU layout.
 
-A TMA descriptor multiplies coordinates by strides and knows nothing of tensors, so the expert is not a dimension of
-E but an address: coordinates (lo, hi) count 16-byte units from the descriptor's base, lo in units of 16 bytes and hi
-in units of 1 GiB. An expert of a packed tensor lies at e * stride, an expert of a list wherever a table says.
+A TMA descriptor only multiplies coordinates by strides. So the expert is not a dimension of size E but an address:
+coordinates (lo, hi) give an offset from the descriptor's base, lo in units of 16 bytes and hi in units of 1 GiB. An
+expert of a packed tensor is at offset e * stride, the offset of an expert of a list comes from a table.
 
-A gated layer's tile takes as many rows of the activated half as of the linear half, `parts` = 2 loads into one
-shared-memory tile [a rows | u rows], so that both halves of an output land in the same thread's accumulators. Where
-the rows of a half lie is a matter of strides only:
+A gated layer's tile has equally many rows of the activated and of the linear half: `parts` = 2 loads into one
+shared-memory tile [a rows | u rows], so that both halves of an output are in the same thread's accumulators. The
+layouts differ only in the strides of a half's rows:
 
     layout         row i of half h            dimension of i          distance of the halves
     concat         h I + i                    I : K                   I K
     interleaved    2 i + h                    I : 2 K                 K
     interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
 
-So a kernel for blocks of 32 rows serves every layout of a half of whole blocks (form "blocked"), and one for rows at
-one stride the first two (form "strided"). Of "concat" the halves may be two tensors, whose distance is that of their
-addresses: the descriptor's base is then the lower one.
+So a kernel for blocks of 32 rows serves every layout if a half has whole blocks (form "blocked"), and a kernel for rows
+at one stride serves the first two (form "strided"). In "concat" the halves may be two tensors, whose distance is the
+difference of their addresses; the descriptor's base is then the lower address.
 
-The bounds of i and of k are the descriptor's, so a tile that hangs over an edge is filled with zeros.
+The descriptor has the bounds of i and of k, so a tile past an edge is filled with zeros.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from ..specs import BLOCK_ROWS, LAYOUTS
 
 UNIT_BYTES = 16
 LOG2_UNITS_PER_HI = 26
-# The descriptor's bounds of (lo, hi): past any address, since only the bounds of i and k are meant to clip.
+# The descriptor's bounds of (lo, hi), past any address, since only the bounds of i and k should clip.
 LO_BOUND = 2**31 - 1
 HI_BOUND = 2**20
-# L2's policies, as PTX's `createpolicy.fractional.L2::evict_first` and `evict_last` make them on sm_90: for what nobody
-# reads again, and for what others read while much is written.
+# L2's policies, as PTX's `createpolicy.fractional.L2::evict_first` and `evict_last` make them on sm_90: for data that
+# is not read again, and for data that others read while much is written.
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 LINE_BYTES = 128
 
 
 class ExpertAddress(NamedTuple):
-    """Where an expert starts: `table` is the address of int64 [E] offsets in 16-byte units, or 0 for packed weights.
+    """Offsets of experts. table: the address of int64 [E] offsets in 16-byte units; 0: weights are packed.
 
-    part_units: the distance of the second part from the first; below zero where it is a tensor that lies before.
+    expert_units: 16-byte units between packed experts. part_units: 16-byte units from the first part to the second;
+    negative if the second part is a tensor at a lower address.
     """
 
     table: Int64
@@ -56,9 +57,10 @@ class ExpertAddress(NamedTuple):
 
 
 class GateRows(NamedTuple):
-    """Where a gated layer's weight rows lie, at run time: row i of half h is i % 32 * step + i / 32 * block + h * half.
+    """Order of a gated layer's weight rows, at run time: row i of half h is weight row
+    i % 32 * step + i / 32 * block + h * half.
 
-    `layout`: its number, of specs.LAYOUTS.
+    layout: the layout's number in specs.LAYOUTS.
     """
 
     layout: Int32
@@ -71,7 +73,7 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Of an expert with so many weight rows, both halves'."""
+    """Make the order of an expert's weight rows; `rows`: their number in both halves together."""
     is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
     half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
     block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
@@ -84,7 +86,8 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """The matrices [E, width, r], or transposed [E, r, width], that low [T, r] is multiplied by; they are packed."""
+    """Make the tensor of packed matrices [E, width, r], or transposed [E, r, width], by which low [T, r] is
+    multiplied."""
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
     pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
@@ -92,7 +95,7 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
 
 
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
-    """Of an expert, both parts'. `up`: as of `weight_view`."""
+    """Return the number of an expert's weight rows in both parts together. `up`: as in `weight_view`."""
     rows = Int32(w.shape[1])
     return rows if up is None else select(up != 0, 2 * rows, rows)
 
@@ -102,12 +105,12 @@ def weight_view(
     w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
     transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE, up: Int64 | None = None,
 ):  # fmt: skip
-    """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
+    """Return w [E, N, K] as (tensor (n, k, lo, hi), ExpertAddress), with n and k named as the MMA sees them.
 
-    `layout`: one of specs.LAYOUT_FORMS; `gate` says which of its several.
-    `transposed` contracts over w's rows: n is w's last dimension, k its rows. Two parts of it are the halves of
-    "concat"; columns of the other layouts come as they lie.
-    `up`: the address of the second part where that is a tensor like w, which then is the first; 0: w has both.
+    layout: one of specs.LAYOUT_FORMS; if the form has several layouts, `gate` chooses one.
+    transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these are
+    the halves of "concat"; columns of the other layouts stay in memory's order.
+    up: the address of the second part, a tensor like w, which is then the first part; 0 or None: w has both parts.
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
@@ -146,7 +149,7 @@ def weight_view(
 
 @cute.jit
 def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
-    """Where the expert starts, in 16-byte units from the descriptor's base."""
+    """Return an expert's offset from the descriptor's base, in 16-byte units."""
     units = expert * address.expert_units
     if address.table != 0:
         units = vector_at(Int64, address.table)[expert]
@@ -154,12 +157,12 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
 
 
 def part_offset(address: ExpertAddress, part: int) -> Int64:
-    """Where a part of an expert starts, in 16-byte units from the lower of its two."""
+    """Return the offset of a part of an expert from the lower of its two parts, in 16-byte units."""
     return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """The weight row behind a column of part 0 (a) or 1 (u) of a gated layer with `half` rows of each."""
+    """Return the weight row of a column of part 0 (a) or 1 (u), in a gated layer with `half` rows of each."""
     if layout not in LAYOUTS:
         return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
     rows = {
@@ -171,15 +174,16 @@ def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: 
 
 
 def lo_hi(units: Int64) -> tuple[Int32, Int32]:
-    """The descriptor's coordinates of an offset in 16-byte units."""
+    """Return the descriptor's coordinates (lo, hi) of an offset in 16-byte units."""
     return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)
 
 
 def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
-    """Whether a tile's weights should be the first to leave L2: nobody reads them again, where a group is one row tile.
+    """Return True if a tile's weights should be the first to leave L2: the group is one row tile, so no other tile
+    reads them.
 
-    Not where rows of weights begin within lines of L2: a line that left half-read comes from memory again (rows of 2880
-    bytes, gpt-oss-120b in MXFP8: 5 % more time).
+    False if rows of weights do not begin at lines of L2, since a line that leaves half-read is read from memory again
+    (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
     """
     is_read_once = (work.m_tile == 0) & (work.group_end - work.row <= tile_m)
     return is_read_once & (row_bytes % LINE_BYTES == 0)

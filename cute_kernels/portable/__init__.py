@@ -1,1 +1,1 @@
-"""Grouped GEMMs of cp.async and mma.sync, which every GPU from Ampere on has."""
+"""Grouped GEMMs built on cp.async and mma.sync, which every GPU since Ampere has."""

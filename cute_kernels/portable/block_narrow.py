@@ -1,8 +1,8 @@
 """Weights in E4M3 with a float32 scale for each block of 128 x 128, decoded on their way to mma.sync.
 
-As in narrow.py, except that a pair of elements becomes two float32 numbers, which are multiplied by the block's scale
-and rounded to bfloat16. That is what dequantising the weight to bfloat16 gives, and takes 5 instructions a pair where a
-power of two takes 1. A stage of 64 has one scale a row.
+Elements are decoded as in narrow.py, but scales are no powers of two: a pair of elements becomes two float32 numbers,
+which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight dequantised to bfloat16,
+and takes 5 instructions a pair; a power of two takes 1. A stage is 64 deep, so each row has one scale in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sources import Weights
 
 
 class PendingScales(Invariant):
-    """The bits of a float32 scale that was asked for, for each k-tile of a run."""
+    """The float32 scales, as bits, that are being loaded: one for each k-tile of a run."""
 
     def __init__(self, run: int):
         self.words = cute.make_rmem_tensor(run, Int32)
@@ -34,7 +34,8 @@ class PendingScales(Invariant):
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Past the last block: 0, since a stale NaN scale would turn padding zeros into NaN."""
+        """Load the scale of k-tile `tile`. Past the last block: 0, since a stale NaN scale would turn padding zeros
+        into NaN."""
         number = tile // (BLOCK // DEPTH)
         self.words[place] = Int32(0)
         if number < sources.blocks:
@@ -42,7 +43,7 @@ class PendingScales(Invariant):
 
 
 def product_in_float32(pair: Int32, scale: Int32) -> Int32:
-    """Two bfloat16 numbers times a float32 number, given by its bits, each rounded to bfloat16."""
+    """Multiply two bfloat16 numbers by a float32 number, whose bits are `scale`, and round to bfloat16."""
     ptx = """{
     .reg .b32 low, high; .reg .f32 first, second, scale;
     shl.b32 low, {$r0}, 16;
@@ -58,7 +59,7 @@ def product_in_float32(pair: Int32, scale: Int32) -> Int32:
 
 
 class BlockScaled(Narrow):
-    """A scale is the bits of a float32 number, in registers and in shared memory."""
+    """Weights whose multipliers are the bits of float32 scales, in registers and in shared memory."""
 
     def make_pending(self, weights: Format) -> PendingScales:
         return PendingScales(self.run)
@@ -81,7 +82,8 @@ def block_narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Make a thread's copies and scales; after an expert's last row, threads read the last row's."""
+    """Make the addresses of a thread's copies and scales. Past an expert's last row, the last row's scales are read
+    again."""
     thread, _, _ = cute.arch.thread_idx()
     gate, half = weights.gate, weights.count
     grid = block_grid(w_scale, layout, gate, parts, parts * half, weight_format.num_scales(depth))

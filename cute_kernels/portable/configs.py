@@ -1,4 +1,4 @@
-"""The specs that bundles of all architectures but Hopper's own ship. Plain Python, which imports no compiler."""
+"""The specs that ship in bundles of architectures with portable kernels. Plain Python, which imports no compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..specs import BLOCK_ROWS, DTYPES, MhcSpec, Spec, form_of_several, is_gated
 from ..tiles import TileConfig
 
 LARGE = TileConfig(m=128, n=128, k=64, schedule="warps")
-# Few rows an expert: four warps multiply a quarter of the depth each, and stages are deep.
+# For few rows an expert: each of four warps multiplies a quarter of a stage's depth.
 SMALL = TileConfig(m=16, n=128, k=64, schedule="warps")
 TILES = (SMALL, LARGE)
 
@@ -25,8 +25,9 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the activations and layouts that an FC1's kernel serves, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS`
-    name them: all merged activations, gated or not, and all layouts; each layout of transposed weights has a kernel.
+    """Return the form of activations and of layouts that an FC1's kernel serves (`specs.ACTIVATION_FORMS`,
+    `specs.LAYOUT_FORMS`). One kernel serves all merged activations, gated or not, and all layouts, except that each
+    layout of transposed weights has its own kernel.
     """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:
@@ -35,12 +36,12 @@ def glu_form(
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """Return the tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    """Return FC2's tile for FC1's tile `first`, or the data gradient's tile for the tile of a grouped_dglu."""
     return first
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
-    """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
+    """Return every spec of a profile, in a fixed order, so that a build of the same sources is byte-identical."""
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
@@ -49,5 +50,6 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
 
 
 ALLOWED_DIAGNOSTICS = {MhcSpec("project", dtype, 8, arch="sm_90").name: ("spills",) for dtype in DTYPES}
-"""4 bytes in its kernel `exact` on sm_90, which serves our tests alone. Of two cures one spills 8 bytes on sm_120
-(copies in shorter runs), the other 4 on sm_80 (finding the weight's places in each step)."""
+"""Compiler diagnostics that a build accepts, by spec name. Here: 4 spilled bytes in the kernel `exact` on sm_90, which
+only our tests run. The two known remedies spill elsewhere: copies in shorter runs 8 bytes on sm_120, finding the
+weight's places in each step 4 bytes on sm_80."""

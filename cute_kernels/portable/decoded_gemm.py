@@ -1,4 +1,4 @@
-"""The grouped GEMM of 16-bit rows and weights in MXFP8, MXFP4 or NVFP4, decoded on the way."""
+"""The grouped GEMM of 16-bit rows and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), decoded on the way."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,12 +21,12 @@ from .sources import row_sources, weight_sources
 from .split import is_split
 
 BLOCK_REGS = 2 * MXFP8.block // 4
-"""A thread's results of a block, of two rows; four threads have a block."""
+"""Results of a thread in a block of 32 columns and two rows; four threads share such a block."""
 
 
 class RoundingEpilogue(ActivationEpilogue):
-    """act = activation(acc + bias) * scale[row], where the format says so rounded to MXFP8 values, 32 columns a block:
-    to what quantising and back gives, from float32."""
+    """act = activation(acc + bias) * scale[row]. If the format's activation is in MXFP8 (`rounds`), results are rounded
+    to the values that quantising them from float32 and dequantising would give, in blocks of 32 columns."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec)
@@ -46,7 +46,7 @@ class RoundingEpilogue(ActivationEpilogue):
 
 
 def _round(outputs: cute.Tensor, first: int) -> None:
-    """One row's eight of a thread's results of a block, four lanes' together."""
+    """Round a thread's eight results of a block's row to MXFP8; the block's scale is of four lanes' results."""
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)
     for place in places:
@@ -59,7 +59,7 @@ def _round(outputs: cute.Tensor, first: int) -> None:
 
 
 class DecodedGemm(GroupedGemm):
-    """`weights`: their format."""
+    """The grouped GEMM of 16-bit rows and decoded weights, whose format is `weights`."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)

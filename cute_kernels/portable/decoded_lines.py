@@ -1,7 +1,8 @@
-"""The grouped GEMM over quantised weights' rows on any GPU from Ampere on: y[row] = epilogue(x[row] @ w[e]).
+"""The grouped GEMM that contracts over quantised weights' rows, for every GPU since Ampere:
+y[row] = epilogue(x[row] @ w[e]).
 
-A stage has weights as they lie in memory. When a k-tile has arrived all threads decode it to 16-bit numbers in shared
-memory (decoding/lines.py), and a second barrier later ldmatrix reads these as it does transposed weights of 16 bits.
+A stage holds weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit numbers in
+shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these like transposed weights of 16 bits.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ class PortableLines(DecodedLines):
 
 
 class DecodedAcross(Operand):
-    """64 weight rows of a format by `width` columns, and the numbers that they are decoded to, of one k-tile."""
+    """An operand of quantised weights, 64 weight rows by `width` columns a stage, and shared memory for the 16-bit
+    numbers of one decoded k-tile."""
 
     decodes = True
 
@@ -67,13 +69,13 @@ class DecodedAcross(Operand):
             self.of_thread.write(chunks, scales, self.smem, (time,))
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
-        """16 columns and 16 weight rows of the k-tile that was decoded last."""
+        """Read 16 columns and 16 weight rows of the k-tile that was decoded last."""
         self.numbers.smem = self.smem
         return self.numbers.columns(Int32(0), pair, k)
 
 
 class Operands(NamedTuple):
-    """Rows of x, experts' weights, and how many weight rows are contracted."""
+    """Rows of x and experts' weights. depth: the number of contracted weight rows."""
 
     rows: Rows
     experts: Experts
@@ -81,7 +83,7 @@ class Operands(NamedTuple):
 
 
 class DecodedLinesGemm(GroupedGemm):
-    """GEMM of 16-bit rows and decoded weights, contracted over the weights' rows. `weights`: their format."""
+    """GEMM of 16-bit rows and decoded weights, contracted over weight rows. `weights`: the weights' format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)

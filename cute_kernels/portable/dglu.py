@@ -1,5 +1,7 @@
-"""The epilogue of grouped_dglu where no warp can load beside the others: all of a tile's preactivations come into the
-stages' memory once that is free, 8 KB a slot, and their gradients take their place (epilogue/preact.py).
+"""The epilogue of grouped_dglu in kernels without a load warp.
+
+After the mainloop, all of a tile's preactivations are copied into the stages' memory, 8 KB a slot, and their gradients
+overwrite them there (epilogue/preact.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .store import RowStore, Slots, make_store
 
 
 class PreactSlots(Invariant):
-    """Slots of a tile's chunks, by their number: one of act, then those of its preactivation."""
+    """Slots of a tile's chunks: for each chunk one slot of act, then the slots of its preactivation."""
 
     def __init__(self, slots: Slots, layout: PreactLayout):
         self.slots, self.layout, self.smem = slots, layout, slots.smem
@@ -34,20 +36,20 @@ class PreactSlots(Invariant):
         return number * (1 + self.layout.slots) + 1 + slot
 
     def load(self, preact: RowStore, work: WorkTile, chunk: int, row: Int32, column: Int32) -> None:
-        """Start to bring a chunk's preactivations."""
+        """Start to copy a chunk's preactivations into their slots."""
         for slot in range(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.bring(preact.tile(work, row, at, half), self.slot(chunk, slot))
 
     def wait(self, number: Int32) -> None:
-        """All are there when the first chunk begins."""
+        """Do nothing: all preactivations have arrived before the first chunk begins."""
 
     def release(self, number: Int32) -> None:
-        """No chunk of a tile has slots of another."""
+        """Do nothing: no two chunks of a tile share slots."""
 
 
 class Pair(PreactPair):
-    """One thread's access to slots of a chunk, two elements at a time."""
+    """A thread's access to a chunk's slots, two elements at a time."""
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         for i in range(cute.size(target) // 2):
@@ -56,7 +58,7 @@ class Pair(PreactPair):
 
 
 class Epilogue(DgluEpilogue):
-    """Stores: dpreact, then act."""
+    """The epilogue of grouped_dglu without a load warp. Its `stores` are dpreact, then act."""
 
     @property
     def shape(self) -> EpilogueShape:

@@ -1,4 +1,4 @@
-"""The grouped GEMM, ragged in rows, on any GPU from Ampere on: y[row] = epilogue(x[row] @ w[e]^T)."""
+"""The grouped GEMM, ragged in rows, for every GPU since Ampere: y[row] = epilogue(x[row] @ w[e]^T)."""
 
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from .store import make_store
 
 
 class Operands(NamedTuple):
-    """Rows of x, experts' weights, and how many elements are contracted, of each half. w_scale: the address of scale
-    bytes [E, rows, depth / 32] of weights to be decoded."""
+    """Rows of x and experts' weights. depth: contracted elements of each half. w_scale: the address of scales
+    [E, rows, blocks of depth] of weights to be decoded."""
 
     rows: Rows
     weights: Weights
@@ -31,9 +31,10 @@ class Operands(NamedTuple):
 
 
 class GroupedGemm(TileKernel):
-    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
+    """y[row] = epilogue(x[row] @ w[e]^T) with w [E, N, K].
 
-    `in_halves`: two such w, one for either half of x's columns, contracted one behind the other.
+    transposed: w is [E, K, N], and y[row] = epilogue(x[row] @ w[e]). in_halves: two transposed w, one for each half of
+    x's columns; the second half is contracted after the first.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class GroupedGemm(TileKernel):
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, w_up: Int64 | None = None,
     ):  # fmt: skip
-        """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `w_up`: of the weights' second half, as of `weight_view`.
+        """Launch on `stream`. `inputs`: the epilogue's inputs. `rows`: the address of the indices of x's rows; 0: rows
+        lie in order. `w_up`: the address of the weights' second half, `up` of `weight_view`.
 
-        Tiles are dealt, not drawn, and no launch is early, whatever the `position`.
+        `position` is ignored: each CTA's tiles are fixed (no tickets), and no launch starts before the previous kernel
+        ends.
         """
         view, expert = weight_view(w, w_table, self.parts, self.layout, self.transposed, inputs.gate, w_up)
         n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)
@@ -73,7 +75,7 @@ class GroupedGemm(TileKernel):
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
         a = row_sources(operands.rows, work, mainloop.a)
         if const_expr(self.in_halves):
-            # One mainloop in a loop over both halves: with two in a row, ptxas spills up to 40 bytes of accumulators.
+            # One mainloop in a loop over both halves: with two mainloops ptxas spills up to 40 bytes of accumulators.
             for half in cutlass.range(2, unroll=1):
                 b = transposed_sources(operands.weights, work, mainloop.b, self.parts, half)
                 first = a.parts[0] + half * operands.depth * (self.dtype.width // 8)

@@ -1,7 +1,7 @@
 """The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
 
-Every element of dw is made by one CTA in one pass, which adds what dw holds where a group accumulates: the result is
-deterministic. An empty group adds nothing, or overwrites with zeros.
+One CTA makes each element of dw in one pass, and adds the previous dw if the group accumulates, so the result is
+deterministic. An empty group adds nothing, or overwrites dw with zeros.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .store import Place, Slots
 
 
 class WgradWalk(SameTiles, TileWalk):
-    """Every group has the same tiles, empty ones too."""
+    """Walk groups that all have the same tiles, including empty groups."""
 
 
 class WgradInputs(NamedTuple):
-    """Where dw's experts lie, of `rows` rows of `columns`, and which groups add: all (`accumulate` != 0) or those with
-    mask[e] (bool, 0: absent)."""
+    """The place of dw [E, rows, columns], and which groups add to dw: all if `accumulate` != 0. mask: the address of
+    bool [E], which decides instead of `accumulate`; 0: not given."""
 
     base: Int64
     address: ExpertAddress
@@ -53,7 +53,7 @@ class WgradState(Invariant):
 
 
 class WgradEpilogue(Invariant):
-    """Store accumulators as dw's type, overwriting or adding."""
+    """Convert accumulators to dw's type and store them, overwriting dw or adding to it."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile):
         self.dtype, self.tile = dtype, tile
@@ -64,7 +64,7 @@ class WgradEpilogue(Invariant):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Whether this tile adds to what dw holds."""
+        """Return True if this tile adds to dw, False if it overwrites dw."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -92,7 +92,7 @@ class Operands(NamedTuple):
 
 
 class GroupedWgrad(TileKernel):
-    """Kernel of dy [T,N] and x [T,K], 16-bit, into dw of `out_dtype`."""
+    """Kernel for dy [T, N] and x [T, K] in 16 bits; dw [E, N, K] is of `out_dtype`."""
 
     walk = WgradWalk
 
@@ -108,7 +108,8 @@ class GroupedWgrad(TileKernel):
         rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
+        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's rows. 0: rows lie in order;
+        at least one of the two addresses is 0."""
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         n, k = Int32(dy.shape[1]), Int32(x.shape[1])

@@ -1,11 +1,11 @@
 """The mainloop without wgmma and TMA: cp.async fills stages, ldmatrix and mma.sync empty them.
 
-Four warps share a tile of 128 x 128. Of each slab of 64 rows a warp has 16, over all columns: a thread's accumulators
-are those of epilogue/fragments.py, so that the shared epilogues serve. Of a tile of 16 x 128, for few rows, each warp
-multiplies a quarter of a stage's depth, and the first one adds the four sums.
+Four warps share a tile of 128 x 128. Each warp has 16 rows of each slab of 64 rows, over all columns, so a thread's
+accumulators are in the order of epilogue/fragments.py and the shared epilogues serve. In a tile of 16 x 128, for few
+rows, each warp multiplies a quarter of a stage's depth, and the first warp adds the four sums.
 
-A stage holds 64 of the contraction, a k-tile, and there is one barrier a run of k-tiles (operands.py). Two CTAs share
-an SM: one multiplies while the other stores or waits for its first stage.
+A stage holds a k-tile, 64 elements of the contraction, and there is one barrier a run of k-tiles (operands.py). Two
+CTAs share an SM: one multiplies while the other stores or waits for its first stage.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ DEPTH = 64
 CTAS_PER_SM = 2
 MMA_K = 16
 SMEM_BYTES, MAX_STAGES = 96 * 1024, 8
-"""Of stages, which leave 3 KB of the 99 that consumer parts have; more than 8 hide no more latency."""
+"""Shared memory of all stages and their greatest number. 3 KB remain of the 99 KB of consumer GPUs; more than 8 stages
+hide no more latency."""
 
 
 class Mainloop(Invariant):
-    """acc += A B^T of a tile. `a`, `b`: the operands' places in shared memory (operands.py), from `smem` on."""
+    """acc += A B^T for a tile. `a`, `b`: operands (operands.py), whose stages lie in shared memory from `smem` on."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
@@ -48,12 +49,12 @@ class Mainloop(Invariant):
 
     @cute.jit
     def run(self, acc: cute.Tensor, a: Any, b: Any, depth: Int32):
-        """By the whole CTA, which finds the stages free when it is done. `a`, `b`: where in global memory the operands'
-        lines lie, of which `depth` elements are contracted."""
+        """Contract `depth` elements; called by the whole CTA. When this returns, all stages are free. `a`, `b`: the
+        addresses of the operands' lines in global memory (`copy` of each operand takes them)."""
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
-        # Without it, the distances of the first copies' lines stay in 8 registers from tile to tile.
+        # Without `anew`, the distances of the first copies' lines stay in 8 registers from tile to tile.
         zero = anew(Int32(0))
         for first in cutlass.range_constexpr(0, self.stages - run, run):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)
@@ -75,7 +76,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """The stages from `stage` on with a run of k-tiles, if there is that. It is a group of copies, be it empty."""
+        """Start to copy the run of k-tiles from `tile` on into the stages from `stage` on, if there is such a run.
+        Always commit one cp.async group, even an empty one, so that wait counts stay fixed."""
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
@@ -84,7 +86,7 @@ class Mainloop(Invariant):
         cute.arch.cp_async_commit_group()
 
     def _before(self, stage: Int32) -> Int32:
-        """The stage that a run before begins at, around the ring."""
+        """Return the first stage of the run before, around the ring."""
         return select(stage == 0, Int32(self.stages), stage) - self.b.run
 
     @cute.jit
@@ -96,27 +98,27 @@ class Mainloop(Invariant):
                 self._step(acc, stage, tile, k)
 
     def _step(self, acc: cute.Tensor, stage: Int32, tile: Int32, k: Int32 | int) -> None:
-        """16 of the depth."""
+        """Multiply step k of a k-tile: 16 of its depth."""
         first_row = 0 if self.is_split else self.warp * 16
         rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
             self._add(acc, rows, pair, self.b.columns(stage, pair, k))
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
-        """A product of each slab's 16 rows and 16 columns."""
+        """Add each slab's product of 16 rows and 16 columns."""
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
             sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))
             self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
 
     def _add_nans(self, acc: cute.Tensor) -> None:
-        """0 times NaN of columns that have a NaN which `columns` gave as a number."""
+        """Add 0 * NaN to the columns that held a NaN, which `columns` returned as a number."""
         for pair in range(self.n // 16):
             self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """Where warps have parts of the depth, the sum of their accumulators, in their order, to the first."""
+        """If warps share the depth, add their accumulators to those of warp 0, in the order of warps."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

@@ -1,18 +1,20 @@
-"""Weights in a narrow format, which become pairs of bfloat16 numbers on their way from shared memory to mma.sync.
+"""Weights in a narrow format, decoded to pairs of bfloat16 numbers on their way from shared memory to mma.sync.
 
-A stage has a chunk's bytes as they lie in memory, and for each weight row and block of a scale the bfloat16 number that
-its elements are multiplied by, in both halves of a word. That is fetched a run of stages ahead: a thread asks for the
-scale bytes of its row, and writes the numbers when it asks for the next.
+A stage holds the weights' bytes as they lie in memory and, for each weight row and scale block, a multiplier: the
+bfloat16 number that the block's elements are multiplied by, in both halves of a word. Multipliers are fetched one run
+of stages ahead: a thread loads the scale bytes of its row, and writes the multipliers when it loads the next ones.
 
-mma.sync wants of a lane, for a column, two pairs of every 16 elements, and leaves their order to us if the rows of x
-have the same, t = lane % 4. Of E4M3, where a tile has few rows, a lane takes the word of elements 4 t to 4 t + 3, whose
-pairs are bytes 0 and 2, 1 and 3, so that a pair is a shift and a mask away. Where it has many, registers do not suffice
-for x's rows in that order (sm_100 spilled 216 bytes), and the pairs are elements 2 t + (0, 1) and 8 + 2 t + (0, 1). Of
-E2M1 it is word t of 32 elements, which has pairs for two steps (`python/glulam/formats/words.py`); every other two of
-such 32 have these steps the other way round.
+For each column mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 is right if the rows of x
+are in the same order. With t = lane % 4:
 
-E4M3 is decoded in integer arithmetic, which every GPU from Ampere on has: moved to where bfloat16 has exponent and
-significand a number is 2^-120 times itself, also where it is a subnormal.
+    E4M3, few rows    elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
+    E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The other order needs more registers for x's rows than
+                      there are (sm_100 spilled 216 bytes).
+    E2M1              word t of 32 elements, which holds the pairs of two steps (`python/glulam/formats/words.py`).
+                      Every second pair of such blocks of 32 has the two steps exchanged.
+
+E4M3 is decoded in integer arithmetic, which every GPU since Ampere has: when its bits are moved to the places of
+bfloat16's exponent and significand, they are 2^-120 times the number, including subnormals.
 """
 
 from __future__ import annotations
@@ -37,19 +39,19 @@ from .mainloop import DEPTH, MMA_K
 from .operands import Along, Lines
 from .sources import Weights
 
-# Bytes of a word.
 BYTES = 4
+"""Bytes of a word."""
 RUN_OF_FEW = 2
-"""k-tiles between barriers where a tile has few rows: two are 3 % faster than one, since a warp finds more to do while
-it waits for what it decodes."""
+"""k-tiles between barriers if a tile has few rows: two are 3 % faster than one, since a warp has more work while it
+waits for the words that it decodes."""
 FIRST_OF_PAIR, PAIR_SIGNS, PAIR_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
-"""How two bytes get two halves of a word, and what is what there."""
+"""Selector of `prmt` that moves two bytes to the two halves of a word, and masks of their sign and magnitude bits."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
-"""Of two E4M3 numbers in bfloat16's places."""
+"""Masks of the bits of two E4M3 numbers that were moved to bfloat16's places."""
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Of two bfloat16 numbers each, by adding -0: sm_80 has no multiplication alone."""
+    """Multiply two pairs of bfloat16 numbers. It is an FMA that adds -0, since sm_80 has no bfloat16 multiplication."""
     ptx = """{
         .reg .b32 factor, zero;
         mov.b32 factor, {$r1};
@@ -60,7 +62,7 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
 
 
 def e4m3_pair(two: Int32) -> Int32:
-    """Two bytes as bfloat16 numbers, 2^-120 times what they are. 0x7F, NaN, becomes one."""
+    """Decode two E4M3 bytes to bfloat16 numbers, 2^-120 times their value. NaN (0x7F) stays NaN."""
     bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
     magnitudes = bytes_apart & PAIR_MAGNITUDES
     is_nan = (magnitudes + LANES_OF_16) & PAIR_SIGNS
@@ -68,21 +70,24 @@ def e4m3_pair(two: Int32) -> Int32:
 
 
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """The same of bytes 0 and 2 and of bytes 1 and 3, where NaN becomes 480."""
+    """Decode four E4M3 bytes to bfloat16 numbers, 2^-120 times their value: bytes 0 and 2, then bytes 1 and 3. NaN
+    becomes the number 480."""
     moved = (word << 4, word << 8), (word >> 4, word)
     return [(magnitudes & MAGNITUDES) | (signs & SIGNS) for magnitudes, signs in moved]
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Four E4M3 numbers, of which one is NaN: then a sign bit of a byte is 1, and else none. Of other bits anything.
+    """Return a word with a sign bit of some byte set if one of four E4M3 numbers is NaN, and with none set otherwise;
+    its other bits mean nothing.
 
-    A 1 that is added to a byte changes its sign where all other bits are 1, and only such a byte carries into the next.
+    Adding 1 to a byte changes its sign bit if all its other bits are 1, and only such a byte carries into the next.
     """
     return (word + BYTE_LANES) ^ word
 
 
 class NarrowLines(NamedTuple):
-    """Where a thread's weight rows begin, and the scale bytes of the row whose they are to fetch, one a block."""
+    """Addresses of a thread's weight rows (as in `Lines`), and of the scales of the row that this thread fetches scales
+    for; blocks: scales of a row."""
 
     parts: tuple[Int64, ...]
     distances: cute.Tensor
@@ -91,7 +96,7 @@ class NarrowLines(NamedTuple):
 
 
 class ScaleBytes(Invariant):
-    """Scale bytes of a thread's row that were asked for: a number for each of `blocks` of each k-tile of a run."""
+    """Scale bytes of a thread's row that are being loaded: `blocks` for each k-tile of a run."""
 
     def __init__(self, run: int, blocks: int):
         self.blocks = blocks
@@ -103,7 +108,8 @@ class ScaleBytes(Invariant):
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Past the last block: byte 0, since a stale NaN scale would turn padding zeros into NaN."""
+        """Load the scales of k-tile `tile`. Past the last block: byte 0, since a stale NaN scale would turn padding
+        zeros into NaN."""
         for block in cutlass.range_constexpr(self.blocks):
             number = tile * self.blocks + block
             self.bytes[place, block] = Int32(0)
@@ -112,7 +118,8 @@ class ScaleBytes(Invariant):
 
 
 class ScaleWords(Invariant):
-    """Scales of four blocks, a word; where rows of scales are whole words, one load."""
+    """Scale bytes of a thread's row that are being loaded, four blocks a k-tile: one load if rows of scales are whole
+    words, else four."""
 
     def __init__(self, run: int, blocks: int):
         assert blocks == BYTES
@@ -136,9 +143,10 @@ class ScaleWords(Invariant):
 
 
 class Narrow(Along):
-    """`lines` weight rows of a format, a thread's own scales those of row number thread. `few_rows`: of the tile.
+    """Weight rows of a format; thread i fetches the scales of row i. `few_rows`: the tile has few rows of x.
 
-    A class for each element completes it. shift: the power of two that makes numbers of elements in bfloat16's places.
+    A subclass for each element type decodes it. shift: the bits, in both halves of a word, of the power of two by which
+    elements that were moved to bfloat16's places are multiplied to get their value.
     """
 
     element: type[Element]
@@ -150,7 +158,7 @@ class Narrow(Along):
         self.scales = SCALES[weights.scale](self.element(), product)
         self.steps_per_block, self.blocks = weights.block // MMA_K, max(DEPTH // weights.block, 1)
         self.line_area = self.stage_bytes
-        # Columns lane / 4 + 8 i of a block follow each other, and 8 such lanes ask banks of their own for two of them.
+        # Columns lane / 4 + 8 i of a block are neighbours, so 8 lanes that read two of them each use different banks.
         pitch = lines // 8 + 2
         self.multipliers = cute.make_layout(((8, lines // 8), self.blocks), stride=((pitch, 1), 8 * pitch))
         self.stage_bytes += 8 * pitch * self.blocks * 4
@@ -158,14 +166,14 @@ class Narrow(Along):
         self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
-        """Of a stage, (row, block)."""
+        """Return a stage's multipliers, (row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
         return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, tile: Int32, before: Int32):
-        """Write the multipliers of the run before, whose stages begin at `before`, and ask for those of this one."""
+        """Write the multipliers of the run before, whose stages begin at `before`, and load the scales of this run."""
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)
@@ -176,19 +184,20 @@ class Narrow(Along):
             self.pending.ask(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
-        """When in a k-tile the steps of a block come."""
+        """Return the index of a block's multiplier in k-tile `tile`: multipliers are in the order of steps."""
         return block
 
     def make_pending(self, weights: Format) -> Any:
-        """Make what holds the scales that were asked for."""
+        """Make the registers for scales that are being loaded."""
         return (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
 
     def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
-        """Two elements times the value of their scale."""
+        """Multiply two elements by their block's multiplier."""
         return product(pair, multiplier)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
-        """16 columns and 16 of the depth, its halves first."""
+        """Read and decode 16 columns of step k (16 of the depth): the depth's two halves of the first 8 columns, then
+        those of the last 8."""
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
         of_lane = self._multipliers(stage)[((self.lane // 4, None), k // self.steps_per_block)]
         cute.autovec_copy(cute.local_tile(of_lane, (2,), (pair,)), multipliers)
@@ -200,7 +209,8 @@ class Narrow(Along):
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
-        """The lane's four elements of a column, its column of that number, moved to bfloat16's places."""
+        """Read a lane's four elements of a column, moved to bfloat16's places. number: the column's index among the
+        lane's columns."""
         raise NotImplementedError
 
     def _load(self, dtype: Any, at: Int32) -> Int32:
@@ -209,7 +219,7 @@ class Narrow(Along):
 
 
 class NarrowE4m3(Narrow):
-    """Pairs of neighbouring elements."""
+    """E4M3 weights, read as pairs of neighbouring elements, for tiles of many rows."""
 
     element, shift = E4m3, (EXPONENT_BIAS + 120) * EXPONENT_ONE
 
@@ -219,7 +229,7 @@ class NarrowE4m3(Narrow):
 
 
 class NarrowE4m3ByFours(NarrowE4m3):
-    """Four neighbouring elements a lane, for tiles of few rows. NaNs among them are noted by column."""
+    """E4M3 weights, read as four neighbouring elements a lane, for tiles of few rows. NaNs are noted by column."""
 
     notes_nans = True
 
@@ -232,7 +242,7 @@ class NarrowE4m3ByFours(NarrowE4m3):
         return x.rows_by_fours(stage, first, k)
 
     def nans(self, pair: int) -> list[Int32]:
-        """For what `columns` gave of a pair since the last time: NaN in columns that had one, in others 0."""
+        """Return NaN for each column of a pair in which `columns` met a NaN since the last call, 0 for the others."""
         words = []
         for half in range(2):
             words += [select(is_bad(self.noted[pair * 2 + half], 0), Int32(NAN), Int32(0)), Int32(0)]
@@ -246,7 +256,7 @@ class NarrowE4m3ByFours(NarrowE4m3):
 
 
 class NarrowE2m1(Narrow):
-    """Words of eight elements, of which a step takes half."""
+    """E2M1 weights, read as words of eight elements; each step takes half a word."""
 
     element, shift = E2m1, (EXPONENT_BIAS - E2m1.read_exponent) * EXPONENT_ONE
 
@@ -269,7 +279,7 @@ ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
 
 
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
-    """Weight rows of a format, in the order of elements that suits the tile."""
+    """Make the operand of `lines` weight rows of a format, in the order of elements that suits the tile."""
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}
     return kinds[weights.element](lines, weights, few_rows)
 
@@ -280,7 +290,8 @@ def narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Make a thread's copies and scales, [E, rows, blocks of depth]; past an expert's last row, the last row's."""
+    """Make the addresses of a thread's copies and scales, which lie as [E, rows, blocks of depth]. Past an expert's
+    last row, the last row's scales are read again."""
     thread, _, _ = cute.arch.thread_idx()
     column = cutlass.min(work.n_tile * part_n + thread % part_n, weights.count - 1)
     row = row_of(layout, weights.gate, column, thread // part_n, weights.count)

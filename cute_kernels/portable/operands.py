@@ -1,11 +1,13 @@
-"""Operands in shared memory, how they get there and how a warp reads them.
+"""Operands in shared memory: how they are copied there and how a warp reads them.
 
-Along: lines of an operand that lie along the contraction, 64 elements of each a stage, in chunks of 16 bytes. Across:
-64 lines of the contraction a stage, 64 elements of each in a block of 8 KB, which ldmatrix transposes. Lines of 128
-bytes have their chunks at chunk ^ line % 8, narrower ones share 128 bytes and so more lines a number, so that 8 chunks
-that are read at once are in banks of their own.
+Along: an operand whose lines lie along the contraction. A stage holds 64 elements of each line, in chunks of 16 bytes.
+Across: an operand whose lines lie across the contraction. A stage holds 64 lines, in blocks of 64 elements a line
+(8 KB), which ldmatrix transposes.
 
-A copy of 16 bytes that has nothing to bring, behind the contraction or a matrix, brings zeros.
+Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
+c ^ line % 8. Narrower lines share 128 bytes, and lines that share them have the same number in the swizzle.
+
+A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 """
 
 from __future__ import annotations
@@ -28,28 +30,31 @@ from .mainloop import DEPTH
 LINE_BYTES = 128
 CHUNKS = LINE_BYTES // CHUNK_BYTES
 STEP = THREADS // CHUNKS
-"""Lines between two of a thread's copies, where lines are of 128 bytes."""
+"""Distance of two consecutive copies of a thread, in lines of 128 bytes."""
 BLOCK = 64
 BLOCK_BYTES = DEPTH * LINE_BYTES
 
 
 def chunk_at(line: Int32, chunk: Int32) -> Int32:
-    """Where a chunk of a line of 128 bytes lies, in bytes from the first line."""
+    """Return the offset of a chunk of a line of 128 bytes, in bytes from the first line."""
     return line * LINE_BYTES + (chunk ^ line % CHUNKS) * CHUNK_BYTES
 
 
 class Lines(NamedTuple):
-    """Where a thread's lines begin: `parts` of the tile, which follow each other, have an address each, and from there
-    on a line is as many times 16 bytes away: 32 bits, for registers are few."""
+    """Addresses of a thread's lines: an address of each of the tile's consecutive `parts`, and for each line its
+    distance from its part's address. Distances are int32 and count 16 bytes, to save registers."""
 
     parts: tuple[Int64, ...]
     distances: cute.Tensor
 
 
 class Operand(Invariant):
-    """What a mainloop asks of either besides `copy`. run: k-tiles between barriers. notes_nans: whether `nans` tells of
-    NaNs that `columns` does not. decodes: whether `decode` makes what `columns` reads of each stage, between barriers;
-    decoded_bytes: shared memory for that, before the stages."""
+    """An operand of a mainloop, with defaults for everything except `copy`.
+
+    run: k-tiles between two barriers. notes_nans: `nans` reports NaNs that `columns` returned as numbers. decodes:
+    between barriers, `decode` turns each stage into the numbers that `columns` reads; decoded_bytes: shared memory for
+    these numbers, before the stages.
+    """
 
     run, notes_nans = 1, False
     decodes, decoded_bytes = False, 0
@@ -58,15 +63,16 @@ class Operand(Invariant):
         """Decode a stage that has arrived."""
 
     def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
-        """At each run of k-tiles from `tile` on, be it none. `before`: the first stage that was filled before."""
+        """Prepare the run of k-tiles that begins at `tile`; called for every run, also past the last k-tile. `before`:
+        the first stage of the run that was filled before this one."""
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
-        """16 rows of the other operand, for step k of a k-tile: 16 of its depth, in this one's order."""
+        """Read 16 rows of the other operand x for step k of a k-tile (16 of its depth), in this operand's order."""
         return x.rows(stage, first, k)
 
 
 class Along(Operand):
-    """`lines` of an operand that lie along the contraction, of `bits` an element."""
+    """An operand of `lines` lines along the contraction, `bits` bits an element."""
 
     def __init__(self, dtype: type[cutlass.Numeric], lines: int, bits: int = 16):
         self.dtype, self.lines, self.bits = dtype, lines, bits
@@ -81,12 +87,12 @@ class Along(Operand):
         self.lane = thread % WARP
 
     def at(self, line: Int32, chunk: Int32) -> Int32:
-        """Where a chunk lies, in bytes from the first line."""
+        """Return the offset of a chunk, in bytes from the first line."""
         shared = LINE_BYTES // self.line_bytes
         return line * self.line_bytes + (chunk ^ line // shared % self.chunks) * CHUNK_BYTES
 
     def copy(self, sources: Lines, stage: Int32, k: Int32, depth: Int32) -> None:
-        """The contraction's elements from k on, of lines that begin at `sources`."""
+        """Start to copy a k-tile, elements k to k + 63 of each line, into a stage; zeros from `depth` on."""
         has_columns = k + self.chunk * (CHUNK_BYTES * 8 // self.bits) < depth
         if self.lines < self.step:
             has_columns = has_columns & (self.line < self.lines)
@@ -99,17 +105,18 @@ class Along(Operand):
             copy_chunk(target + self.at(self.line, self.chunk) + i * self.step * self.line_bytes, source, num_bytes)
 
     def matrices(self, stage: Int32, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Four matrices of 8 lines of 16 bytes, of which this lane names one."""
+        """Read four matrices of 8 lines of 16 bytes by ldmatrix; each lane gives the place of one line."""
         at = self.smem + stage * self.stage_bytes + self.at(line, chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, False)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """16 rows of two chunks, rows first."""
+        """Read 16 rows of two chunks; of the four matrices, rows vary first."""
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
 
     def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
-        """The same in another order of the 16: a lane has elements 4 t, 4 t + 2 and 4 t + 1, 4 t + 3, t = lane % 4."""
+        """Read 16 rows in the order of `NarrowE4m3ByFours`. With t = lane % 4, a lane's two pairs are elements 4t and
+        4t + 2, and elements 4t + 1 and 4t + 3."""
         words, quad = cute.make_rmem_tensor(4, Int32), self.lane % 4
         for half in range(2):
             at = self.smem + stage * self.stage_bytes
@@ -122,16 +129,16 @@ class Along(Operand):
         return words
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """16 columns of two chunks, chunks first."""
+        """Read 16 columns of two chunks; of the four matrices, chunks vary first."""
         line = self.lane // 16 * 8 + self.lane % 8 + pair * 16
         return self.matrices(stage, line, self.lane // 8 % 2 + 2 * k)
 
 
 class Contraction(NamedTuple):
-    """Lines of the contraction, `pitch` times 16 bytes apart, of which the tile's begin at line `first`.
+    """Addresses of a tile's lines across the contraction, `pitch` times 16 bytes apart, from line `first` on.
 
-    blocks: where a thread's chunk of each block of 64 elements begins in line 0, and whether the matrix has it.
-    indices: the address of int32, which of `count` lines each is; 0: they are in order.
+    blocks: for each block of 64 elements, the address of a thread's chunk in line 0, and whether it is in the matrix.
+    indices: address of int32 line numbers, each below `count`; 0: lines lie in order.
     """
 
     blocks: tuple[tuple[Int64, Boolean], ...]
@@ -142,7 +149,7 @@ class Contraction(NamedTuple):
 
 
 class Across(Operand):
-    """Lines of the contraction, of which an operand has `width` elements, 16-bit."""
+    """An operand of lines across the contraction, `width` 16-bit elements a line."""
 
     def __init__(self, dtype: type[cutlass.Numeric], width: int):
         self.dtype, self.num_blocks = dtype, width // BLOCK
@@ -167,7 +174,7 @@ class Across(Operand):
 
     @cute.jit
     def _distance(self, sources: Contraction, line: Int32, depth: Int32) -> Int32:
-        """Of a line of the contraction from line 0 of memory; behind the last, of line 0."""
+        """Return the distance of a line from line 0, in units of 16 bytes; 0 for lines past the last."""
         row = select(line < depth, sources.first + line, Int32(0))
         if const_expr(not isinstance(sources.indices, int)):
             if (sources.indices != 0) & (line < depth):
@@ -175,18 +182,18 @@ class Across(Operand):
         return row * sources.pitch
 
     def _matrices(self, stage: Int32, first: Int32 | int, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Four matrices of 8 lines of 8 elements, transposed, of the block that has element `first`."""
+        """Read four matrices of 8 lines of 8 elements, transposed, from the block that holds element `first`."""
         at = self.smem + stage * self.stage_bytes + first // BLOCK * BLOCK_BYTES
         at += chunk_at(line, first % BLOCK // 8 + chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, True)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """16 rows and 16 lines, rows first."""
+        """Read 16 rows of 16 lines; of the four matrices, rows vary first."""
         line = self.lane // 16 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, first, line, self.lane // 8 % 2)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """16 columns and 16 lines, lines first."""
+        """Read 16 columns of 16 lines; of the four matrices, lines vary first."""
         line = self.lane // 8 % 2 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, pair * 16, line, self.lane // 16)

@@ -1,4 +1,4 @@
-"""A persistent grid of CTAs whose warps all do the same: each walks the groups for itself, copies and multiplies."""
+"""A persistent kernel without warp roles: every warp finds its tiles itself, copies, multiplies and stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .store import Slots
 
 
 class TileWalk(GroupTileScheduler):
-    """Every warp walks the groups for itself: no warp has time to spare."""
+    """Find tiles in the same warps that multiply: no warp is left over for a scheduler."""
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
         m_tile, n_tile = self._cluster_tile_at(index, end - begin)
@@ -34,7 +34,7 @@ def rounded_up(num_bytes: int) -> int:
 
 
 class States(Invariant):
-    """Makes an epilogue's state twice a tile, before the mainloop and after it. If one state served the whole kernel,
+    """Make an epilogue's state twice a tile, before the mainloop and after it. If one state served the whole kernel,
     its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on sm_80, 104 on sm_86."""
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
@@ -47,12 +47,17 @@ class States(Invariant):
 
 
 class TileKernel(Invariant):
-    """A CTA takes tiles in turns with the others, each from its first copy to its last store.
+    """A kernel whose CTAs take every gridDim-th tile, and make each tile from its first copy to its last store.
 
     who           waits for                                  then
     all warps     own copies of a stage, barrier (CTA)       copy the next stage, multiply this one
     all warps     barrier (CTA), at a tile's end             epilogue in the stages' memory, a barrier a slot
     all warps     barrier (CTA), at the epilogue's end       next tile
+
+    Timeline of a tile: `begin` of the epilogue fetches row scales and biases. The mainloop starts to fill all stages
+    except those of one run of k-tiles, then multiplies run by run while copies of later runs arrive. After the last
+    k-tile the stages' memory is free, and the epilogue stages its results there before it writes them to global memory.
+    The SM's other CTA can multiply meanwhile.
     """
 
     walk: Any = TileWalk
@@ -61,7 +66,7 @@ class TileKernel(Invariant):
         self.name, self.dtype, self.tile, self.epilogue = name, dtype, tile, epilogue
 
     def make_operands(self) -> tuple[Any, Any]:
-        """A and B in shared memory."""
+        """Make the operands A and B in shared memory."""
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
@@ -118,7 +123,7 @@ class TileKernel(Invariant):
     def _make(
         self, mainloop: Mainloop, states: States, acc: cute.Tensor, work: WorkTile, operands: Any, stores: Any
     ):  # fmt: skip
-        """One tile."""
+        """Make one tile of the output."""
         share = TileShare(Int32(0), Int32(0))
         acc.fill(0.0)
         prefetched = self.epilogue.begin(states.new(), work, share)

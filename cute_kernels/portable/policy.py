@@ -1,4 +1,4 @@
-"""What every architecture but Hopper's own answers for itself (`arch.Room`): two tiles, and a rule by rows."""
+"""Tile choice of every architecture except Hopper (`arch.Room`): two tiles, and a rule by rows an expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .configs import second_tile as second_tile
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 16
-"""An expert, on average, that SMALL is for: a weight is read again for every row tile of an expert."""
+"""Greatest average number of rows an expert for which SMALL is chosen: an expert's weights are read again for each of
+its row tiles."""
 _OF_TRAINING = ("grouped_wgrad", "grouped_dglu", "quantize_mxfp8")
 
 
@@ -25,7 +26,7 @@ def gemm_policy(spec: GemmSpec) -> GemmPolicy:
 
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
+    """Return the tiles that ship for a problem: only LARGE for operators of training, whose experts have many rows."""
     is_of_training = problem.op in _OF_TRAINING or (problem.transpose_w and OPERANDS[problem.operands].decodes)
     return (LARGE,) if is_of_training else TILES
 
@@ -50,7 +51,8 @@ def advice(problem: Problem) -> tuple[str, ...]:
 
 
 def time_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Elements of the tiles that cover a GEMM: an order of tiles, and no time, which no GPU of these has told."""
+    """Return a number that orders tiles: the multiply-adds of the tiles that cover a GEMM, in units of 1e9. It is not a
+    time: no GPU of these architectures has been measured."""
     return tile.padded(max(gemm.rows // gemm.experts, 1), gemm.columns) * gemm.experts * gemm.depth * 1e-9
 
 
@@ -62,9 +64,9 @@ def all_tiles(bits: int) -> tuple[TileConfig, ...]:
 
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
-    """Raises SpecError where it is none of TILES."""
+    """Return the tile of that shape and cluster; raise SpecError if it is not one of TILES."""
     return tile_among(TILES, shape, cluster)
 
 
 def check(spec: Spec) -> None:
-    """All tiles fit, since those that there are ship."""
+    """Do nothing: only TILES exist here, and all of them fit."""

@@ -1,4 +1,4 @@
-"""Where the lines of a tile's operands begin in global memory: rows of x, in order or by index, and weights."""
+"""Addresses of a tile's operands in global memory: rows of x, in order or by index, and weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .operands import BLOCK, Across, Along, Contraction, Lines
 
 
 class Rows(NamedTuple):
-    """Rows of x, `pitch` times 16 bytes apart, and the address of int32 [T], which of them each is; 0: in order. An
-    index out of range is clamped. columns: elements of a row.
+    """Rows of x: `count` rows of `columns` elements, `pitch` times 16 bytes apart. indices: address of int32 [T] row
+    numbers, clamped to `count`; 0: rows lie in order.
     """
 
     address: Int64
@@ -28,8 +28,8 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weight rows of experts, `pitch` times 16 bytes apart from `base` on, `count` of each part; of transposed weights
-    so many columns."""
+    """Weight rows of experts, `pitch` times 16 bytes apart from `base` on. count: rows of each part; columns of each
+    part if weights are transposed."""
 
     base: Int64
     expert: ExpertAddress
@@ -39,14 +39,15 @@ class Weights(NamedTuple):
 
 
 def rows_of(x: cute.Tensor, indices: Int64) -> Rows:
-    """Host side, of a matrix of 16-bit rows."""
+    """Make the rows of a matrix [T, columns], 16 bits an element, in host code."""
     unit = CHUNK_BYTES * 8 // x.element_type.width
     return Rows(x.iterator.toint(), Int32(x.stride[0] // unit), Int32(x.shape[0]), indices, Int32(x.shape[1]))
 
 
 @cute.jit
 def row_sources(rows: Rows, work: WorkTile, operand: Along) -> Lines:
-    """Of a thread's copies. Behind the group's last row it is that one, which nothing stores."""
+    """Make the addresses of a thread's copies of x. Past the group's last row, the last row is read again; its results
+    are never stored."""
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         row = cutlass.min(work.row + operand.line + i * operand.step, work.group_end - 1)
@@ -61,8 +62,8 @@ def weight_sources(
     weights: Weights, work: WorkTile, operand: Along, part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> Lines:  # fmt: skip
-    """Of a thread's copies: `part_n` columns of the tile are of one part. Behind an expert's last row it is that one,
-    which nothing stores."""
+    """Make the addresses of a thread's copies of weights; each part has `part_n` of the tile's columns. Past the last
+    row of an expert, the last row is read again; its results are never stored."""
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         column = work.n_tile * part_n + i * operand.step % part_n + operand.line
@@ -73,7 +74,7 @@ def weight_sources(
 
 
 def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
-    """Where a part of the tile's expert begins."""
+    """Return the address of a part of the tile's expert."""
     units = expert_offset(weights.expert, work.expert) + part_offset(weights.expert, part)
     return weights.base + units * UNIT_BYTES
 
@@ -81,7 +82,8 @@ def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
 def transposed_sources(
     weights: Weights, work: WorkTile, operand: Across, parts: int, half: Int32 | int = 0
 ) -> Contraction:  # fmt: skip
-    """Of weights whose columns are the tile's; `half`: of two tensors the second."""
+    """Make the addresses of transposed weights, whose columns are the tile's columns. `half`: 0 for the first of two
+    weight tensors, 1 for the second."""
     per_part = operand.num_blocks // parts
     to_half = half * weights.expert.part_units * UNIT_BYTES
     blocks = []
@@ -94,7 +96,7 @@ def transposed_sources(
 
 
 def column_sources(rows: Rows, work: WorkTile, operand: Across, tile: Int32) -> Contraction:
-    """Of a group's rows, whose columns are those of a tile: the contraction of a weight gradient."""
+    """Make the addresses of a group's rows, restricted to a tile's columns; a weight gradient contracts these rows."""
     blocks = []
     for number in range(operand.num_blocks):
         column = (tile * operand.num_blocks + number) * BLOCK + operand.chunk * 8

@@ -1,4 +1,4 @@
-"""Storing tiles without TMA: through shared memory, whose lines a CTA then writes 16 bytes a thread, row by row."""
+"""Storing tiles without TMA: a CTA stages them in shared memory, then each thread writes 16 bytes of a row at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .operands import CHUNKS, STEP, chunk_at
 
 
 class Place(NamedTuple):
-    """A slot's rows and columns in global memory: where they begin, and how many of them there are."""
+    """A slot's place in global memory: address, bytes between rows, and how many rows and columns exist there."""
 
     address: Int64
     pitch: Int64
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class RowStore(NamedTuple):
-    """Rows of 16-bit columns, `pitch` bytes apart, in two halves `half` bytes apart, or one."""
+    """Output rows of 16-bit columns, `pitch` bytes apart. half: bytes between two halves of an output; 0: one half."""
 
     address: Int64
     pitch: Int64
@@ -42,12 +42,12 @@ class RowStore(NamedTuple):
 
     @property
     def atom(self) -> None:
-        """No TMA descriptor: a place says it all."""
+        """None: stores without TMA need no descriptor."""
 
     def tile(
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
-        """What of a slot at (row, col) is inside the group and the columns."""
+        """Return the place of a slot at (row, col), clipped at the group's end and at the last column."""
         address = self.address + Int64(row) * self.pitch + col * self.itemsize
         if half is not None:
             address += half * self.half
@@ -63,7 +63,7 @@ class ByteStore(RowStore):
 
 
 def make_store(view: cute.Tensor) -> RowStore:
-    """Host side, of a tensor (T, columns[, half])."""
+    """Make the store of a tensor (T, columns[, half]), in host code."""
     itemsize = view.element_type.width // 8
     kind = ByteStore if itemsize == 1 else RowStore
     half = Int64(view.stride[2] * itemsize) if cute.rank(view) == 3 else Int64(0)
@@ -71,8 +71,8 @@ def make_store(view: cute.Tensor) -> RowStore:
 
 
 class Slots(slots.Slots):
-    """`count` slots of 64 rows of 128 bytes, which a CTA fills and empties in turns: one barrier each. `rows`: that are
-    stored of a slot, at most."""
+    """A CTA's `count` slots of 64 rows of 128 bytes, filled and emptied in turn, with one barrier a slot. `rows`: the
+    greatest number of rows that are stored from a slot."""
 
     is_storing_warp = True
 
@@ -88,22 +88,22 @@ class Slots(slots.Slots):
         cute.arch.sync_threads()
 
     def acquire(self) -> None:
-        """A slot is free: since it was emptied, the other one was filled."""
+        """Do nothing: a slot is free, because the other slot was filled, with a barrier, since it was emptied."""
 
     def write(self, values: cute.Tensor, slot: Int32 | int) -> None:
-        """Converted registers, in the order of accumulators."""
+        """Write a slot's worth of converted registers, in the order of accumulators."""
         self.fill_piece(values, slot, 0)
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: cutlass.Constexpr[int]):
-        """The same of 16 of a slot's columns."""
+        """Write piece number `piece` of a slot, 16 columns, from converted registers."""
         for i in cutlass.range_constexpr(cute.size(values) // 2):
             two = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
             cute.autovec_copy(two, self.pair(slot, 4 * piece + i))
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place into a slot, zeros where it has none."""
+        """Start to copy a place from global memory into a slot; zeros outside of the place's rows and columns."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):
@@ -113,20 +113,20 @@ class Slots(slots.Slots):
             copy_chunk(self.first + slot * SLOT_BYTES + chunk_at(row, chunk), at, bytes_if(is_inside))
 
     def publish(self) -> None:
-        """A filled slot is everyone's to read."""
+        """Make a filled slot visible to all threads."""
         self.sync()
 
     def drain(self) -> None:
-        """Slots were read when `start` returned."""
+        """Do nothing: `start` has read its slot when it returns."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Empty a slot that was filled."""
+        """Publish a filled slot and write it to its place."""
         self.sync()
         self.start(None, place, slot, adds)
 
     @cute.jit
     def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
-        """Write a published slot, or add it to what is there."""
+        """Write a published slot to its place, or add it to the place's numbers if `adds`."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         if chunk * elements < place.columns:
@@ -144,7 +144,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def _add(self, source: cute.Tensor, target: cute.Tensor, adds: Boolean):
-        """target = source, plus what target holds if it `adds`."""
+        """target = source, or target += source if `adds`, summed in float32."""
         values = cute.make_rmem_tensor(cute.size(source), self.dtype)
         cute.autovec_copy(source, values)
         if adds:

@@ -1,1 +1,1 @@
-"""MXFP8: scale bytes, and the kernels that quantise rows and fold weights."""
+"""Scales, and the kernels that quantise rows and fold weights."""

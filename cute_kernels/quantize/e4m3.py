@@ -1,4 +1,4 @@
-"""Float32 numbers of at most 448 as E4M3, rounded to nearest even, in the hardware's conversion or in arithmetic."""
+"""Conversion of float32 numbers up to 448 to E4M3, rounded to nearest even: in hardware or in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..device.select import select
 from ..device.target import has_fp8
 
 MAGNITUDE, SIGN, GREATEST, NAN = 0x7FFFFFFF, 0x80, 0x7E, 0x7F
-# Float32's bits below E4M3's significand of 3; what E4M3's exponents are less than float32's, at E4M3's place.
+# Bits of float32's significand below E4M3's 3 bits; difference of the exponents' biases, shifted to E4M3's exponent.
 DROPPED_BITS, BIAS = 20, 120 << 3
 LEAST_NORMAL, STEPS_OF_SUBNORMALS = 2.0**-6, 2.0**14
-"""Neighbours of the latter are 2^-9 apart, as E4M3's subnormals are."""
+"""Float32 numbers from STEPS_OF_SUBNORMALS on are 2^-9 apart, like E4M3's subnormals."""
 F32_INF = 0x7F800000
 
 
 def e4m3_byte(value: Float32) -> Int32:
-    """As an integer; a greater number is 448, NaN 0x7F."""
+    """Return a number's E4M3 byte as an integer. Magnitudes above 448 become 448, NaN becomes 0x7F."""
     bits = value.bitcast(Int32)
     magnitude = bits & MAGNITUDE
     half = (1 << DROPPED_BITS - 1) - 1
@@ -30,7 +30,7 @@ def e4m3_byte(value: Float32) -> Int32:
 
 
 def e4m3_value(value: Float32) -> Float32:
-    """What the byte of a number of at most 448 stands for; NaN and Inf stay."""
+    """Return a number of at most 448 rounded to E4M3, as float32; NaN and Inf stay."""
     bits = value.bitcast(Int32)
     half = (1 << DROPPED_BITS - 1) - 1
     normal = bits + half + (bits >> DROPPED_BITS & 1) & -(1 << DROPPED_BITS)
@@ -41,7 +41,7 @@ def e4m3_value(value: Float32) -> Float32:
 
 
 def to_e4m3(numbers: cute.TensorSSA, count: int) -> cute.Tensor:
-    """Registers of bytes."""
+    """Convert numbers to E4M3 bytes in registers."""
     result = cute.make_rmem_tensor(count, Float8E4M3FN)
     if const_expr(has_fp8()):
         result.store(numbers.to(Float8E4M3FN))
@@ -53,7 +53,7 @@ def to_e4m3(numbers: cute.TensorSSA, count: int) -> cute.Tensor:
 
 
 def e4m3_values(numbers: cute.TensorSSA, count: int) -> cute.TensorSSA:
-    """The numbers rounded to E4M3's, float32."""
+    """Return numbers rounded to E4M3, as float32."""
     if const_expr(has_fp8()):
         return numbers.to(Float8E4M3FN).to(Float32)
     result = cute.make_rmem_tensor(count, Float32)

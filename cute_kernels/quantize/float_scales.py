@@ -1,6 +1,6 @@
-"""A block's scale in float32, and what makes E4M3 numbers of its elements.
+"""A block's float32 scale, and the factor that turns its elements into E4M3 numbers.
 
-    scale       max(fl32(amax / 448), 2^-126); 1 where all elements are 0; NaN where one is NaN or infinite
+    scale       max(fl32(amax / 448), 2^-126); 1 if all elements are 0; NaN if an element is NaN or infinite
     element     x * fl32(1 / scale), rounded to nearest even, saturating; NaN is 0x7F
 
 A block of NaN or infinite elements has NaN for its scale and for every element. 2^-126, the least normal number, keeps
@@ -16,8 +16,10 @@ INVERSE_OF_448, MINUS_448, LEAST_SCALE, ONE = "0f3B124925", "0fC3E00000", "0f008
 
 
 def scale_of(amax: Float32) -> Float32:
-    """The quotient by 448 is rounded correctly: one step of Newton's after a product with fl32(1/448), whose remainder
-    an fma has exactly. That remainder is NaN where amax is infinite.
+    """Return the scale of a block whose greatest magnitude is amax.
+
+    The quotient amax / 448 is rounded correctly: the product with fl32(1/448) is followed by one step of Newton's
+    method, whose remainder an fma computes exactly. The remainder is NaN if amax is infinite.
     """
     ptx = f"""{{
         .reg .f32 amax, quotient, rest; .reg .pred is_zero;
@@ -33,5 +35,5 @@ def scale_of(amax: Float32) -> Float32:
 
 
 def inverse_of(scale: Float32) -> Float32:
-    """fl32(1 / scale)."""
+    """Return fl32(1 / scale)."""
     return Float32(cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale]))

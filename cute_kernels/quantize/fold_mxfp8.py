@@ -1,17 +1,17 @@
-"""Weights to folded MXFP8: quantised in blocks of 32 along the contraction, then moved onto one power of two a row.
+"""Weights to folded MXFP8: quantised in blocks of 32 along the contraction, then rescaled to one power of two a row.
 
-An element is rounded twice: to E4M3 with its block's scale, as the quantiser rounds it, and again once a power of two
-has moved it onto its row's. That power is the least which keeps the row's largest quantised element at 448 or under,
-and follows from the row's largest magnitude alone: quantising keeps order. So a first look at a row takes maxima, and a
-second one does the rest, each block by itself.
+An element is rounded twice: to E4M3 with its block's scale, like the quantiser does, and again when it is rescaled from
+its block's power of two to its row's. The row's power is the least that keeps the row's largest quantised element at
+448 or under. It follows from the row's largest magnitude alone, because quantising keeps the order. So a first pass
+over a row takes maxima, and a second pass quantises and rescales each block.
 
-    row    w[R,C] to data [R,C]. 1 to 8 warps a row, as few as hold it in registers: 8 vectors of 16 bytes a thread.
-           What a longer row has beyond that is read again, from L1 or L2.
-    col    w[E,N,K] to data [E,K,N], along N. A CTA takes 128 bytes of an expert's columns and walks down N twice, the
-           second time from the end, which L2 may still have. A warp takes 32 rows, a block of each column; its threads
-           have 8 rows by 16 bytes, which leave as 8 bytes of each column: 32 bytes, a sector, from four threads.
+    row    w [R, C] to data [R, C]. 1 to 8 warps a row, as few as can hold it in registers, 8 vectors of 16 bytes a
+           thread. The part of a longer row that does not fit is read again, from L1 or L2.
+    col    w [E, N, K] to data [E, K, N], along N. A CTA takes 128 bytes of an expert's columns and walks down N twice,
+           the second time from the end, which L2 may still hold. A warp takes 32 rows, a block of each column. A thread
+           reads 8 rows by 16 bytes and writes 8 bytes of each column; four threads write a sector, 32 bytes.
 
-Bytes of a call: R C (width + 1) by rows, width 2 or 4, and R C (2 width + 1) by columns, but for what L2 still had.
+Bytes of a call: R C (width + 1) by rows, width 2 or 4, and R C (2 width + 1) by columns, less what L2 still holds.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MIN_BLOCKS = 3  # an SM: 24 warps, up to 4 KB of loads each; 80 registers a thre
 HELD = 8  # vectors of a row in a thread's registers
 SMEM_PERCENT = 7  # 16 of 228 KB, of which CTAs use 6; the rest is L1, from which a row or strip is read again
 UNIT_EXPONENT = 127
-FOUR = 4  # E4M3 numbers of a word
+FOUR = 4  # E4M3 numbers in a word
 STRIP_LANES = 8  # threads side by side: 128 bytes of a row
 SLOTS = WARP // STRIP_LANES
 RUN = BLOCK // SLOTS  # rows of a block that a thread has
 
 
 def quantised_max(amax: Float32) -> Float32:
-    """The largest quantised element of a block whose greatest magnitude is amax, before scaling."""
+    """Return the largest quantised element of a block whose greatest magnitude is amax, before scaling."""
     pair = cute.make_rmem_tensor(FOUR, Float32)
     pair.fill(amax * multiplier_of(exponent_of(amax)))
     quantised = cute.make_rmem_tensor(FOUR, Float8E4M3FN)
@@ -57,14 +57,14 @@ def quantised_max(amax: Float32) -> Float32:
 
 
 def row_exponent(amax: Float32) -> Int32:
-    """The biased exponent of the power of two for a row whose greatest magnitude is amax, 0 .. 0xFE."""
+    """Return the biased exponent, 0 .. 0xFE, of the power of two of a row whose greatest magnitude is amax."""
     excess = exponent_of(quantised_max(amax)) - UNIT_EXPONENT
     return cutlass.min(cutlass.max(exponent_of(amax) + excess, Int32(0)), Int32(E8M0_INF))
 
 
 def shift_of(exponent: Int32, target: Int32) -> Int32:
-    """Twice 2^(exponent - target) in float16, side by side; 0 under 2^-24, where its products are under half of E4M3's
-    least number all the same. A NaN's is anything."""
+    """Return 2^(exponent - target) in float16, in both halves of a word. It is 0 below 2^-24, where products would be
+    below half of E4M3's least number anyway. For a NaN's exponent the result does not matter."""
     power = (cutlass.max(exponent - target + UNIT_EXPONENT, Int32(0)) << 23).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, Float16)
     pair.fill(power.to(Float16))
@@ -72,9 +72,10 @@ def shift_of(exponent: Int32, target: Int32) -> Int32:
 
 
 def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
-    """Four float32 to E4M3, times two equal float16 `factor`, to E4M3 again: exact in between but for what becomes 0.
+    """Round four float32 to E4M3, multiply by `factor` (two equal float16), and round to E4M3 again. The product is
+    exact, except where it becomes 0.
 
-    Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN.
+    Rounding is to nearest even, saturating; NaN becomes E4M3's NaN.
     """
     ptx = """{
     .reg .b16 low, high; .reg .b32 first, second;
@@ -93,7 +94,7 @@ def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
 
 
 class FoldMxfp8(Invariant):
-    """What both axes have in common: w is bfloat16, float16 or float32, in vectors of 16 bytes."""
+    """Base of the kernels of both axes: w in bfloat16, float16 or float32, read in vectors of 16 bytes."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         self.name = name
@@ -116,7 +117,8 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """A thread's vectors of its row: columns from `column` on, `step` apart, of those before `columns`."""
+    """A thread's vectors of its row: at columns `column`, `column` + `step`, ... before `columns`. w, data: addresses
+    of the row."""
 
     w: Int64
     data: Int64
@@ -126,11 +128,11 @@ class Span(NamedTuple):
 
 
 class FoldRows(FoldMxfp8):
-    """w[R,C] to data [R,C] and the bytes [R] of its scales."""
+    """Kernel that folds w [R, C] to data [R, C] and scale bytes [R]."""
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """As many warps a row, a power of two, as hold it in registers."""
+        """Launch with as many warps a row, a power of two up to 8, as hold the row in registers."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)
@@ -174,7 +176,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _load_chunk(self, span: Span, first: Int32) -> cute.Tensor:
-        """(vector, HELD), zeros behind the row."""
+        """Load (vector, HELD) of the row from column `first` on; zeros past the row's end."""
         values = cute.make_rmem_tensor((self.vector, HELD), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(HELD):
@@ -190,7 +192,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """The greatest magnitude of the row, in all of its threads."""
+        """Return the greatest magnitude of the row to all of its threads."""
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP
         shared = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
@@ -205,7 +207,7 @@ class FoldRows(FoldMxfp8):
         return result.bitcast(Float32)
 
     def _greatest(self, maxima: cute.Tensor) -> Float32:
-        """Magnitudes, of words; as float32 their bits are in the order of the numbers too."""
+        """Return the greatest magnitude in words of magnitudes, as float32, whose bits are ordered like the numbers."""
         word = maxima[0]
         for j in range(1, WORDS):
             word = self.magnitudes.max(word, maxima[j])
@@ -228,7 +230,7 @@ class FoldRows(FoldMxfp8):
                     self._store_words(folded, span.data + column)
 
     def _block_max(self, values: cute.Tensor) -> Float32:
-        """Of the block that this thread's 16 bytes lie in."""
+        """Return the greatest magnitude of the block that holds this thread's 16 bytes."""
         words = cute.recast_tensor(values, Int32)
         kind = self.magnitudes
         word = kind.of(words[0])
@@ -242,7 +244,8 @@ class FoldRows(FoldMxfp8):
 
 
 class Strip(NamedTuple):
-    """A thread's columns: its vector of the first row that is its warp's at `w`, rows `row_bytes` apart."""
+    """A thread's columns. w: address of its vector in the first row of block 0; rows are `row_bytes` apart. inside: the
+    columns exist."""
 
     w: Int64
     row_bytes: Int64
@@ -250,11 +253,12 @@ class Strip(NamedTuple):
 
 
 class FoldColumns(FoldMxfp8):
-    """w[E,N,K] to data [E,K,N] and the bytes [E,K] of its scales."""
+    """Kernel that folds w [E, N, K] to data [E, K, N] and scale bytes [E, K]."""
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """A CTA a strip of columns, an expert's side by side, since they read the same pages of memory."""
+        """Launch one CTA a strip of columns. CTAs of an expert are neighbours, since they read the same pages of
+        memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]
         self.kernel(w, data, scale).launch(
@@ -297,7 +301,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _load_block(self, strip: Strip, block: Int32) -> cute.Tensor:
-        """(vector, RUN), zeros behind the last column."""
+        """Load (vector, RUN) of a block; zeros past the last column."""
         values = cute.make_rmem_tensor((self.vector, RUN), self.dtype)
         values.fill(0.0)
         if strip.inside:
@@ -318,7 +322,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
-        """The exponent of each of the thread's columns, from what all warps have seen of it."""
+        """Return the exponents of the thread's columns, from the maxima of all warps."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES
         shared = cutlass.utils.SmemAllocator().allocate_tensor(
@@ -342,7 +346,8 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
-        """`out`: of this thread's rows of its first column; columns are `pitch` bytes apart."""
+        """Quantise, rescale and store a block. `out`: the address of this thread's rows in its first column; columns
+        are `pitch` bytes apart."""
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)
         maxima.fill(0)

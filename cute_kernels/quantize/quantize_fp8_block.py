@@ -1,7 +1,8 @@
-"""Rows of FP8 with block scales: x[T,K] to E4M3, and a float32 scale for each 128 of a row (float_scales.py).
+"""Quantisation of rows to FP8 with block scales: x [T, K] to E4M3, and a float32 scale for each 128 elements of a row
+(float_scales.py).
 
-The tiles of `quantize_mxfp8` by rows, where four bytes of scales for 128 elements are now one number: 3.03 bytes an
-element of 16-bit x are moved, as there.
+Tiles are those of `quantize_mxfp8` by rows. A float32 scale takes the place of four E8M0 scales of 32 elements, so it
+also moves 3.03 bytes an element of 16-bit x.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from .scale_stores import BLOCK, WORD_BYTES, Strip
 
 
 class QuantizeFp8Block(QuantizeMxfp8):
-    """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 16.
+    """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 16
+    elements.
 
-    `outputs`: of the addresses by rows; the scales are [T, ceil(K / 128)]. Nothing looks at the layout.
+    It writes `outputs.row_data` [T, K] and `outputs.row_scale` [T, ceil(K / 128)]; the layout is ignored.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -67,7 +69,8 @@ class QuantizeFp8Block(QuantizeMxfp8):
 
     @cute.jit
     def _hold(self, scales: cute.Tensor, held: cute.Tensor):
-        """Put them where a row's are neighbours: `held` has four bytes for each 128 columns of a row."""
+        """Write scales to shared memory, where a row's scales are neighbours: `held` has four bytes for each 128
+        columns of a row."""
         thread, _, _ = cute.arch.thread_idx()
         if thread % self.lanes_per_block == 0:
             block, slot = thread % self.lanes // self.lanes_per_block, thread // self.lanes

@@ -1,8 +1,9 @@
-"""MXFP8 quantisation of rows by groups: rows[T,K] to E4M3, and a power of two for each 32 rows of a column.
+"""MXFP8 quantisation by groups: rows [T, K] to E4M3, and a power of two for each 32 rows of a column.
 
-Blocks begin with a group, wherever it begins, and a group's last block may be shorter: an expert's numbers depend on
-its rows alone. Scales lie in bands (memory/scale_bands.py), 0 after a group's last row. A CTA quantises a band times
-128 columns, as by columns (quantize_mxfp8.py); a band that no group has ends at once. Rows may come by index.
+A group's first block begins at its first row, whatever its number, and its last block may be shorter, so an expert's
+numbers depend only on its own rows. Scales lie in bands (memory/scale_bands.py), and are 0 after a group's last row. A
+CTA quantises a band times 128 columns, like the quantiser by columns (quantize_mxfp8.py); CTAs of places without a band
+end at once. Rows may come by index.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .scale_stores import BLOCK, BLOCKS, ScaleGrid
 
 
 class Band(NamedTuple):
-    """A band's first row, and the row where its group ends; without rows, where no group has the band."""
+    """A band's first row, and the row where its group ends; 0 and 0 if no group has the band."""
 
     row: Int32
     end: Int32
 
 
 class QuantizeGroups(QuantizeMxfp8):
-    """Kernel of x as `QuantizeMxfp8` takes it."""
+    """Kernel that quantises x by groups; x is as in `QuantizeMxfp8`."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         super().__init__(name, dtype, "col")
@@ -44,7 +45,8 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place of a band and 128 columns. `rows`: int32 [T], rows of x; 0: x's own."""
+        """Launch a CTA for each place of a band and 128 columns. `rows`: address of int32 [T], row numbers of x; 0: x's
+        rows in order."""
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
         self.kernel_of_groups(x, data, scale, rows, groups).launch(
@@ -69,7 +71,7 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _find(self, groups: Groups, place: Int32) -> Band:
-        """The band at a place; called by all threads, a lane of each warp for a group."""
+        """Find the band at a place; called by all threads. Each lane of a warp looks at one group."""
         row, end, before = Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(0, groups.count, WARP, unroll=1):
             present, first, last = group_rows(groups, base, before)
@@ -82,7 +84,8 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
-        """(vector, rows) of x, all loads at once; zeros after the group's last row, which is read in their place."""
+        """Load (vector, rows) of x, all loads at once. After the group's last row, the last row is read again and
+        replaced by zeros."""
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         sources = cute.make_rmem_tensor(self.rows_per_thread, Int32)

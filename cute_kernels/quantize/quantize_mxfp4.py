@@ -1,15 +1,16 @@
-"""Weights to MXFP4 along their rows: two E2M1 numbers a byte, and a power of two (E8M0) for each 32.
+"""Weights to MXFP4 along their rows: two E2M1 numbers a byte, and a power of two (E8M0) for each 32 elements.
 
-Rows follow each other without padding and hold whole blocks, so that a matrix is one run of blocks. A block is 16 bytes
-of 4 lanes, or of 8 lanes where elements are float32, which find its greatest magnitude by shuffles. A lane has as many
-such vectors as a block has lanes: it stores the scale of one of its blocks, and a warp a whole sector of 32.
+Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. A block is 16 bytes of
+each of 4 lanes, or of 8 lanes if elements are float32; the lanes find its greatest magnitude by shuffles. A lane has as
+many 16-byte vectors as a block has lanes, so it stores the scale of one block, and a warp stores a sector of 32 scales.
 
-The scale is 2^(floor(log2 amax) - 2), so that amax becomes 4 to 8; elements are rounded to nearest even and end at 6. A
-float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22), and subtracting it again; those under 1
-as if they were 1. The result times 2^-14, as float16, has its two bits of exponent and the one of its significand side
-by side, also where it is 0 or 0.5, which are subnormal in both formats.
+The scale is 2^(floor(log2 amax) - 2), so amax becomes 4 to 8; elements are rounded to nearest even and end at 6. A
+float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22) and subtracting it again; numbers below
+1 are rounded with e = 0. As float16, the result times 2^-14 has its two exponent bits and its significand bit side by
+side, including 0 and 0.5, which are subnormal in both formats.
 
-Bytes of an element: 2 or 4, and 17/32. An SM has 17 instructions for one of 16 bits at 4.3 TB/s, and needs 15.
+Bytes an element: 2 or 4, plus 17/32. At 4.3 TB/s an SM can issue 17 instructions for a 16-bit element; the kernel needs
+15.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
 BLOCK = MXFP4.block
 WARPS = 8
 MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
-SMEM_PERCENT = 1  # none is used; loads under way want it as cache
-MAX_EXPONENT = 2  # of the greatest element, 6 = 1.5 * 2^2
+SMEM_PERCENT = 1  # no shared memory is used; loads in flight need it as cache
+MAX_EXPONENT = 2  # exponent of the greatest element, 6 = 1.5 * 2^2
 F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
 AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
 ROUNDING = 2.0**22
-GREATEST = 0x0E000E00  # 6 * 2^-14, twice; of it and a NaN, which an Inf becomes, the lesser
-# A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs, at 15 and 31, join them at 12 and 28.
+GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; also the minimum of it and a NaN, which an Inf has become
+# A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs are moved from 15 and 31 to 12 and 28.
 SIGN_SHIFT, SIGNS = 3, 0x10001000
-# Both elements side by side, in a word's upper byte.
+# Factor that brings both elements side by side into a word's upper byte.
 SIDE_BY_SIDE = (1 << 15) + (1 << 3)
 
 
 class QuantizeMxfp4(Invariant):
-    """Of x, bfloat16, float16 or float32."""
+    """Kernel that quantises w in bfloat16, float16 or float32 to MXFP4."""
 
     def __init__(self, spec: QuantizeMxfp4Spec):
         self.name = spec.name
         self.dtype = DTYPES[spec.dtype]
         self.magnitudes = Magnitudes(self.dtype)
         self.vector = VECTOR_BYTES * 8 // self.dtype.width
-        self.lanes = BLOCK // self.vector  # of a block; and vectors of a lane
+        self.lanes = BLOCK // self.vector  # lanes of a block, and vectors of a lane
         self.vector_blocks = WARP // self.lanes
         self.cta_blocks = WARPS * WARP
 
@@ -94,12 +95,13 @@ class QuantizeMxfp4(Invariant):
             vector_at(Uint8, scale + first)[block] = Uint8(mine)
 
     def _block(self, lane: Int32, vector: int | Int32) -> Int32:
-        """Of its warp's, the one that a vector of a lane lies in."""
+        """Return the number, in the warp, of the block that holds a vector of a lane."""
         return vector * self.vector_blocks + lane // self.lanes
 
     @cute.jit
     def _load(self, source: Int64, count: Int32, lane: Int32) -> cute.Tensor:
-        """(vector, vectors), zeros behind the last of `count` blocks. All of them are read without a branch."""
+        """Load (vector, vectors); zeros after the last of `count` blocks. A warp's full count is loaded without a
+        branch."""
         values = cute.make_rmem_tensor((self.vector, self.lanes), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -119,7 +121,7 @@ class QuantizeMxfp4(Invariant):
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     def _exponents(self, words: cute.Tensor) -> cute.Tensor:
-        """The scale byte of the block that this lane's part of each vector lies in."""
+        """Return the scale bytes of the blocks that hold this lane's vectors."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.lanes, Int32)
         for i in range(self.lanes):
@@ -139,7 +141,7 @@ class QuantizeMxfp4(Invariant):
         return exponents
 
     def _elements(self, values: cute.Tensor, exponent: Int32) -> Int32:
-        """A vector's elements, four bits each; of a block with a NaN 0. Other scales are at most 2^126."""
+        """Return a vector's elements, four bits each; 0 in a block with a NaN. Other scales are at most 2^126."""
         multiplier = ((Int32(E8M0_INF) - exponent) << F32_MANTISSA_BITS).bitcast(Float32) * Float32(AS_F16)
         rounded = cute.make_rmem_tensor(self.vector, Float32)
         for i in range(self.vector):
@@ -160,7 +162,7 @@ class QuantizeMxfp4(Invariant):
         return select(exponent == E8M0_NAN, Int32(0), bits)
 
     def _signs(self, words: cute.Tensor) -> list[Int32]:
-        """Words with the signs of a pair of elements at bits 15 and 31."""
+        """Return words with the signs of a pair of elements at bits 15 and 31."""
         if self.magnitudes.packed:
             return [words[i] for i in range(self.vector // 2)]
         return [_permuted(words[i], words[i + 1], 0x7632) for i in range(0, self.vector, 2)]
@@ -183,7 +185,7 @@ def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
 
 
 def _upper_bytes(words: list[Int32]) -> Int32:
-    """Of two words or four, side by side; what a result of two has above them is anything."""
+    """Join the upper bytes of two or four words. With two words, the result's upper half means nothing."""
     pairs = [_permuted(words[i], words[i + 1], 0x7373) for i in range(0, len(words), 2)]
     return pairs[0] if len(pairs) == 1 else _permuted(pairs[0], pairs[1], 0x5410)
 

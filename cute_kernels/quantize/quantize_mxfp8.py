@@ -1,21 +1,21 @@
-"""MXFP8 quantisation: x[T,K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
+"""MXFP8 quantisation: x [T, K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
 
-A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads,
-by shuffles along a row and through 2 or 4 KB of shared memory along a column. A tile is some rows of a band of 128,
-times some columns:
+A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay. Only magnitudes are exchanged between
+threads: by shuffles along a row, through 2 or 4 KB of shared memory along a column. A tile is some rows of a band of
+128, times some columns:
 
     rows             2 rows of each quarter, which share sectors of swizzled scales, by 1024; a thread has 8 x 16 bytes
-    columns          128 rows by 128, an atom of scales; a thread has 16 rows of 16 bytes, from here on
+    columns          128 rows by 128, an atom of scales; a thread has 16 rows of 16 bytes, here and below
     both             128 rows by 256 (float32: 128)
-    both, strips     32 rows by 512, where blocks are of 32 and scales plain, which a quarter of a band suffices for
+    both, strips     32 rows by 512, for plain scales of blocks of 32, which need only a quarter of a band
 
-128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Tiles are wide for the
-plain scales of rows: a store of less than a sector (32 bytes) costs as much as one of two, and a row of 128 columns
-has 4 bytes of them, of 256 8, of a strip 16; rows alone store whole sectors.
+Up to 128 KB of loads are in flight on an SM; 4.3 TB/s at 1 us of latency needs 33 KB. Tiles are wide because of the
+rows' plain scales: storing less than a sector (32 bytes) costs as much as storing two sectors. A row has 4 bytes of
+scales in 128 columns, 8 in 256, 16 in a strip, and a whole sector in a tile of rows alone.
 
-Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
-for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
-that an SM issues while those bytes pass at 4.3 TB/s.
+Bytes of a call, each moved once: T K (width + copies (1 + 1/32)) with width 2 or 4 and copies 1 or 2. That is 3.03
+bytes an element for rows of 16-bit numbers, 4.06 for both axes. Instructions do not bound the time: the kernel needs 9
+and 13 an element, and an SM issues 21 and 28 while those bytes pass at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ VECTOR_BYTES = 16
 WORDS = VECTOR_BYTES // WORD_BYTES
 WARP = 32
 BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
-SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
+SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need the rest as cache
 
 
 class Outputs(NamedTuple):
-    """Addresses of E4M3 [T,K] and its E8M0 scales, by rows and by columns; of an axis not asked for, anything."""
+    """Addresses of E4M3 [T, K] and its E8M0 scales, by rows and by columns. Addresses of an axis that `axis` leaves out
+    are ignored."""
 
     row_data: Int64
     row_scale: Int64
@@ -57,17 +58,17 @@ class Outputs(NamedTuple):
 
 
 class ScaleLayout(NamedTuple):
-    """How scales are made: one for 128 elements (`wide`) instead of 32; laid out in 128 x 4 atoms (`swizzled`)."""
+    """Layout of scales. wide: a scale for 128 elements instead of 32. swizzled: scales lie in atoms of 128 x 4."""
 
     wide: Int32
     swizzled: Int32
 
 
 class Reach(NamedTuple):
-    """Rows of a tile: those before `end` hold numbers, the others count as zeros; those before `stop` are stored.
+    """Row bounds of a tile: rows from `end` on count as zeros, rows from `stop` on are not stored.
 
-    By rows alone, both are where the last group ends. By columns, groups begin at multiples of 128 rows: `end` is the
-    end of the tile's group, and `stop` is T, or 0 behind the last group.
+    By rows alone, both are the end of the last group. By columns, groups begin at multiples of 128 rows: `end` is the
+    end of the tile's group, and `stop` is T, or 0 after the last group.
     """
 
     end: Int32
@@ -75,8 +76,8 @@ class Reach(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A thread's part of a tile, 16 bytes at `column` of rows from `row` on, and the tile: its band of 128 rows begins
-    at `band`, its own rows at `row0`, its columns at `col0`."""
+    """A thread's part of a tile, 16 bytes from `column` on of rows from `row` on; and the tile's first row (`row0`),
+    its first column (`col0`), and the first row of its band of 128 (`band`)."""
 
     row: Int32
     column: Int32
@@ -86,7 +87,7 @@ class Origin(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a CTA quantises: `run` rows of each quarter of a band of 128, or of one quarter, times some columns."""
+    """A CTA's tile: `run` rows of each quarter of a band of 128, or of one quarter, times `columns` columns."""
 
     run: int
     quarters: int
@@ -94,28 +95,29 @@ class Tile(NamedTuple):
     rows_per_thread: int
 
 
-# Scales of a row are a sector, or half of one.
+# A row's scales are a sector in ROWS, half a sector in STRIP.
 ROWS = Tile(2, QUARTERS, SECTOR_BYTES * BLOCK, 8)
 STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
 
 
 def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
-    """Loads of vectors that leave no line in L1."""
+    """Make the copy of a 16-byte vector that leaves no line in L1."""
     return cute.make_copy_atom(
         CopyG2ROp(), dtype, num_bits_per_copy=8 * VECTOR_BYTES, l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE
     )
 
 
 def tile_of(axis: str, vector: int) -> Tile:
-    """The tile that serves all layouts, where a thread has `vector` elements of a row."""
+    """Return the tile that serves all layouts of scales, if a thread has `vector` elements of a row."""
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
     return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)
 
 
 class QuantizeMxfp8(Invariant):
-    """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 32.
+    """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 32
+    elements.
 
-    `axis`: "row", "col" or "both". `tile`: STRIP for plain scales of 32 elements alone; by default one for all layouts.
+    axis: "row", "col" or "both". tile: STRIP serves only plain scales of 32 elements; None: a tile for all layouts.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
@@ -135,8 +137,8 @@ class QuantizeMxfp8(Invariant):
         self.lanes = self.columns // self.vector  # threads along a row
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
-        # Converting to FP8 by arithmetic takes the registers that both axes need for magnitudes and 16 row exponents.
-        # So columns compute magnitudes again, and row exponents are read back from shared memory.
+        # Converting to FP8 by arithmetic takes so many registers that both axes cannot keep magnitudes and 16 row
+        # exponents. So columns compute magnitudes again, and row exponents are read back from shared memory.
         self.spares_registers = axis == "both" and not is_for_hopper_alone()
         self.stores = ScaleStores(self.rows, self.run, self.threads)
         self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
@@ -154,7 +156,7 @@ class QuantizeMxfp8(Invariant):
         layout: ScaleLayout,
         stream: cuda.CUstream,
     ):
-        """One CTA a tile, those of the same rows side by side, since they read the same pages of memory."""
+        """Launch one CTA a tile. CTAs of the same rows are neighbours, since they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, layout).launch(
@@ -183,7 +185,8 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
-        """(vector, rows) of x, zeros outside of it. Whole bands are read without a branch, all loads at once."""
+        """Load (vector, rows) of x, zeros outside of x. In whole bands all loads are issued at once, without a
+        branch."""
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -202,14 +205,14 @@ class QuantizeMxfp8(Invariant):
         return values
 
     def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-        """A thread's elements, of x or of a result, aligned to their size."""
+        """Return a thread's vector of elements at an address, of x or of a result, aligned to its size."""
         align = self.vector * dtype.width // 8
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     @cute.jit
     def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Where the band's rows end, from group ends that are sorted; each clamped to the buffer."""
+        """Find the band's row bounds from group ends, which are sorted; each is clamped to the buffer."""
         rows = Int32(x.shape[0])
         end = rows
         stop = rows
@@ -270,7 +273,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _row_exponents(self, words: cute.Tensor, layout: ScaleLayout, exponents: cute.Tensor):
-        """Of the block that this thread's 16 bytes of each row lie in."""
+        """Find the exponent of the block that holds this thread's 16 bytes of each row."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         for i in cutlass.range_constexpr(self.rows_per_thread):
@@ -305,7 +308,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
-        """Of this thread's columns, from the maxima of the slots that make up its block."""
+        """Find the exponents of this thread's columns from the maxima of the block's slots."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
@@ -332,7 +335,7 @@ class QuantizeMxfp8(Invariant):
     def _put_row_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
-        """Zero for a block that lies past the last column, where an atom has one all the same."""
+        """Write the rows' scales to shared memory; 0 for blocks past the last column, which an atom also holds."""
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector
         if thread % lanes_per_block == 0:
@@ -343,7 +346,7 @@ class QuantizeMxfp8(Invariant):
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
     def _row_exponent(self, exponents: cute.Tensor, row_scales: cute.Tensor, i: int) -> Int32:
-        """Of the thread's i-th row, as it was found or as `_put_row_scales` left it."""
+        """Return the exponent of the thread's i-th row, from registers or from where `_put_row_scales` wrote it."""
         if not self.spares_registers:
             return exponents[i]
         thread, _, _ = cute.arch.thread_idx()
@@ -385,7 +388,7 @@ class QuantizeMxfp8(Invariant):
                         self._store(numbers * by_column.load(), outputs.col_data + at)
 
     def _store(self, scaled: cute.TensorSSA, address: Int64) -> None:
-        """Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN."""
+        """Store numbers as E4M3, rounded to nearest even and saturated; NaN becomes E4M3's NaN."""
         result = to_e4m3(scaled, self.vector)
         cute.autovec_copy(result, self._vector_at(Float8E4M3FN, address))
 
@@ -419,9 +422,10 @@ class QuantizeMxfp8(Invariant):
 
 
 class RoundMxfp8(QuantizeMxfp8):
-    """The values that x would have in MXFP8, by rows in blocks of 32, in x's dtype: T K 2 width bytes.
+    """Kernel that rounds x to the values it would have in MXFP8, by rows in blocks of 32, in x's dtype. It moves
+    T K 2 width bytes.
 
-    `outputs.row_data` is the address of [T,K] of that dtype; nothing looks at the others, nor at the layout.
+    `outputs.row_data` is the address of the result [T, K] in x's dtype; other outputs and the layout are ignored.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -446,7 +450,7 @@ class RoundMxfp8(QuantizeMxfp8):
 
 
 class Quantize:
-    """By both axes a kernel of its own, with larger tiles, serves plain scales of 32 elements."""
+    """Launch of the quantiser. By both axes, a second kernel with larger tiles serves plain scales of 32 elements."""
 
     def __init__(self, spec: QuantizeMxfp8Spec):
         dtype = DTYPES[spec.dtype]

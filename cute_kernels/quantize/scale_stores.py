@@ -1,4 +1,4 @@
-"""How a tile's scales get from shared memory to memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md)."""
+"""Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WORD_BYTES = 4
 
 
 class ScaleGrid(NamedTuple):
-    """Where the scales of a copy lie, [outer, blocks] of counts `outer_count` and `block_count`, the tile's first at
-    (outer0, block0). Those of outer indexes from `stop` on are not this call's, but zeros behind the last one are."""
+    """Place of swizzled scales [outer_count, block_count] in memory; the tile's first is at (outer0, block0). Scales of
+    outer indexes from `stop` to `outer_count` are not stored, but the atoms' padding after `outer_count` is."""
 
     address: Int64
     outer0: Int32
@@ -33,7 +33,7 @@ class ScaleGrid(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Where plain scales lie as they do in memory, [outer, inner]: a tile's first at (outer0, inner0)."""
+    """Place of plain scales [outer_count, inner_count] in memory; the tile's first is at (outer0, inner0)."""
 
     address: Int64
     outer0: Int32
@@ -43,7 +43,8 @@ class Strip(NamedTuple):
 
 
 class ScaleStores(Invariant):
-    """Of a tile of `rows` rows, `run` of each quarter of 128 or of one, by `threads` threads."""
+    """Stores, by `threads` threads, of the scales of a tile of `rows` rows: `run` rows of each quarter of a band of
+    128, or of one quarter."""
 
     def __init__(self, rows: int, run: int, threads: int):
         self.rows = rows
@@ -51,12 +52,12 @@ class ScaleStores(Invariant):
         self.threads = threads
 
     def below(self, row: int | Int32) -> int | Int32:
-        """The tile's rows from its first one."""
+        """Return the distance of the tile's row number `row` from its first row, in rows of the matrix."""
         return row // self.run * QUARTER + row % self.run
 
     @cute.jit
     def strip(self, scales: cute.Tensor, strip: Strip):
-        """(inner, outer) scales, a byte a thread: a warp's are neighbours, whatever the width of the matrix."""
+        """Store plain (inner, outer) scales, a byte a thread. A warp's bytes are neighbours for any matrix width."""
         thread, _, _ = cute.arch.thread_idx()
         width = cute.size(scales, mode=[0])
         for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
@@ -69,7 +70,7 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def words(self, scales: cute.Tensor, strip: Strip):
-        """(inner, outer) scales, four a thread where the width of the matrix lets them be aligned."""
+        """Store plain (inner, outer) scales, four a thread if the matrix width is a multiple of 4, else by `strip`."""
         if strip.inner_count % WORD_BYTES == 0:
             thread, _, _ = cute.arch.thread_idx()
             width = cute.size(scales, mode=[0]) // WORD_BYTES
@@ -87,7 +88,8 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def atoms(self, scales: cute.Tensor, grid: ScaleGrid):
-        """(blocks, outer) scales, four of a row or column a thread, neighbours in the order of the atom."""
+        """Store swizzled (blocks, outer) scales. A thread stores four of a row or column; neighbouring threads store
+        neighbours in the atom's order."""
         thread, _, _ = cute.arch.thread_idx()
         atoms = cute.ceil_div(grid.block_count, BLOCKS)
         atom = grid.block0 // BLOCKS + thread // self.rows

@@ -1,4 +1,4 @@
-"""E8M0 scale bytes: byte e is 2^(e - 127), 255 is NaN. The number a byte is, and the byte a block of numbers gets."""
+"""E8M0 scale bytes: byte e is 2^(e - 127), 255 is NaN. Converts bytes to numbers, and finds the byte of a block."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ F32_TWO_TO_MINUS_127, F32_MAGNITUDE = 0x00400000, 0x7FFFFFFF
 
 
 def power_of_two(byte: Int32) -> Float32:
-    """A scale byte, 0 .. 255, as float32, exactly: byte 0 is a subnormal."""
+    """Return a scale byte, 0 .. 255, as the exact float32 number; byte 0 is a subnormal."""
     bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
     return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 def magnitude_of(value: Float32) -> Int32:
-    """|x| as an integer, whose order is that of the numbers; a NaN is the greatest."""
+    """Return |x| as an integer. Integers are ordered like the numbers, with NaN greatest."""
     return value.bitcast(Int32) & F32_MAGNITUDE
 
 
 def exponent_of(amax: Float32) -> Int32:
-    """The biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
+    """Return the biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
 
-    A float32 quotient of mantissa 0 is that power; else the exponent is one up. 2^-127, exponent 0, is the subnormal
-    of mantissa 0x400000.
+    If the float32 quotient has mantissa 0, it is that power; otherwise the exponent is one more. 2^-127, exponent 0, is
+    the subnormal of mantissa 0x400000.
     """
     quotient = (amax * Float32(1 / 448)).bitcast(Int32)
     carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
@@ -38,22 +38,23 @@ def exponent_of(amax: Float32) -> Int32:
 
 
 def multiplier_of(exponent: Int32) -> Float32:
-    """2^(127 - exponent): every one of them is a float32, the last (0xFE) a subnormal. NaN for 0xFF."""
+    """Return 2^(127 - exponent), which is exact in float32 (a subnormal for exponent 0xFE); NaN for 0xFF."""
     bits = (Int32(E8M0_INF) - exponent) << 23
     bits = select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
     return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 def pairs(dtype: type[cutlass.Numeric]) -> str:
-    """The type in which two 16-bit magnitudes compare: `max.u16x2` came with sm_90, that of floats with sm_80."""
+    """Return the PTX type in which two 16-bit magnitudes are compared: `max.u16x2` needs sm_90, `max` of two floats
+    sm_80."""
     if has_packed_integers():
         return "u16x2"
     return "NaN.bf16x2" if dtype is cutlass.BFloat16 else "NaN.f16x2"
 
 
 class Magnitudes:
-    """|x| as unsigned integers, two in a word where x is 16-bit: their order is that of the numbers, and NaN is above
-    Inf, so that a NaN reaches the scale."""
+    """|x| as unsigned integers, two in a word if x is 16-bit. They are ordered like the numbers, and NaN is above Inf,
+    so a NaN reaches the scale."""
 
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype = dtype
@@ -64,8 +65,9 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def behind(self, word: Int32, other: Int32) -> Int32:
-        """As `of`, made to depend on another magnitude, so that the compiler neither keeps an earlier result nor
-        computes all 64 at once, which took 10 registers too many. `other` has no sign bits: the mask stays as it is."""
+        """Return `of(word)`, computed so that it depends on another magnitude. Otherwise the compiler keeps an earlier
+        result or computes all 64 at once, which takes 10 registers too many. `other` has no sign bits, so the mask does
+        not change."""
         return word & (other | Int32(self.mask))
 
     def max(self, a: Int32, b: Int32) -> Int32:
@@ -74,7 +76,7 @@ class Magnitudes:
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
 
     def greatest(self, word: Int32) -> Float32:
-        """The greater magnitude of a word."""
+        """Return the greater magnitude of a word as float32."""
         pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
         words = cute.recast_tensor(pair, Int32)
         words[0] = self.max(word, word >> 16) if self.packed else word

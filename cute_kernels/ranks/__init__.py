@@ -1,1 +1,1 @@
-"""Kernels that send to other GPUs of the host, and wait for them."""
+"""Kernels that send rows to other GPUs of the host, and wait for them."""

@@ -1,17 +1,17 @@
-"""Rows to other ranks and back, over NVLink: stores to their memory, then a word that says so.
+"""Dispatch and combine over NVLink: a rank stores rows to other ranks' memory, then writes a word that says so.
 
-    send_tokens   token n to row n of this rank's part of the `rows` of every rank that has an expert of it, of one in
-                  MXFP8 its scales to `scales`, too, and all choices and their weights to all; then it waits for the
-                  tokens of all ranks
-    send_sums     of every token n that came, the sum over its rows here to row n of this rank's part of the `sums` of
-                  the token's rank; then it waits for all sums
+    send_tokens   dispatch. Sends token n to every rank that has one of its experts, to row n of this rank's part of
+                  that rank's `rows` (an MXFP8 token's scales to `scales`), and all choices and weights to all ranks.
+                  Then waits for the tokens of all ranks.
+    send_sums     combine. For every token n that came, sends the sum over the token's rows here to the token's rank, to
+                  row n of this rank's part of that rank's `sums`. Then waits for the sums of all ranks.
 
-A token's place is its own number, so that nobody counts before the first store, and rows lie in the same order in every
-run. A warp has 2 KB of a row: it loads them once and stores them to one rank after the other, beginning with the next,
-so that no two ranks begin with the same. Bytes over the link are the bound: 349 GB/s of an H100's stores.
+A token's place is its own number, so no counting comes before the first store, and rows lie in the same order in every
+run. A warp loads 2 KB of a row once and stores them to one rank after the other, beginning with the next rank, so that
+no two ranks begin with the same one. Bytes over the link bound the time: an H100 stores 349 GB/s.
 
-The last CTA, by ticket, writes the words and waits. Others end: a spinning grid would hold SMs that a kernel of another
-stream may need, on which a peer may depend.
+The last CTA, found by tickets, writes the words and waits. The other CTAs end: a spinning grid would hold SMs that a
+kernel of another stream may need, and a peer may depend on that kernel.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .words import Link, Operation, first_of
 
 THREADS = 256
 WARPS = THREADS // WARP
-UNROLL = 4  # vectors of a row under way a thread
-ROWS = 2  # under way a warp, of those that are added
+UNROLL = 4  # vectors of a row that a thread loads at once
+ROWS = 2  # rows to be added that a warp loads at once
 VECTOR_WORDS = VECTOR_BYTES // 4
-CTAS_OF_SM = 2  # half of an SM's threads and registers: where a CTA waits, kernels of other streams still find room
+CTAS_OF_SM = 2  # half of an SM's threads and registers, so that kernels of other streams find room while a CTA waits
 
 
 class Sizes(NamedTuple):
-    """k choices a token, vectors of 16 bytes a row, at most `most` tokens a rank."""
+    """Sizes: k choices a token, `vectors` vectors of 16 bytes a row, at most `most` tokens a rank."""
 
     k: Int32
     vectors: Int32
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some of a row: vectors, of whatever size, from `first` on, WARP apart."""
+    """A lane's part of a row: vectors `first`, `first` + WARP, ... of the row's `vectors`, which have any size."""
 
     first: Int32
     vectors: Int32
@@ -70,13 +70,13 @@ def _part(number: Int32, vectors: Int32) -> Part:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """A vector of `words` times 4 bytes in memory, whatever they are."""
+    """Return vector number `vector`, of `words` times 4 bytes of any dtype, in memory."""
     return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
 def _load(address: Int64, part: Part, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """A part of the row at an address."""
+    """Load a part of the row at an address."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
@@ -92,11 +92,12 @@ def _store(address: Int64, part: Part, raw: cute.Tensor, words: cutlass.Constexp
 
 
 class _Send(Invariant):
-    """A warp for each part of each row, of as many CTAs as run at once. Without tokens, too, a rank takes part.
+    """Base of kernels that send rows: a warp takes one part of a row at a time, in as many CTAs as run at once. A rank
+    without tokens takes part, too.
 
     who                       waits for                            then
     warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
-                              where operations do not alternate
+                              if operations do not alternate
     all warps                 barrier (CTA)                        store rows to peers
     warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
     warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
@@ -117,7 +118,7 @@ class _Send(Invariant):
 
     @staticmethod
     def _warps() -> tuple[Int32, Int32]:
-        """This warp's number, and how many there are."""
+        """Return this warp's number, and the number of warps in the grid."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -125,8 +126,8 @@ class _Send(Invariant):
 
 
 class Tokens(NamedTuple):
-    """Rows x of N tokens, and of those in MXFP8 their scales, `words` of 4 bytes a row; 0 words: there are none.
-    `status`, of STATUSES: what they are.
+    """Addresses of rows x of N tokens and, in MXFP8, of their scales, `words` times 4 bytes a row; 0 words: no scales.
+    status: the kind of rows, a number of STATUSES.
     """
 
     x: Int64
@@ -136,11 +137,12 @@ class Tokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The choices of N tokens: ids int32 and weights float32 [N, k]. Without weights it has been sent before.
+    """Addresses of the choices of N tokens: ids int32 and weights float32 [N, k]. Weights at address 0: the choices
+    were sent before, with `sum_rows` and `weight_places`.
 
-    Written with it, and read when gradients go the same way: `sum_rows`, int32 [N, world], the row of `sums` that each
-    rank fills for a token, or -1; `weight_places`, int32 [N, k], where among `weight_gradients` that of a choice is, or
-    -1.
+    Two tables are written with the choices, and read when gradients are sent the same way. sum_rows: int32 [N, world],
+    the row of `sums` that each rank fills for a token, or -1. weight_places: int32 [N, k], the place of a choice's
+    gradient in `weight_gradients`, or -1.
     """
 
     ids: Int64
@@ -191,7 +193,7 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """This operation's number, and how many tokens came from each rank."""
+        """Write this operation's number, and the number of tokens that came from each rank, to the handle."""
         kept = vector_at(Int64, handle)
         if handle != 0:
             if operation.lane == 0:
@@ -201,7 +203,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_table(self, operation: Operation, table: Table, sizes: Sizes):
-        """All choices to all ranks, -1 behind the last token: so a receiver needs no number of tokens to sort them."""
+        """Send all choices to all ranks, with id -1 after the last token, so that a receiver can sort them without
+        knowing the number of tokens."""
         warp, warps = self._warps()
         link = operation.link
         first, step = warp * WARP + operation.lane, warps * WARP
@@ -220,7 +223,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, tokens: Tokens, table: Table, sizes: Sizes):
-        """Scales go on with the warp behind the last that had a part of a row: of few tokens none has two parts."""
+        """Send rows, then scales. Scales begin with the warp after the last one that had a part of a row, so that with
+        few tokens no warp has two parts."""
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
         if tokens.words != 0:
@@ -232,7 +236,8 @@ class SendTokens(_Send):
         self, operation: Operation, region: cutlass.Constexpr[str], words: cutlass.Constexpr[int], rows: Int64,
         vectors: Int32, first: Int32, table: Table, sizes: Sizes,
     ):  # fmt: skip
-        """Each token's row, `vectors` of `words` times 4 bytes, to a region; this warp begins with part `first`."""
+        """Send each token's row, `vectors` vectors of `words` times 4 bytes, to a region. This warp begins with part
+        `first`."""
         _, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(vectors), Int64(vectors) * (4 * words)
@@ -249,7 +254,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
-        """The ranks that have an expert of a token, a bit each. Lanes have its choices, then ranks."""
+        """Return a mask of the ranks that have an expert of a token, and write the token's rows of the two tables if
+        `is_first`. Lanes stand for choices, then for ranks."""
         lane = cute.arch.lane_idx()
         ranks = Int32(0)
         if table.weights != 0:
@@ -277,8 +283,8 @@ class SendTokens(_Send):
 
 
 class Rows(NamedTuple):
-    """Rows y of the tokens that came: `row_of`, int32 [world, most, k], which are a token's, or -1; `is_summed`: y has
-    their sum, in the token's own place. d_weights: float32 [world, most, k], or 0. Addresses.
+    """Addresses of the rows y of the tokens that came; of row_of, int32 [world, most, k], a token's rows or -1; and of
+    d_weights, float32 [world, most, k], 0: not given. is_summed: y already has each token's sum, in the token's place.
     """
 
     y: Int64
@@ -288,7 +294,8 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Where the sums of a rank's own N tokens are, as `Table` says; after a failure that is NaN."""
+    """The tables of `Table` for a rank's own N tokens, which find the tokens' sums; after a failure they lead to
+    NaN."""
 
     sum_rows: Int64
     weight_places: Int64
@@ -332,7 +339,7 @@ class SendSums(_Send):
 
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
-        """What adds up sums reads NaN."""
+        """Let all entries of the tables lead to NaN, so that later sums of them are NaN."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
@@ -341,7 +348,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, rows: Rows, sizes: Sizes, handle: Int64):
-        """Rank by rank within a token's number, so that no link waits for another."""
+        """Send the sums of all tokens that came. For each token number all ranks follow each other, so that all links
+        are busy at the same time."""
         warp, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
@@ -374,13 +382,14 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_sum(self, target: Int64, part: Part, y: Int64, found: Int32, choices: Int32):
-        """Of a token's rows, which lanes have found, in float32, in the order of its choices; rounded once."""
+        """Add a token's rows, which lanes hold in `found`, and store the sum. Sums are float32, in the order of
+        choices, and rounded once."""
         count = elements(self.dtype)
         sums = cute.make_rmem_tensor((count, UNROLL), Float32)
         sums.fill(0.0)
         left = choices
         while left != 0:
-            # All loads are under way before the first sum.
+            # All loads are issued before the first sum.
             raw = cute.make_rmem_tensor((count, UNROLL, ROWS), self.dtype)
             raw.fill(0.0)
             rows = cute.make_rmem_tensor(ROWS, Int32)

@@ -1,14 +1,14 @@
-"""Words between ranks: who has sent, who waits for whom, and who gave up.
+"""Words between ranks: they say that a rank has sent, that it is ready, or that it gave up.
 
-An operation writes one word to every rank, its own included, after all it stores, and ends when the words of all ranks
-are here. The words of a rank are its own memory; each has one writer, so that nothing is added or locked.
+An operation stores its rows, then writes one word to every rank including its own, and ends when the words of all ranks
+have arrived. A rank's words are in its own memory. Each word has one writer, so no atomics or locks are needed.
 
     tokens, sums, enter   written by `publish`, a release after the fence that orders the stores of all CTAs; read by
                           `wait`, an acquire
-    abort                 written by `fail` to all ranks but the one that is missing; a rank that waits looks for it
+    abort                 written by `fail` to all ranks except the missing one; a waiting rank looks for it
 
-A rank that is missing because it waits for another one began to wait earlier: its abort word, which names that other
-one, comes before this rank's own time is up.
+If rank A is missing because it waits for rank B, A began to wait earlier than this rank. So A's abort word, which names
+B, arrives before this rank's own time is up, and B is reported.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ..windows import (
     WORDS,
 )
 
-SPIN_NS, SLEEP_NS = 20_000, 200  # looking without rest takes none of the GPU's memory bandwidth for long
-LAUNCH_TICKETS = 1 << 20  # a launch adds so much in all, whatever its grid: nothing is ever put back
+SPIN_NS, SLEEP_NS = 20_000, 200  # spins at first, then sleeps between looks, to spare the GPU's memory bandwidth
+LAUNCH_TICKETS = 1 << 20  # each launch adds this much in all, for any grid, so the counter is never reset
 ENTER = WORDS.index("enter")
 LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
     REASONS.index(reason) for reason in ("late", "elsewhere", "refused", "other form")
@@ -48,8 +48,8 @@ LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
 
 
 class Link(NamedTuple):
-    """Addresses: `regions`, int64 [REGIONS, world], where each region of each rank's window begins; `state`, int64
-    [STATE], of this rank alone.
+    """Addresses of `regions`, int64 [REGIONS, world], the address of each region of each rank's window; and of `state`,
+    int64 [STATE], which is this rank's own.
     """
 
     regions: Int64
@@ -63,17 +63,20 @@ def word_at(address: Int64) -> cute.Pointer:
 
 
 def load_word(word: cute.Pointer) -> Int64:
-    """What others of the system have written, and all that they wrote before."""
+    """Load a word by an acquire: all stores that its writer made before the word are visible, too."""
     return Int64(cute.arch.load(word, Int64, sem="acquire", scope="sys"))
 
 
 def first_of(lanes: Int32) -> Int32:
-    """The lowest lane of some."""
+    """Return the lowest lane of a mask of lanes."""
     return Int32(cute.arch.popc((lanes & -lanes) - 1))
 
 
 class Operation(Invariant):
-    """One operation of this rank, the `phase` of PHASES, seen by one CTA of its kernel."""
+    """An operation of this rank, a dispatch or a combine (`phase`, of PHASES), as one CTA of its kernel sees it.
+
+    has_credit: the operation alternates with the one before, so all ranks are known to have read what was sent before.
+    """
 
     def __init__(self, link: Link, phase: str):
         self.link = link
@@ -102,25 +105,25 @@ class Operation(Invariant):
         return word_at(self.region("words", rank) + place * WORD_BYTES)
 
     def has_failed(self) -> Boolean:
-        """Whether this operation or one before it has: from then on nothing is sent."""
+        """Return True if this operation or an earlier one has failed; after a failure nothing is sent."""
         return cute.arch.load(self._state_at("error"), Int64, sem="acquire", scope="gpu") != 0
 
     @cute.jit
     def begin(self):
-        """Called by a whole CTA before it stores to a peer: where dispatches and combines do not alternate, no word
-        tells that all ranks have read what was sent before, and so each tells it.
+        """Wait until this CTA may store to peers; called by the whole CTA. If dispatches and combines do not alternate,
+        no word says that all ranks have read what was sent before, so each rank says it by an `enter` word.
         """
         if not self.has_credit:
             thread, _, _ = cute.arch.thread_idx()
             if thread < WARP:
-                # Every CTA writes the same, so that none waits for another.
+                # Every CTA writes the same word, so no CTA waits for another.
                 self.publish(ENTER, Int64(0))
                 self.wait(ENTER)
             cute.arch.sync_threads()
 
     @cute.jit
     def is_last(self) -> Boolean:
-        """Of a warp whose CTA has stored all: whether all other CTAs have, too."""
+        """Return True if all other CTAs have finished their stores; called by a warp after its CTA's stores."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         ticket = Int32(0)
@@ -133,7 +136,7 @@ class Operation(Invariant):
 
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
-        """To every rank, by one warp."""
+        """Write this rank's word of a kind to every rank; called by one warp."""
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
             word = self._word(self.lane, kind, self.link.rank)
@@ -141,7 +144,8 @@ class Operation(Invariant):
 
     @cute.jit
     def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
-        """By one warp, for the words of all ranks: that of a lane's rank. Where one does not come, it fails."""
+        """Wait for the words of all ranks and return to each lane its rank's word; called by one warp. Fail if a word
+        does not arrive in time."""
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
         word, error, missing = Int64(0), Int64(0), Int32(-1)
@@ -166,17 +170,18 @@ class Operation(Invariant):
         return word
 
     def _stamp(self, kind: int) -> Int64:
-        """This operation in a word. `enter` has all 64 bits of its number, since those words may be of any age."""
+        """Return this operation's number as it stands in a word. `enter` words hold all 64 bits of it, since they may
+        be of any age."""
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
-        """By how much a word is; what is no number of an operation does not count."""
+        """Return by how much a word's operation is ahead of this one; the word's other bits are ignored."""
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
     @cute.jit
     def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
-        """Ranks that make another operation of this one's number, a bit each."""
+        """Return a mask of ranks whose operation of this number is of another kind."""
         other, rank = 1 - self.word, self.link.rank
         is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
         if const_expr(kind != ENTER):
@@ -186,7 +191,7 @@ class Operation(Invariant):
 
     @cute.jit
     def _told(self) -> Int64:
-        """What the first rank that gave up says; 0: none did."""
+        """Return the abort word of the first rank that gave up; 0: no rank did."""
         abort = WORDS.index("abort")
         told = load_word(self._word(self.link.rank, abort, self.peer))
         telling = Int32(cute.arch.vote_ballot_sync(told != 0))
@@ -200,7 +205,7 @@ class Operation(Invariant):
 
     @cute.jit
     def compare(self, word: Int64, status: Int32):
-        """Fail where a rank's word says that its tokens were refused, or has another status than this rank's."""
+        """Fail if a rank's word says that its tokens were refused, or has another status than this rank's."""
         theirs = Int32(word >> STATUS_SHIFT & 0xF)
         refused = Int32(cute.arch.vote_ballot_sync(theirs == STATUSES.index("refused")))
         other = Int32(cute.arch.vote_ballot_sync(theirs != status))
@@ -211,7 +216,8 @@ class Operation(Invariant):
 
     @cute.jit
     def fail(self, error: Int64):
-        """By one warp: the first error stays, for the host, for later kernels and for the other ranks."""
+        """Record an error for the host and for later kernels, and tell the other ranks; called by one warp. The first
+        error stays."""
         first = Int64(0)
         if self.lane == 0:
             first = cute.arch.atomic_cas(self._state_at("error"), cmp=Int64(0), val=error, sem="acq_rel", scope="gpu")
@@ -224,7 +230,7 @@ class Operation(Invariant):
 
     @cute.jit
     def end(self, last: Int64, latest: Int64):
-        """By one warp, at the end: epochs go on after a failure, too."""
+        """Record the end of the operation; called by one warp. Operations are also counted after a failure."""
         if self.lane == 0:
             state = vector_at(Int64, self.link.state)
             state[STATE.index("last")] = last

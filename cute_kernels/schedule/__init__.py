@@ -1,1 +1,1 @@
-"""Which tile a CTA works on next, from group sizes that only the device knows."""
+"""Tile schedulers: choose a CTA's next tile from group sizes that only the device knows."""

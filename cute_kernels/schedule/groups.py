@@ -13,13 +13,13 @@ from ..device.warps import inclusive_scan, warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""As OFFS_INT32; a kernel of the same call writes them."""
+"""Encoding of OFFS_INT32 that a kernel of the same call writes."""
 
 
 class Groups(NamedTuple):
-    """Group sizes on the device: an address, what lies there (OFFS_INT32, ...), how many, and the buffer's rows.
+    """Group sizes on the device: their address, encoding (OFFS_INT32, ...) and count, and the buffer's rows.
 
-    tickets: the address of a counter that clusters may draw from (tickets.py), or 0.
+    tickets: the address of a counter from which clusters draw tickets (tickets.py); 0: no tickets.
     """
 
     address: Int64
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
 
 def are_offs(groups: Groups) -> Boolean:
-    """Whether groups are given by their ends, and not by their sizes."""
+    """Return True if groups are given by their ends (offs), False if by their sizes (splits)."""
     return groups.encoding <= OFFS_INT32
 
 
@@ -44,7 +44,7 @@ def int32_at(groups: Groups, index: Int32) -> Int32:
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Rows of a group given by its size, clamped to the buffer: no garbage can overflow a sum of 32."""
+    """Read the size of a group given by sizes, clamped to the buffer so that garbage cannot overflow a sum of 32."""
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
@@ -55,7 +55,7 @@ def group_size(groups: Groups, index: Int32) -> Int32:
 
 
 class GroupRows(NamedTuple):
-    """Rows of 32 consecutive groups, one a lane. A lane past the last group is not present, and holds no rows."""
+    """Rows of 32 consecutive groups, one a lane. Past the last group, `present` is False and there are no rows."""
 
     present: Boolean
     begin: Int32
@@ -64,7 +64,8 @@ class GroupRows(NamedTuple):
 
 @cute.jit
 def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
-    """Read the rows of groups base .. base + 31; called by all lanes of a warp. `rows_before`: where they begin."""
+    """Read the rows of groups base .. base + 31; called by all lanes of a warp. `rows_before`: the first group's first
+    row."""
     lane = cute.arch.lane_idx()
     group = base + lane
     present = group < groups.count
@@ -86,7 +87,7 @@ def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
 
 @cute.jit
 def last_row_end(groups: Groups) -> Int32:
-    """Where the last group's rows end, for every lane of a warp: rows from here on belong to nobody."""
+    """Return the end of the last group's rows to every lane of a warp; rows from there on belong to no group."""
     end = Int32(0)
     lane = cute.arch.lane_idx()
     if are_offs(groups):

@@ -1,7 +1,7 @@
-"""Light groups and heavy ones, with a cursor for each kind, so that tiles of both can be in work at the same time.
+"""Base of schedulers that mix tiles of light and of heavy groups, with a cursor for each kind.
 
-A light group's tiles wait for memory, a heavy one's for the tensor cores. In the order of experts all SMs would come to
-one kind at once, and wait for the one while the other idles.
+Tiles of light groups wait for memory, tiles of heavy groups wait for the tensor cores. In the order of experts all SMs
+would reach groups of one kind at the same time, and either memory or the tensor cores would be idle.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ LIGHT, HEAVY = "light", "heavy"
 
 
 class Cursor(NamedTuple):
-    """A position among groups of one kind: the 32 groups that its last tile lay in, and the tiles before them."""
+    """A position among groups of one kind: the window of 32 groups that held its last tile, and the number of tiles
+    before this window."""
 
     window: GroupWindow
     tiles_before: Int32
 
 
 def new_cursor() -> Cursor:
-    """Before the first groups."""
+    """Make a cursor before the first group."""
     return Cursor(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
 
 
 class LightGroupScheduler(GroupTileScheduler):
-    """A light group has at most `light_rows` rows. A subclass says in which order tiles of both kinds come."""
+    """Scheduler of light groups, of at most `light_rows` rows, and heavy groups. A subclass orders their tiles."""
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int):
         super().__init__(tile, groups, grid)
@@ -47,7 +48,7 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _rows_of(self, group: Int32) -> Int32:
-        """Rows of a group as walks find them, also where sizes exceed the buffer."""
+        """Return a group's rows as `group_rows` finds them, also if sizes exceed the buffer."""
         groups = self.groups
         rows = Int32(0)
         if are_offs(groups):
@@ -60,7 +61,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
-        """Tile number `tile` of the groups of a kind, none where there are fewer; numbers grow from call to call."""
+        """Find tile number `tile` of the groups of a kind; `no_work` if there are fewer tiles. Numbers must increase
+        from call to call."""
         window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
         while (tile >= window_end) & (window.base + 32 < self.groups.count):

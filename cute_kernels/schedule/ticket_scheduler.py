@@ -1,4 +1,4 @@
-"""The scheduler of tile_scheduler.py for clusters that draw tickets, with light groups' tiles between heavy ones'."""
+"""Scheduler for clusters that draw tickets, with tiles of light groups between tiles of heavy groups."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
 from .tickets import Tickets
 from .work import TileGrid, WorkRing, no_work
 
-# Light groups with fewer tiles than this share of the others' come last, together.
+# If light groups have less than 1/FEW of the heavy groups' tiles, light tiles come last, together.
 FEW = 16
 
 
 class TicketScheduler(LightGroupScheduler):
-    """Cluster tiles are numbered: a cluster's first tile has the cluster's own number, and a ticket t is number C + t,
-    C being how many clusters there are.
+    """Scheduler that draws tickets. Cluster tiles are numbered: with C clusters, the first tile of cluster c has number
+    c, and ticket t stands for number C + t.
 
-    A light group has at most `light_rows` rows: its weights take longer to come from memory than to be multiplied. In
-    the order of experts all SMs wait for memory at such a group, and leave memory alone at others (gpt-oss-120b,
-    Dirichlet 0.5: 5 % of the time). So light tiles and heavy ones come in the same proportion from begin to end.
+    A light group has at most `light_rows` rows: loading its weights takes longer than multiplying them. In the order of
+    experts all SMs would wait for memory at such groups, and leave memory idle at others (gpt-oss-120b, Dirichlet 0.5:
+    5 % of the time). So light and heavy tiles are mixed in the same proportion from begin to end.
 
-    Without a counter, tiles come in the order of experts and in a fixed order.
+    Without a counter (`groups.tickets` is 0), each CTA's tiles are fixed, in the order of experts.
     """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int, tickets: Tickets):
@@ -35,7 +35,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Cluster tiles of light groups and of heavy ones."""
+        """Count the cluster tiles of light groups and of heavy groups."""
         light, heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -46,7 +46,7 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """How many tiles before the one of a number, which a ticket gave, are light."""
+        """Return how many of the tiles before tile `number` are light; `number` comes from a ticket."""
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)
         count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy
@@ -67,7 +67,7 @@ class TicketScheduler(LightGroupScheduler):
         number, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state, taken = ring.producer_state(), Int32(0)
-        # The first numbers are heavy tiles', so that nobody waits for groups to be counted, which takes 2 us.
+        # Heavy tiles have the first numbers, so that no cluster waits for groups to be counted, which takes 2 us.
         work, heavy = self._find(heavy, HEAVY, number)
         state = self._hand_over(ring, state, work)
 

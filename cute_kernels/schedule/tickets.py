@@ -1,14 +1,15 @@
-"""Tickets: cluster tiles go to clusters in the order in which those come for them.
+"""Tickets: a cluster draws its next tile when it is ready for it.
 
-Tiles take different times: some have few rows, some wait for memory. Where each cluster has its tiles from the start,
-clusters that began in step drift apart, and weights that several of them read at once come from memory once for each:
-22.6 GB instead of 16 for DeepSeek-V3's 256 experts with 256 rows on average (Dirichlet 0.5). Where they draw tickets,
-neighbouring tiles begin together, whoever has them, and in the last round nobody waits for a cluster that fell behind.
+Tiles take different times: some have few rows, some wait for memory. If each cluster's tiles are fixed from the start,
+clusters that began in step drift apart, and weights that several clusters could share in L2 are read from memory once
+for each: 22.6 GB instead of 16 GB for DeepSeek-V3's 256 experts with 256 rows on average (Dirichlet 0.5). If clusters
+draw tickets, neighbouring tiles begin together, and in the last round no cluster waits for a slow one.
 
-The counter is an int32 in device memory, 0 before the kernel and after it: a kernel of n cluster tiles draws n tickets,
-as the scheduler counts them, and who gets the last one puts it back. Two kernels that may run at once have one each.
+The counter is an int32 in device memory, 0 before and after the kernel. A kernel of n cluster tiles draws n tickets, as
+its schedulers count them; the cluster that draws the last ticket sets the counter to 0. Kernels that may run at the
+same time have different counters.
 
-A broadcast, where a cluster has two CTAs: the first draws, and sends the ticket to a slot of the second.
+If a cluster has two CTAs, the first CTA draws a ticket and broadcasts it to a slot of the second:
 
     full    in the second CTA, of a slot: the ticket's bytes, by transaction; 1 arrival (that CTA, which expects them)
     empty   in the first CTA, of a slot: 1 arrival (the second CTA, which has read it)
@@ -29,12 +30,13 @@ NUM_BARRIERS = 2 * BROADCAST_SLOTS
 
 
 def counter(tickets: Int64, position: Int32) -> Int64:
-    """The counter of the kernel at a position in its call: it may begin before the one before it has ended."""
+    """Return the address of the counter of kernel number `position` of a call, which may begin before the kernel before
+    it has ended; 0 without tickets."""
     return select(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
 
 
 class Tickets(Invariant):
-    """What the scheduler warps of a cluster draw from: the first CTA's does, and sends it to the second's."""
+    """The tickets of a cluster's scheduler warps: the first CTA's warp draws, and sends the ticket to the second's."""
 
     def __init__(self, counter: Int64, barriers: cute.Pointer, broadcast: cute.Pointer, cluster_size: int):
         self.counter = counter
@@ -45,14 +47,14 @@ class Tickets(Invariant):
 
     @cute.jit
     def make_barriers(self):
-        """Called by one warp, before the cluster's CTAs see each other's barriers."""
+        """Initialise the barriers; called by one warp before the cluster's CTAs see each other's barriers."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(NUM_BARRIERS):
                 cute.arch.mbarrier_init(self.full + i, 1)
 
     @cute.jit
     def take(self, number: Int32, num_tickets: Int32) -> Int32:
-        """The cluster's ticket number `number` (0, 1, ...), for every lane of its scheduler warps."""
+        """Return the cluster's ticket number `number` (0, 1, ...) to every lane of its scheduler warps."""
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
         if cute.arch.block_idx_in_cluster() == 0:
@@ -71,7 +73,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """A ticket's slot was read. Not that of the last one: the first CTA may have ended."""
+        """Free a ticket's slot, which was read. Not called for the last ticket, after which the first CTA may have
+        ended."""
         if const_expr(self.is_pair):
             if cute.arch.block_idx_in_cluster() > 0:
                 with cute.arch.elect_one():
@@ -84,6 +87,6 @@ class Tickets(Invariant):
             counter = vector_at(Int32, self.counter)
             ticket = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
             if ticket == num_tickets - 1:
-                # Strong, as the atomics of other clusters are: nothing orders those before a plain store.
+                # A strong store, like the atomics of other clusters: a plain store would not be ordered after them.
                 cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
         return cute.arch.shuffle_sync(ticket, 0)

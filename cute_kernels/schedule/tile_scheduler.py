@@ -1,11 +1,12 @@
-"""Which output tile a CTA works on next, from group sizes that only the device knows.
+"""The tile scheduler: finds a CTA's next output tile from group sizes that only the device knows.
 
 Cluster c of a persistent grid of C clusters takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in
-order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost, so that the CTAs that
-run at once share a few weight tiles and a few row tiles, both out of L2. One warp a CTA walks the groups, 32 experts a
-step, one a lane, and hands each tile to the other warps through a small ring in shared memory: nobody else reads
-group sizes, and the latency of reading them hides behind the MMAs of the tile before. ticket_scheduler.py is the same
-for clusters that draw tickets instead, wgrad_scheduler.py for weight gradients.
+order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost. So CTAs that run at
+the same time share a few weight tiles and a few row tiles, both in L2.
+
+One warp a CTA walks the groups, 32 experts a step, one a lane, and hands each tile to the other warps through a small
+ring in shared memory. Only this warp reads group sizes, and the latency is hidden by the MMAs of the tile before.
+ticket_scheduler.py is the variant for clusters that draw tickets, wgrad_scheduler.py the one for weight gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RASTER_BAND = 8
 
 
 class GroupWindow(NamedTuple):
-    """32 consecutive groups, one a lane: row range and, inclusive, the linear tile index where the group ends."""
+    """32 consecutive groups, one a lane: the group's rows, and the number of tiles up to its end (`tiles_end`)."""
 
     base: Int32
     begin: Int32
@@ -38,7 +39,8 @@ class GroupWindow(NamedTuple):
 
 
 class GroupTileScheduler(Invariant):
-    """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: groups and weight tiles an expert."""
+    """Scheduler of one CTA, which walks the groups. Compile-time values: tile and cluster; run-time values: groups and
+    weight tiles an expert."""
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
         self.tile_m = tile.m
@@ -49,12 +51,13 @@ class GroupTileScheduler(Invariant):
         self.grid = grid
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
-        """Cluster tiles along m that a group of `rows` has."""
+        """Return the cluster tiles along m of a group of `rows` rows."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Cluster tiles of a group of `rows`. An adaptive cluster takes the columns of an odd row tile in pairs."""
+        """Return the cluster tiles of a group of `rows` rows. An adaptive cluster takes the columns of an odd row tile
+        in pairs."""
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m
@@ -64,14 +67,15 @@ class GroupTileScheduler(Invariant):
         return begin + m_tile * self.tile_m
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        """Whether a group of `rows` is of a kind."""
+        """Return True if a group of `rows` rows is of a kind."""
         raise NotImplementedError
 
     @cute.jit
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Groups base .. base + 31. Lanes past the last group hold empty ones; groups of another kind have no tiles."""
+        """Read groups base .. base + 31. Lanes past the last group hold empty groups; groups of another kind count no
+        tiles."""
         present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
         if present:
@@ -82,7 +86,7 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
-        """The work of this CTA in cluster tile `tile`, which lies in one of the window's groups."""
+        """Return this CTA's tile in cluster tile `tile`, which lies in one of the window's groups."""
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
         begin = cute.arch.shuffle_sync(window.begin, lane)
         end = cute.arch.shuffle_sync(window.end, lane)
@@ -96,7 +100,8 @@ class GroupTileScheduler(Invariant):
         return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
-        """Where cluster tile `index` lies among `banded` x `swept`: bands of the former, swept along the latter."""
+        """Return the place of cluster tile `index` among `banded` x `swept` tiles: bands along the first side, each
+        swept along the second."""
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
         height = cutlass.max(cutlass.min(banded - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
@@ -104,11 +109,11 @@ class GroupTileScheduler(Invariant):
         return band * RASTER_BAND + in_band - column * height, column
 
     def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
-        """Row and column of cluster tile `index` of a group."""
+        """Return the row and column of cluster tile `index` of a group."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
-        """The work of this CTA in cluster tile `index` of a group, from `row` on."""
+        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on."""
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
         n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
@@ -116,10 +121,12 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
-        """The same where two CTAs have neighbouring row tiles or, at an odd row tile, neighbouring weight tiles.
+        """Return this CTA's tile in an adaptive cluster, as `_tile_at` does. Its two CTAs have neighbouring row tiles
+        or, at an odd row tile, neighbouring weight tiles.
 
-        An odd row tile joins the last band: its cluster tile comes right behind those of its two weight tiles, so that
-        these are read from memory once. Where it meets a lone weight tile, each CTA has half of its rows.
+        An odd row tile joins the last band: its cluster tile comes directly after the cluster tiles of the same two
+        weight tiles, so that these are read from memory once. At a lone weight tile, each CTA has half of the odd row
+        tile's rows.
         """
         row_tiles = (end - begin + self.tile_m - 1) // self.tile_m
         pairs, odd = row_tiles // 2, row_tiles % 2
@@ -148,19 +155,19 @@ class GroupTileScheduler(Invariant):
         return row + rank * half, end, m_tile, n_tile, pairs_columns
 
     def _cluster(self) -> tuple[Int32, Int32]:
-        """Which cluster of the grid this CTA is in, and of how many."""
+        """Return the number of this CTA's cluster, and the number of clusters in the grid."""
         cluster_size = self.cluster_m * self.cluster_n
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
         return bidx // cluster_size, gdim // cluster_size
 
     def run(self, ring: WorkRing) -> None:
-        """The scheduler warp's whole life."""
+        """Put all of this CTA's tiles into the ring; called by the scheduler warp."""
         self.run_static(ring)
 
     @cute.jit
     def run_static(self, ring: WorkRing):
-        """Tiles in a fixed order: walk the groups, put this CTA's tiles into the ring, then the end mark."""
+        """Walk the groups and put this CTA's tiles into the ring in a fixed order, then the end mark."""
         tile, num_clusters = self._cluster()
         state = ring.producer_state()
         tiles_before = Int32(0)

@@ -1,4 +1,4 @@
-"""One CTA's next output tile, and the ring in shared memory through which the scheduler warp hands it to the others."""
+"""A CTA's output tiles, and the ring in shared memory through which the scheduler warp hands them to other warps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from cutlass import Int32
 
 from ..device.invariant import Invariant
 
-# Two tiles in work, by pingpong warpgroups, one being loaded, one to come. Fewer where tickets are drawn, late: tiles
-# that begin together are neighbours then (1 % of DeepSeek-V3's FC1 under skew).
+# Four slots: two tiles in work, by pingpong warpgroups, one being loaded, one to come. With tickets two slots, so that
+# tickets are drawn late and tiles that begin together are neighbours (1 % of DeepSeek-V3's FC1 under skew).
 STAGES, TICKET_STAGES = 4, 2
 SLOT_WORDS = 6
 
 
 class WorkTile(NamedTuple):
-    """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
+    """A CTA's output tile: expert, first row, the row where its group ends, and tile coordinates.
 
-    Rows ragged (GEMM): `row` is the tile's first row and m_tile its index in the group. Contraction ragged (wgrad):
-    `row` is the group's first row. expert < 0 ends the work. pairs_columns, of an adaptive cluster: its CTAs have the
-    same rows and neighbouring columns where it is not 0, else the same columns and neighbouring rows.
+    In a GEMM, `row` is the tile's first row and m_tile its index in the group. In a weight gradient, `row` is the
+    group's first row. expert < 0 is the end mark. pairs_columns, in adaptive clusters: not 0 if the two CTAs have the
+    same rows and neighbouring columns, 0 if they have the same columns and neighbouring rows.
     """
 
     expert: Int32
@@ -38,14 +38,14 @@ def no_work() -> WorkTile:
 
 
 class TileGrid(NamedTuple):
-    """Cluster tiles of one expert's output. Where rows are ragged, `num_m` comes from the group instead."""
+    """Cluster tiles of one expert's output. In a GEMM `num_m` is ignored, since it follows from the group's rows."""
 
     num_m: Int32
     num_n: Int32
 
 
 class WorkRing(Invariant):
-    """The ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
+    """Ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
 
     def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
         self.stages = stages

@@ -1,6 +1,6 @@
-"""The mainloop of rows and weights in MXFP8: tensor cores multiply by the scales of both, block by block.
+"""The mainloop for rows and weights in MXFP8: tensor cores apply the scales of both operands, block by block.
 
-A k-tile is 128 deep, so each row has four scales for it: one word. One warp brings the scales of x, another the scales
+A k-tile is 128 deep, so each row has four scales in it: one word. One warp brings the scales of x, another the scales
 of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to shared
 memory in the order that tensor memory takes, 128 rows at a time (PTX ISA, "Scale factor layout", one atom):
 
@@ -8,7 +8,7 @@ memory in the order that tensor memory takes, 128 rows at a time (PTX ISA, "Scal
 
 So lane l reads the words of rows l, l + 32, l + 64 and l + 96, and writes 16 bytes at once. A group may begin at any
 row, and rows may come by index: no scales are padded or copied. `tcgen05.cp` copies an atom from shared to tensor
-memory before the stage's MMAs. One thread issues the copy and the MMAs, which are done in that order.
+memory before the stage's MMAs. One thread issues the copy and the MMAs, so they are executed in this order.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from .mainloop import TensorCoreMainloop
 from .tensor_memory import TensorMemory
 
 FIELDS = "a_scales", "b_scales"
-# Rows and bytes of an atom. A row's scales of a k-tile are a word.
+# Rows and bytes of an atom. A row has one word of scales in a k-tile.
 ATOM_ROWS, ATOM_BYTES = 128, 512
 LINES = ATOM_ROWS // WARP
 WORD_BYTES, VECTOR_BYTES = 4, 16
-# k-tiles whose scales are on their way together: a vector of each row.
+# k-tiles whose scales are loaded at once: a 16-byte vector of each row.
 AT_ONCE = VECTOR_BYTES // WORD_BYTES
 
 
 class Scales(NamedTuple):
-    """Addresses of scales, x's [rows, K / 32] and w's [E, N, K / 32]; an expert's weight rows and their gate."""
+    """Addresses of the scales of x [rows, K / 32] and of w [E, N, K / 32]. weight_rows: N. gate: order of a gated w's
+    rows."""
 
     x: Int64
     w: Int64
@@ -54,7 +55,7 @@ class Scales(NamedTuple):
 
 
 class ScaleLines(Invariant):
-    """A lane's rows of an atom, and their words of the next k-tiles, on their way. pitch: scales of a row."""
+    """A lane's rows of an atom, and registers for their scales in the next AT_ONCE k-tiles. pitch: scales of a row."""
 
     def __init__(self, pitch: Int32):
         self.pitch = pitch
@@ -63,7 +64,7 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the words of AT_ONCE k-tiles, none after the last k-tile. Past the last block: use scale 0
+        """Start to load the words of AT_ONCE k-tiles; none past the last k-tile. Past the last block: use scale 0
         (2^-127), since a NaN would turn the elements' zeros into NaN.
         """
         alignment = Int32(self.begins[0]) | self.pitch
@@ -82,7 +83,7 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def _word(self, begin: Int64, first: Int32) -> Int32:
-        """A row's four scales from the one numbered `first` on."""
+        """Load a row's four scales from scale number `first` on."""
         word = Int32(0)
         if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
             if first < self.pitch:
@@ -95,7 +96,7 @@ class ScaleLines(Invariant):
         return word
 
     def take(self) -> cute.Tensor:
-        """The words that were fetched, which the next fetch leaves alone."""
+        """Return a copy of the fetched words, which the next fetch does not overwrite."""
         taken = cute.make_rmem_tensor(LINES * AT_ONCE, Int32)
         taken.store(self.words.load())
         return taken
@@ -113,16 +114,17 @@ def put(words: cute.Tensor, atom: Int32, i: int) -> None:
 
 
 class BlockScaled(TensorCoreMainloop):
-    """A mainloop of operands in MXFP8, each with a scale for 32 elements of the contraction: what multiplies."""
+    """The multiplying half of a mainloop of operands in MXFP8, each with a scale for 32 elements of the contraction."""
 
     @property
     def _atoms(self) -> tuple[int, int]:
-        """Atoms of a stage: A's, B's."""
+        """Number of atoms of A and of B in a stage."""
         return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
 
     @property
     def scale_columns(self) -> int:
-        """An atom's 512 bytes are 32 lanes of 4 columns, and the same in each warp's lanes."""
+        """Columns of tensor memory for a stage's scales: an atom takes 4 columns of 32 lanes, repeated in each warp's
+        lanes."""
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
     def smem_fields(self) -> dict[str, Any]:
@@ -143,7 +145,8 @@ class BlockScaled(TensorCoreMainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """A, B, and for the scales of each: the copy, its source, its target, and tensor memory as MMAs read it."""
+        """Return A, B, and for the scales of each: the copy to tensor memory, its source, its target, and the tensor
+        that MMAs read."""
         mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
         layouts = (
             blockscaled.make_smem_layout_sfa(mma, shape, MXFP8.block, self.stages),
@@ -170,7 +173,7 @@ class BlockScaled(TensorCoreMainloop):
 
 
 class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
-    """x and w in MXFP8. `layout`: of a gated w's rows."""
+    """Rows of x times experts' weights, both in MXFP8. `layout`: the order of a gated w's rows."""
 
     scale_warps = len(FIELDS)
 
@@ -196,7 +199,7 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
     @cute.jit
     def _row_lines(self, operands: Operands, work: WorkTile):
-        """A lane's rows of x. Past the group's end they are never stored, and the last one's will do."""
+        """Find the scales of a lane's rows of x. Past the group's end the last row's serve, since nothing is stored."""
         lines = ScaleLines(self._pitch(operands))
         for line in cutlass.range_constexpr(LINES):
             row = cutlass.min(work.row + line * WARP + cute.arch.lane_idx(), work.group_end - 1)
@@ -206,7 +209,7 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         return lines
 
     def _weight_lines(self, operands: Operands, work: WorkTile, atom: int) -> ScaleLines:
-        """A lane's rows of an expert's weights, as the tile has them. Past the last one that one's will do."""
+        """Find the scales of a lane's weight rows, in the tile's order. Past the last row the last row's serve."""
         lines, scales = ScaleLines(self._pitch(operands)), operands.scales
         half = scales.weight_rows // self.parts
         for line in range(LINES):
@@ -222,7 +225,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         self, lines: list[ScaleLines], to: cute.Pointer, operands: Operands, stages: Any,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """The atoms of all k-tiles, while the next ones are on their way. Returns the advanced state."""
+        """Write the atoms of all k-tiles to their stages, while the next scales are loaded. Return the advanced
+        state."""
         count, first = self.num_k_tiles(operands, work), Int32(to.toint())
         for each in lines:
             each.fetch(Int32(0), count)
@@ -242,7 +246,7 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
 
 def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
-    """How `tcgen05.cp` copies a stage's scales, each atom to the lanes of all four warps."""
+    """Make the `tcgen05.cp` of a stage's scales, each atom to the lanes of all four warps: copy, source and target."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)
     copy = tcgen05.make_s2t_copy(atom, target)

@@ -1,8 +1,9 @@
-"""The mainloop of weight gradients in MXFP8: columns of dy times columns of x, by the scales of 32 rows of each column.
+"""The mainloop of weight gradients in MXFP8: columns of dy times columns of x, with a scale for 32 rows of a column.
 
-Both operands come from `quantize.quantize_groups`, whose blocks begin with a group, and whose scales lie as tensor
-memory takes them: an atom of 512 bytes for 128 columns and a band of 128 rows. A k-tile is such a band. So one thread
-of the warp that other kernels load epilogues by copies a k-tile's atoms to its stage, and no register holds a scale.
+Both operands come from `quantize.quantize_groups`: blocks begin at the first row of a group, and scales lie as tensor
+memory takes them, an atom of 512 bytes for 128 columns and a band of 128 rows. A k-tile is such a band. So one thread
+copies a k-tile's atoms to its stage, and no register holds a scale. Its warp is the one of epilogue loads, which a
+weight gradient does not need.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class OperandScales(NamedTuple):
 
 
 class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
-    """dy and x in MXFP8. Rows of neither come by index: the quantiser gathers them.
+    """Columns of dy times columns of x, both in MXFP8. Rows never come by index: the quantiser gathers them.
 
-    Pipeline "stages": full by the transaction bytes of TMA's tiles and of scales, 1 arrival of either warp.
+    Pipeline "stages": full by the transaction bytes of operand tiles and of scales, with 1 arrival of the load warp and
+    1 of the warp that brings scales.
     """
 
     gathers = False
@@ -63,9 +65,9 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
 
 
 class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMainloop):
-    """Without addresses that wrap."""
+    """The mainloop in MXFP8 without addresses that wrap."""
 
 
 def _vector(pointer: cute.Pointer) -> cute.Tensor:
-    """An atom in shared memory."""
+    """Make the tensor of an atom in shared memory."""
     return cute.make_tensor(pointer, cute.make_layout(ATOM_BYTES))

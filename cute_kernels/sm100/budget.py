@@ -1,4 +1,4 @@
-"""Registers and stages of a tile's kernel. Plain Python, as Hopper's budget."""
+"""Registers and stages of a tile's kernel. Plain Python, like sm90/budget.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from ..formats import MXFP8
 from ..sm90 import budget
 from ..tiles import TileConfig
 
-# Registers that a thread has if three or four warpgroups share an SM's 65,536.
+# Registers of a thread at launch, by whether there is a gathering warpgroup: three or four share an SM's 65,536.
 LAUNCH_REGISTERS = {False: 168, True: 128}
 
 
 class Registers(NamedTuple):
-    """Registers of a thread of the first warpgroup, of an epilogue warpgroup, of the gathering one (0: none)."""
+    """Registers of a thread of the first warpgroup, of an epilogue warpgroup, and of the gathering warpgroup (0: there
+    is none)."""
 
     roles: int
     epilogue: int
@@ -21,13 +22,15 @@ class Registers(NamedTuple):
 
 
 def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
-    """Registers after redistribution. setmaxnreg hangs if their sum exceeds what the launch reserved."""
+    """Return registers after redistribution. setmaxnreg hangs if their sum exceeds the registers that the launch
+    reserved."""
     gathering = gathers * (budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS)
     rest = LAUNCH_REGISTERS[gathers] * (3 + gathers) - roles - gathering
     return Registers(roles, rest // 2 // budget.REGISTERS_UNIT * budget.REGISTERS_UNIT, gathering)
 
 
 def block_scaled_stages(tile: TileConfig, staging_bytes: int) -> int:
-    """Stages of MXFP8 operands and their scales, a byte for 32 elements, beside `staging_bytes` of stores."""
+    """Return how many stages of MXFP8 operands and scales (a byte for 32 elements) fit beside `staging_bytes` bytes of
+    staging slots."""
     stage = (tile.m + tile.n) * (tile.k + tile.k // MXFP8.block)
     return (budget.SMEM_BYTES - budget.SMALL_BYTES - staging_bytes) // stage

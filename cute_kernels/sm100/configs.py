@@ -1,6 +1,7 @@
-"""The specs that a bundle of Blackwell's own kernels ships. Plain Python, which imports no compiler.
+"""The specs that ship in a bundle of Blackwell's own kernels. Plain Python, which imports no compiler.
 
-GEMMs of 16-bit operands and of MXFP8 are of this folder; those that decode weights are portable ones, on their tiles.
+GEMMs of 16-bit and of MXFP8 operands are kernels of this folder. GEMMs that decode weights are portable kernels, with
+portable tiles.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..shipped import (
 from ..specs import DTYPES, GroupedGluSpec, Spec
 from ..tiles import TileConfig
 
-# An MMA of 128 x 256 reads 96 bytes of shared memory a cycle at the tensor core's full rate, one of 128 x 128 reads
-# 128, which is what an SM reads at most.
+# At the tensor core's full rate an MMA of 128 x 256 reads 96 bytes of shared memory a cycle, an MMA of 128 x 128 reads
+# 128 bytes, which is the most that an SM can read.
 LARGE = TileConfig(m=128, n=256, k=64, schedule="tensor_memory")
 # If an expert has few rows, its weights' bytes bound the time, and narrower tiles fill twice as many SMs.
 SMALL = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
@@ -39,7 +40,7 @@ glu_form, second_tile = portable.glu_form, portable.second_tile
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
-    """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
+    """Return every spec of a profile, in a fixed order, so that a build of the same sources is byte-identical."""
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, BACKWARD, (LARGE,)) + quantizing_specs(arch)
@@ -57,4 +58,5 @@ _SPILLING = [
     )
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
-"""Warps that gather rows leave an epilogue 208 registers, too few for these: values wait in memory once a tile."""
+"""Compiler diagnostics that a build accepts, by spec name. Warps that gather rows leave an epilogue 208 registers, too
+few for these kernels, which spill once a tile."""

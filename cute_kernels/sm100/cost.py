@@ -1,7 +1,7 @@
-"""How long a grouped GEMM takes on Blackwell, by a model on paper. Nothing is measured: no GPU has run the kernels.
+"""A model of a grouped GEMM's time on Blackwell. Nothing is measured: no GPU has run the kernels.
 
-Numbers of a B200 from its data sheet, and what an SM's shared and tensor memory deliver a cycle, which are guesses
-after Hopper's. docs/blackwell.md has the model of some layers, term by term.
+The numbers of a B200 are from its data sheet, except what an SM's shared and tensor memory deliver a cycle: those are
+guesses from Hopper's numbers. docs/blackwell.md has the model of some layers, term by term.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Machine(NamedTuple):
     Attributes:
         sms: streaming multiprocessors. clock: cycles a microsecond.
         memory: bytes a microsecond.
-        macs: multiply-adds of 16 bits a cycle of an SM; of 8 bits twice as many.
-        shared: bytes a cycle that an SM's shared memory delivers. tensor: bytes a cycle of tensor memory to registers.
-        launch_us: from launch to the first tile, and from the last tile to the end.
+        macs: 16-bit multiply-adds of an SM in a cycle; twice as many in 8 bits.
+        shared: bytes a cycle that an SM's shared memory delivers. tensor: bytes a cycle from tensor memory to
+        registers. launch_us: microseconds from launch to the first tile plus those from the last tile to the kernel's
+        end.
     """
 
     sms: int = 148
@@ -39,11 +40,11 @@ SWIZZLE_BYTES = 128
 
 
 class TileCycles(NamedTuple):
-    """Cycles that a tile takes of each of an SM's parts, which work beside each other.
+    """Cycles of a tile on each of an SM's units, which work at the same time.
 
     Attributes:
-        mma: the tensor core. operands: shared memory, which it reads A and B from. accumulators: tensor memory, whose
-            sums go to registers once. loads: TMA's instructions, a number and no cycles.
+        mma: cycles of the tensor core. operands: cycles of shared memory, from which the tensor core reads A and B.
+            accumulators: cycles of tensor memory, whose sums go to registers once. loads: number of TMA instructions.
     """
 
     mma: float
@@ -57,7 +58,7 @@ class TileCycles(NamedTuple):
 
 
 def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine = B200) -> TileCycles:
-    """Cycles of a tile whose contraction is `depth` deep. parts: ranges of weight rows that the tile takes."""
+    """Return the cycles of a tile whose contraction is `depth` deep. parts: ranges of weight rows in the tile."""
     k_tiles = math.ceil(depth / tile.k)
     element_bytes = SWIZZLE_BYTES // tile.k
     macs = machine.macs * 2 // element_bytes
@@ -70,7 +71,8 @@ def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine =
 
 
 def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
-    """Microseconds if every expert has as many rows: a launch, and bytes or rounds of tiles, whichever takes longer."""
+    """Return the microseconds of a GEMM whose experts all have the same number of rows: a launch, plus the longer of
+    memory traffic and rounds of tiles."""
     element_bytes = SWIZZLE_BYTES // tile.k
     weights = min(gemm.experts, gemm.rows) * gemm.columns * gemm.depth * element_bytes
     moved = weights + gemm.rows * (gemm.depth * element_bytes + 2 * gemm.stored)
@@ -80,7 +82,7 @@ def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
 
 
 class Wgrad(NamedTuple):
-    """Weight gradients [columns, depth] of `experts`, contracted over `average` rows each."""
+    """Weight gradients [experts, columns, depth], each contracted over `average` rows."""
 
     experts: int
     average: int
@@ -94,7 +96,7 @@ class Wgrad(NamedTuple):
 
 
 class WgradTimes(NamedTuple):
-    """Megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands, 0 in 16 bits."""
+    """Megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands (0 in 16 bits)."""
 
     gemm_mb: float
     gemm_us: float
@@ -103,7 +105,8 @@ class WgradTimes(NamedTuple):
 
 
 def wgrad_times(wgrad: Wgrad, tile: TileConfig, machine: Machine = B200) -> WgradTimes:
-    """Times if every expert has as many rows: operands are read once, and results of 16 bits written."""
+    """Return the times of a weight gradient whose experts all have the same number of rows. The model reads operands
+    once and writes results in 16 bits."""
     element_bytes = SWIZZLE_BYTES // tile.k
     moved = wgrad.elements * element_bytes + wgrad.experts * wgrad.columns * wgrad.depth * 2
     tiles = wgrad.experts * math.ceil(wgrad.columns / tile.m) * math.ceil(wgrad.depth / tile.n)

@@ -1,4 +1,4 @@
-"""How Blackwell's GEMMs go through their tiles: each CTA's in a fixed order. Plain Python: the host asks, too."""
+"""Order of tiles in Blackwell's GEMMs: fixed for each CTA. Plain Python, since the host asks, too."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .persistent import TensorMemoryGemm
 
 
 class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
-    """Arguments are those of Hopper's."""
+    """The grouped GEMM in 16 bits, with the arguments of sm90.grouped_gemm.GroupedGemm."""
 
     mainloops: ClassVar[dict[str, Any]] = {"halves": HalvesMainloop, "rows": GemmMainloop}
 

@@ -22,12 +22,12 @@ from .tensor_memory import SLAB_LANES
 
 
 class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
-    """Arguments are those of Hopper's.
+    """The weight gradient in 16 bits, with the arguments of sm90.grouped_wgrad.GroupedWgrad.
 
-    mainloop_types: with addresses that wrap, and without (`cute_kernels/plain.py`).
+    mainloop_types: the mainloop with addresses that wrap, and the one without (`cute_kernels/plain.py`).
     """
 
-    role_registers = ACROSS_REGISTERS  # of a scheduler with two walks
+    role_registers = ACROSS_REGISTERS  # the scheduler walks light and heavy groups, with two cursors
     epilogue_type = WgradEpilogue
     mainloop_types: tuple[type[WgradMainloop], type[WgradMainloop]] = WgradMainloop, ClearingWgradMainloop
     store_rows = SLAB_LANES
@@ -38,7 +38,7 @@ class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
 
 
 class GroupedMxfp8Wgrad(GroupedWgrad):
-    """The weight gradient of dy [T,N] and x [T,K] in MXFP8 by groups."""
+    """The weight gradient of dy [T, N] and x [T, K], quantised to MXFP8 by groups."""
 
     mainloop_types = BlockScaledWgradMainloop, ClearingBlockScaledWgradMainloop
 
@@ -55,7 +55,7 @@ class GroupedMxfp8Wgrad(GroupedWgrad):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `scales`: the addresses of those of dy and of x."""
+        """Launch on `stream`. `scales`: the addresses of dy's scales and of x's scales."""
         num_rows = Int32(x.shape[0])
         places = num_places(num_rows, groups[2])
         operands = self.make_mainloop().operands(dy, x, Int64(0), Int64(0))

@@ -1,4 +1,5 @@
-"""Mainloops: Hopper's loads fill the ring of stages, and one thread's tcgen05 MMAs empty it into tensor memory."""
+"""Mainloops: Hopper's loads fill the ring of stages, and tcgen05 MMAs, issued by one thread, multiply from there into
+tensor memory."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ STEP_BITS = 256
 
 
 class TensorCoreMainloop(Mainloop):
-    """The half that multiplies, of a mainloop whose other half is Hopper's.
+    """The multiplying half of a mainloop; its loading half is a class of sm90/mainloop.
 
     Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
     """
 
-    # Warps that bring scales: of the gathering warpgroup, or, without one, the warp of epilogue loads.
+    # Number of warps that bring scales: in the gathering warpgroup, or the warp of epilogue loads if there is none.
     scale_warps = 0
 
     @property
     def scale_arrivals(self) -> int:
-        """Threads of these warps that arrive at a full stage."""
+        """Threads of the warps that bring scales that arrive at a full stage."""
         return WARP * self.scale_warps
 
     @property
@@ -44,11 +45,12 @@ class TensorCoreMainloop(Mainloop):
         return 0
 
     def num_producers(self, gathers: Boolean) -> Int32:
-        """Threads that arrive at a full stage: TMA's, those that gather rows, those that bring scales."""
+        """Return how many threads arrive at a full stage: one for TMA, those that gather rows, those that bring
+        scales."""
         return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + self.scale_arrivals)
 
     def smem_fields(self) -> dict[str, Any]:
-        """Shared memory beside the stages of A and B, by name."""
+        """Return shared memory besides the stages of A and B, by name."""
         return {}
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaUmma:
@@ -63,7 +65,7 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def tiled_mma(self) -> cute.TiledMma:
-        """128 x tile.n MMAs of one CTA."""
+        """Make the MMA of one CTA, 128 x tile.n."""
         return sm100_utils.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -75,7 +77,7 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operand_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """The stages' bytes as MMAs see them."""
+        """Return the layouts of A's and B's stages in shared memory, as MMAs read them."""
         shape, mma = (self.tile.m, self.tile.n, self.tile.k), self.tiled_mma()
         return (
             sm100_utils.make_smem_layout_a(mma, shape, self.dtype, self.stages),
@@ -95,7 +97,7 @@ class TensorCoreMainloop(Mainloop):
         return mma.make_fragment_C(mma.partition_shape_C((self.tile.m, self.tile.n))).layout
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32 | int:
-        """Return how deep a k-tile must be multiplied."""
+        """Return how much of a k-tile's depth must be multiplied."""
         return self.tile.k
 
     @cute.jit
@@ -103,7 +105,7 @@ class TensorCoreMainloop(Mainloop):
         self, acc: cute.Tensor, operands: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by the MMA warp. Returns the advanced state."""
+        """Compute acc = A B^T over all k-tiles; called by the MMA warp. Return the advanced state."""
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -122,20 +124,20 @@ class TensorCoreMainloop(Mainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
         depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
-        """A k-tile's MMA from column `first` on, if the k-tile is so deep."""
+        """Issue the MMA that begins at depth `first` of a k-tile, unless the k-tile ends before."""
         if first < depth:
             cute.gemm(tiled_mma, acc, *operands, acc)
 
     @property
     def step_k(self) -> int:
-        """How deep an MMA is: 32 bytes."""
+        """Depth of an MMA in elements: 32 bytes."""
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Bring what a stage's MMAs read besides A and B, as deep as they multiply."""
+        """Prepare a stage before its MMAs, which multiply `depth` of it; called by the MMA warp."""
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
-        """A and B of an MMA."""
+        """Return an MMA's operands A and B."""
         a, b, *_ = operands
         at = (None, None, step, stage)
         return a[at], b[at]
@@ -150,17 +152,18 @@ class HalvesMainloop(TensorCoreMainloop, halves.HalvesMainloop):
 
 
 class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
-    """Columns of dy times columns of x. A group's last k-tile is multiplied as deep as it has rows."""
+    """Columns of dy times columns of x. In a group's last k-tile, only the depth that has rows is multiplied."""
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
         return work.group_end - work.row - k_tile * self.tile.k
 
 
 class ClearingWgradMainloop(WgradMainloop):
-    """TMA brings rows past the group's end as well, and the MMA warp clears those that the last MMA would multiply.
+    """Columns of dy times columns of x, without addresses that wrap: TMA also loads rows past the group's end, and the
+    MMA warp clears those that the last MMA would multiply.
 
-    They are fewer than an MMA is deep, in a group's last k-tile. A row is a line of 128 bytes for each 64 columns, in 8
-    bits for each 128.
+    These rows are in a group's last k-tile, and there are fewer than an MMA is deep. A row is a line of 128 bytes for
+    each 64 columns in 16 bits, for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -187,7 +190,7 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows from `depth` to where the last MMA ends by zeros."""
+        """Overwrite an operand's rows with zeros, from row `depth` to the end of the last MMA."""
         line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
         zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         zeros.fill(0)

@@ -1,4 +1,4 @@
-"""The kernel of this folder's GEMMs: Hopper's, except that one warp multiplies, and into tensor memory.
+"""The kernel of all GEMMs in this folder: Hopper's kernel, except that one warp multiplies, into tensor memory.
 
 Persistent and warp-specialised, one CTA on each SM:
 
@@ -6,23 +6,31 @@ Persistent and warp-specialised, one CTA on each SM:
     0           TMA loads        ring (tile), stages (empty)            stages (full, by transaction bytes)
     1           scheduler        ring (empty)                           ring (full)
     2           epilogue loads   ring (tile), loads (empty)             loads (full, by transaction bytes)
-    2           bring scales, of weight gradients in MXFP8 (block_scaled_wgrad.py)
+    2           bring scales, for weight gradients in MXFP8 (block_scaled_wgrad.py)
                                  ring (tile), stages (empty)            stages (full, by transaction bytes)
     3           MMA              ring (tile), stages (full),            stages (empty, by commit),
                                  accumulators (empty)                   accumulators (full, by commit)
-    4 .. 11     epilogue, two warpgroups, every other tile each
+    4 .. 11     epilogue, two warpgroups, which take alternate tiles
                                  ring (tile), accumulators (full),      accumulators (empty), ring (empty), turns,
                                  turns, loads (full)                    loads (empty)
-    12, 13      gather rows, where they come by index
+    12, 13      gather rows, if rows come by index
                                  ring (tile), stages (empty)            stages (full, 1 a thread)
-    14, 15      bring scales, of MXFP8 operands (block_scaled.py)
+    14, 15      bring scales, for MXFP8 operands (block_scaled.py)
                                  ring (tile), stages (empty)            stages (full, 1 a thread)
 
-    accumulators   two in tensor memory, of tile number t that of t % 2 (tensor_memory.py).
+    accumulators   two in tensor memory; a CTA's tile number t uses accumulator t % 2 (tensor_memory.py).
     ring, stages, loads, turns, slots   as on Hopper (sm90/persistent.py).
 
-The MMA warp multiplies tile t + 1 while a warpgroup finishes tile t. A warpgroup reads its accumulator slab by slab,
-and frees it with the last one.
+Timeline of a CTA's tile number t:
+
+    1. The scheduler warp finds the tile and puts it into the ring, from which all other roles read it.
+    2. The load warp copies k-tiles of A and B into stages as these become empty; it runs ahead of the MMA warp and into
+       the next tile. Warps that gather rows or bring scales fill their share of the same stages.
+    3. The MMA warp waits until accumulator t % 2 is empty, then for each full stage issues MMAs into it. A commit frees
+       the stage once its MMAs have read it, and after the last k-tile a commit marks the accumulator as full.
+    4. Epilogue warpgroup t % 2 fetches biases and row scales, waits until the accumulator is full, reads it slab by
+       slab, and stores results through its staging slots. Reading the last slab empties the accumulator.
+    5. Meanwhile the MMA warp multiplies tile t + 1 into the other accumulator, for the other warpgroup.
 """
 
 from __future__ import annotations
@@ -57,9 +65,9 @@ GATHERING_WARPGROUP = 1 + NUM_ACCUMULATORS
 
 
 class TensorMemoryGemm(PersistentGemm):
-    """A GEMM of Hopper's with accumulators in tensor memory: to be a base before that GEMM's class.
+    """Mixin that gives a GEMM of sm90/ accumulators in tensor memory. A subclass lists it before that GEMM's class.
 
-    role_registers: of a thread of the first warpgroup.
+    role_registers: registers of each thread of the first warpgroup, whose warps have the roles 0 to 3.
     """
 
     role_registers = LOAD_REGISTERS
@@ -93,7 +101,7 @@ class TensorMemoryGemm(PersistentGemm):
         gathers = operands.rows.address != 0
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
         has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
-        # Beside epilogues the warps of loads, of MMAs, and those that the shape, the mainloop and the call add.
+        # Warps that read the ring: epilogues, loads and MMA, and those that the shape, the mainloop and the call add.
         consumer_warps = WARPS_PER_GROUP * NUM_ACCUMULATORS + 2 + has_load_warp + mainloop.scale_warps
         consumer_warps += select(gathers, Int32(WARPS), Int32(0))
         ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, STAGES)
@@ -154,7 +162,7 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of rows (rank 0) or of weights (rank 1); of a weight gradient those of both."""
+        """Bring the scales of rows (rank 0) or of weights (rank 1); in a weight gradient, of both (rank 0)."""
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)
@@ -168,7 +176,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
         memory: TensorMemory,
     ):  # fmt: skip
-        """Multiply tile by tile, each into the accumulator that is free. `read`: descriptors of what MMAs read."""
+        """Multiply tile by tile, into the two accumulators in turn. `read`: the operands (`mainloop.operands_of`)."""
         cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
         ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
@@ -188,7 +196,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
         memory: TensorMemory, index: Int32,
     ):  # fmt: skip
-        """Finish every other tile, from the accumulator with the warpgroup's index."""
+        """Run the epilogue of every second tile, from the accumulator with the warpgroup's index."""
         cute.arch.griddepcontrol_wait()
         turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)
         ring_state = ring.consumer_state()

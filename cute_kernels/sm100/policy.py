@@ -1,4 +1,4 @@
-"""Blackwell's answers (`arch.Room`): tiles by rules that no GPU has measured."""
+"""Tile choice on Blackwell (`arch.Room`), by rules that no GPU has measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .gemm_policy import gemm_policy as gemm_policy
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 64
-"""An expert, on average, that SMALL is for: up to it a weight's bytes take longer than its MMAs. Not measured."""
+"""Greatest average number of rows an expert for which SMALL is chosen: up to it, loading a weight takes longer than its
+MMAs. Not measured."""
 
 
 def _is_portable(problem: Problem) -> bool:
@@ -26,7 +27,7 @@ def _is_portable(problem: Problem) -> bool:
 
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
+    """Return the tiles that ship for a problem: only one for operators of training, whose experts have many rows."""
     if _is_portable(problem) or problem.op.startswith("quantize"):
         return portable.tiles(problem)
     if OPERANDS[problem.operands].multiplies_blocks:
@@ -61,7 +62,7 @@ def advice(problem: Problem) -> tuple[str, ...]:
 
 
 def even_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Microseconds by the model; portable tiles have an order instead of times."""
+    """Return the model's microseconds; for portable tiles, a number that only orders them."""
     return portable.time_us(gemm, tile) if tile.by_warps else cost.even_us(gemm, tile)
 
 
@@ -73,5 +74,5 @@ def all_tiles(bits: int) -> tuple[TileConfig, ...]:
 
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
-    """Raises SpecError where it is none of those that ship."""
+    """Return the tile of that shape and cluster; raise SpecError if no such tile ships."""
     return tile_among((*TILES, LARGE8), shape, cluster)

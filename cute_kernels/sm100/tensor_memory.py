@@ -1,10 +1,10 @@
 """Accumulators in tensor memory: who writes, reads and frees them.
 
-Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 x n takes n columns of all lanes, its row r
-lane r (PTX ISA, "Data path layout organization", M = 128). A warp reads the lanes from 32 (warp % 4) on.
+Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 x n takes n columns of all lanes; row r is
+in lane r (PTX ISA, "Data path layout organization", M = 128). A warp can read 32 lanes, from lane 32 (warp % 4) on.
 
-`tcgen05.ld.16x256b` gives a thread, of 16 lanes and 8 columns, what an MMA of 16 x 8 would leave in its registers. So
-16 lanes of each of a warpgroup's warps are a slab, and epilogues find accumulators where Hopper's wgmma leaves them.
+`tcgen05.ld.16x256b` reads 16 lanes and 8 columns, and leaves them in registers as an MMA of 16 x 8 would. So a slab is
+16 lanes of each of a warpgroup's four warps, and epilogues find accumulators where Hopper's wgmma leaves them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..epilogue.fragments import Accumulators
 from ..epilogue.sizes import ROWS, THREADS
 from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 
-# An address has its lane in the upper half.
+# A tensor memory address holds the lane in its upper half.
 LANE = 1 << 16
 WARP_LANES, SLAB_LANES = 32, 16
-# Columns of one read: ptxas wants an instruction's registers, here 64, to fit those that a thread has at launch.
+# Columns of one read: ptxas requires that an instruction's registers, here 64, fit into a thread's registers at launch.
 READ_COLUMNS = 128
-# Columns of one read of whole rows, in registers beside those of the slab.
+# Columns of one read of whole rows, whose registers are needed in addition to those of the slab.
 ROW_COLUMNS = 32
 NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
 NUM_BARRIERS = 2 * NUM_ACCUMULATORS
@@ -37,8 +37,8 @@ NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 class TensorMemory(Invariant):
     """A CTA's two accumulators and their mbarriers, and `more` columns after them.
 
-    full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each of a warpgroup's threads that read.
-    `place`: where in shared memory the allocation writes its address.
+    full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each thread of the warpgroup that reads.
+    `place`: the place in shared memory to which the allocation writes the address of the columns.
     """
 
     def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer, more: int = 0):
@@ -51,7 +51,7 @@ class TensorMemory(Invariant):
 
     @cute.jit
     def make(self):
-        """Make barriers and allocate; called by the MMA warp, before the CTA's warps see them."""
+        """Initialise the barriers and allocate the columns; called by the MMA warp before the CTA's first barrier."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(NUM_ACCUMULATORS):
                 cute.arch.mbarrier_init(self.full + i, 1)
@@ -60,11 +60,11 @@ class TensorMemory(Invariant):
         cute.arch.relinquish_tmem_alloc_permit()
 
     def found(self) -> None:
-        """Read the allocation's address; called by all threads, once it is visible."""
+        """Read the address of the allocated columns; called by all threads once it is visible."""
         self.base = cute.arch.retrieve_tmem_ptr(Float32, 16, self.place)
 
     def free(self) -> None:
-        """Called by the MMA warp when nobody reads any more."""
+        """Free the columns; called by the MMA warp when no warp reads them any more."""
         cute.arch.dealloc_tmem(self.base, self.columns)
 
     def accumulator(self, turn: Int32, layout: cute.Layout) -> cute.Tensor:
@@ -80,7 +80,7 @@ class TensorMemory(Invariant):
 
     @cute.jit
     def commit(self, turn: Int32):
-        """The tile's accumulator is full once all MMAs so far are done; called by the MMA warp."""
+        """Mark the tile's accumulator as full once all MMAs issued so far are done; called by the MMA warp."""
         with cute.arch.elect_one():
             tcgen05.commit(self.full + turn % NUM_ACCUMULATORS)
 
@@ -89,9 +89,9 @@ class TensorMemory(Invariant):
 
 
 class TileAccumulators(Accumulators):
-    """A tile's accumulators, as its warpgroup reads them. Reading the last slab frees the accumulator.
+    """A tile's accumulators, read slab by slab by its warpgroup. Reading the last slab frees the accumulator.
 
-    has_sums: whether anything was multiplied; else the accumulators are zeros. None: something always is.
+    has_sums: False if nothing was multiplied, and zeros are returned. None: every tile multiplies something.
     """
 
     def __init__(self, memory: TensorMemory, index: Int32, thread: Int32, has_sums: Boolean | None):
@@ -116,7 +116,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
-        """READ_COLUMNS of a slab."""
+        """Read part number `part` of a slab, READ_COLUMNS columns, into its registers of `acc`."""
         memory = self.memory
         column = self.index * memory.tile.n + part * READ_COLUMNS
         address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)
@@ -133,10 +133,10 @@ class TileAccumulators(Accumulators):
 
 
 class ShuffledAccumulators(TileAccumulators):
-    """Accumulators that are read by `tcgen05.ld.32x32b`, a row a lane, and whose order a warp's lanes then change.
+    """Accumulators that are read by `tcgen05.ld.32x32b`, one row a lane, and then exchanged between a warp's lanes.
 
-    Of 8 columns lane l needs columns 2 (l % 4) and 2 (l % 4) + 1, of the slab's rows l / 4 and l / 4 + 8. A shuffle
-    takes the same register from each lane, so that a value takes four shuffles, one for each l % 4.
+    For each 8 columns lane l needs columns 2 (l % 4) and 2 (l % 4) + 1 of the slab's rows l / 4 and l / 4 + 8. A
+    shuffle sends the same register of each lane, so each value takes four shuffles, one for each l % 4.
     """
 
     @cute.jit
@@ -149,7 +149,7 @@ class ShuffledAccumulators(TileAccumulators):
                     self._exchange(acc, first + column, rows, column, slab, half)
 
     def _rows(self, first: int) -> cute.Tensor:
-        """A lane's row, ROW_COLUMNS of it."""
+        """Read ROW_COLUMNS columns of each lane's row, from column `first` on."""
         memory = self.memory
         address = memory.base.toint() + self.index * memory.tile.n + first
         base = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
@@ -166,7 +166,8 @@ class ShuffledAccumulators(TileAccumulators):
         self, acc: cute.Tensor, to: cutlass.Constexpr[int], rows: cute.Tensor, column: cutlass.Constexpr[int],
         slab: cutlass.Constexpr[int], half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Two accumulators, of the upper or the lower half of a slab's rows, from 8 columns of all lanes."""
+        """Fetch a thread's two accumulators of 8 columns, in the upper (half = 0) or the lower half of a slab's
+        rows."""
         lane = self.thread % WARP
         source = slab * SLAB_LANES + half * (SLAB_LANES // 2) + lane // 4
         for i in cutlass.range_constexpr(2):

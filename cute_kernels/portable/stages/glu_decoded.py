@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) of 16-bit rows and weights to be decoded."""
+"""act = grouped_glu(x, w) with 16-bit x and weights to be decoded."""
 
 from ...launches import glu_decoded
 from ...specs import GroupedGluSpec

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w, transpose_w=True) of 16-bit rows and weights to be decoded."""
+"""y = grouped_mm(x, w, transpose_w=True) with 16-bit x and weights to be decoded."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...launches import mm_decoded

@@ -1,1 +1,1 @@
-"""How results leave tensor memory's rows, and what epilogues read from such places."""
+"""Epilogues' loads and stores for slabs whose rows lie in four places of a tile, as in tensor memory."""

@@ -1,4 +1,4 @@
-"""The epilogue of grouped_dglu: preactivations come in boxes, as results leave."""
+"""The epilogue of grouped_dglu: preactivations are loaded in boxes of rows, like results are stored."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .store import box_copies, boxes_at
 
 
 def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
-    """Host side: the descriptor for loading a slot's boxes."""
+    """Make the TMA descriptor for loading a slot's boxes, in host code."""
     smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
     op = cpasync.CopyBulkTensorTileG2SOp()
     return preact.PreactLoads(*cpasync.make_tiled_tma_atom(op, layout.view(tensor), smem, (SLAB_LANES, COLS)))
 
 
 class PreactRing(preact.PreactRing):
-    """Hopper's, filled box by box."""
+    """Hopper's ring of preactivations, filled box by box."""
 
     @cute.jit
     def bring(
@@ -37,7 +37,7 @@ class PreactRing(preact.PreactRing):
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Hopper's, on boxes of the preactivation's rows."""
+    """Hopper's epilogue of grouped_dglu, on boxes of the preactivation's rows."""
 
     ring_type = PreactRing
 

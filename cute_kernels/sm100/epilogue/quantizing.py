@@ -1,4 +1,4 @@
-"""Epilogue of a fused FC1 in MXFP8: the activation leaves as E4M3 with a scale for each 32 of a row."""
+"""Epilogue of a fused FC1 in MXFP8: the activation is stored as E4M3, with a scale for each 32 columns of a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...sm90.epilogue import quantizing
 
 
 class QuantizingEpilogue(quantizing.QuantizingEpilogue):
-    """Hopper's, with blocks of 32 columns."""
+    """Hopper's quantising epilogue, with blocks of 32 columns."""
 
-    # A gated tile of 128 weight rows has no more.
+    # A gated tile of 128 weight rows has 64 columns of the activation.
     act_cols = 64

@@ -1,7 +1,7 @@
-"""Storing tiles: the 64 rows of a slot lie in four places of a tile, 16 rows from each warp.
+"""Storing tiles: the 64 rows of a slot lie in four places of a tile, 16 rows of each warp.
 
 Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w. So slab s consists of four boxes of 16 rows, 32 rows apart,
-and a slot is stored, or loaded, by one TMA copy for each box.
+and a slot is stored or loaded by one TMA copy for each box.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ...sm90.epilogue import store
 from ..tensor_memory import SLAB_LANES, WARP_LANES
 
 BOXES = ROWS // SLAB_LANES
-# Between a slot's boxes in memory, counted in boxes.
+# Distance of a slot's boxes in global memory, counted in boxes.
 BOX_STEP = WARP_LANES // SLAB_LANES
 
 
 def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cute.Tensor:
-    """(16 rows, columns, box): boxes of `cols` columns from a row and a column on."""
+    """Return the boxes of 16 rows and `cols` columns from (row, col) on, as (16 rows, columns, box)."""
     return cute.local_tile(cute.domain_offset((row, col), tensor), (SLAB_LANES, cols), (None, 0))
 
 
 def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
-    """For each box of a slot: shared and global memory as TMA takes them."""
+    """Return, for each box of a slot, its place in shared and in global memory, partitioned for TMA."""
     copies = []
     for box in range(BOXES):
         smem = cute.local_tile(slots[None, None, slot], (SLAB_LANES, cute.size(slots, mode=[1])), (box, 0))
@@ -38,32 +38,32 @@ def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot
 
 
 class BoxStore(store.RaggedStore):
-    """A TMA store of boxes into (T, columns[, half]) whose rows end where a group ends."""
+    """A TMA store of boxes into (T, columns[, half]), clipped at the end of a group's rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """The boxes at a column of a group's rows from the slab's first on."""
+        """Return the boxes at a column of a group's rows, from the slab's first row on."""
         return boxes_at(group, Int32(0), col, cols)
 
 
 def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
-    """Host side: the descriptor for storing a slot's boxes into tensor (T, columns[, half])."""
+    """Make the TMA descriptor for storing a slot's boxes into tensor (T, columns[, half]), in host code."""
     return BoxStore(*store.make_store(tensor, SLAB_LANES, cols))
 
 
 class Slots(store.Slots):
-    """Slots of a slab."""
+    """A slab's slots, stored by one TMA copy for each box."""
 
     warp_step = WARP_LANES
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """Four warps' MMAs of 16 rows each describe the order of accumulators."""
+        """Make the copy from accumulators to a slot. Their order is that of MMAs of 16 rows by each of four warps."""
         mma_op, warps = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), cute.make_layout((4, 1, 1))
         mma = cute.make_tiled_mma(mma_op, warps, permutation_mnk=(ROWS, self.cols, 16))
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start storing a published slot's boxes, with a policy for L2; called by the storing warp alone."""
+        """Start to store a published slot's boxes, with a policy for L2; called by the storing warp alone."""
         for source, target in box_copies(atom, self.smem, tile, slot):
             cute.copy(atom, source, target, cache_policy=policy)
         cute.arch.cp_async_bulk_commit_group()

@@ -1,4 +1,4 @@
-"""Epilogue of a weight gradient: its chunks go to boxes of dw's rows, and come from there."""
+"""Epilogue of a weight gradient: chunks are stored to boxes of dw's rows, and loaded from there where groups add."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .store import box_copies, boxes_at
 
 
 class SlotLoads(slot_loads.SlotLoads):
-    """Loads of a slot's boxes."""
+    """Hopper's loads of slots, box by box."""
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Start loading boxes into a slot that is free; called by the storing warp."""
+        """Start to load boxes into a free slot; called by the storing warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
         for target, source in box_copies(atom, self.slots.smem, tile, slot):
@@ -27,7 +27,7 @@ class SlotLoads(slot_loads.SlotLoads):
 
 
 class WgradEpilogue(wgrad.WgradEpilogue):
-    """Hopper's, on boxes of dw's rows."""
+    """Hopper's epilogue of weight gradients, on boxes of dw's rows."""
 
     loads_type = SlotLoads
 

@@ -1,1 +1,1 @@
-"""Launches of Hopper's GEMMs."""
+"""Launches of Blackwell's GEMMs."""

@@ -1,4 +1,5 @@
-"""dpreact, act and parts of d_row_scale of x in MXFP8 and w [E,I,H], w2 transposed, in MXFP8 along the contraction."""
+"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact), with x and w [E, I, H] (w2 transposed) in MXFP8
+along the contraction."""
 
 from ...sm90.stages.dglu_mxfp8 import Dglu
 from ...specs import DgluSpec

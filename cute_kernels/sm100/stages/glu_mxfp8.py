@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) of x and w in MXFP8: an activation in MXFP8, alone or with its preactivation."""
+"""act = grouped_glu(x, w) with x, w and act in MXFP8, alone or with its preactivation."""
 
 from ...sm90.stages.glu_mxfp8 import Glu, GluPreact
 from ...specs import GroupedGluSpec

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) of x and w in MXFP8, with plain scales, [T, K / 32] and [E, N, K / 32]."""
+"""y = grouped_mm(x, w) with x and w in MXFP8, and plain scales [T, K / 32] and [E, N, K / 32]."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...sm90.stages.mm_mxfp8 import Mm

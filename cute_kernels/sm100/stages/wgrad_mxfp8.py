@@ -1,4 +1,4 @@
-"""dw = grouped_wgrad(dy, x) of dy and x in MXFP8 along their rows, by groups."""
+"""dw = grouped_wgrad(dy, x) with dy and x in MXFP8 along their rows, by groups."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
