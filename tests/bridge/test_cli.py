@@ -158,6 +158,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
         gpu: doctor.Gpu | None,
         driver: tuple[int, int] | None = (13, 0),
         pci: tuple[tuple[str, str], ...] = (),
+        options: tuple[str, ...] = (),
     ) -> Result:
         monkeypatch.setattr(doctor, "find_gpu", lambda torch: gpu)
         monkeypatch.setattr(doctor, "driver_version", lambda: driver)
@@ -166,7 +167,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
             folder.mkdir(parents=True)
             (folder / "vendor").write_text(f"{vendor}\n")
             (folder / "class").write_text(f"{kind}\n")
-        return _run("doctor")
+        return _run("doctor", *options)
 
     return run
 
@@ -213,6 +214,27 @@ def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
     assert result.exit_code == 0, result.output
     assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested on H100 and H200" in result.output
     assert "the precompiled kernels run on this GPU" in result.output and "untried" not in result.output
+
+
+@pytest.mark.parametrize(("gpu", "status"), [(H200, 0), (None, 0), (A100, 1)], ids=["H200", "no GPU", "no kernels"])
+def test_programs_read_what_doctor_finds(machine: Callable[..., Result], gpu: Any, status: int) -> None:
+    result, shown = machine(gpu, options=("--json",)), machine(gpu)
+    found = json.loads(result.stdout)
+    assert result.exit_code == shown.exit_code == status and found["usable"] is not bool(status)
+    assert found["verdict"] == shown.output.splitlines()[-1]
+    assert len(found["checks"]) == sum(line[:4].strip() in ("ok", "note", "BAD") for line in shown.output.splitlines())
+    for check in found["checks"]:
+        assert set(check) == {"name", "state", "finding", "remedy"} and check["state"] in ("ok", "note", "bad")
+        assert check["finding"] in shown.output and check["remedy"] in shown.output
+
+
+def test_doctors_json_is_text_for_any_path(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "/" + ESCAPES.replace("\x00", "")
+    monkeypatch.setenv(loader.ENV_BUNDLE, place)
+    result = machine(None, options=("--json",))
+    (bundle,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "bundle"]
+    assert all(letter.isprintable() for letter in result.stdout if letter != "\n") and result.stdout.isascii()
+    assert place in bundle["finding"] or records.shown(Path(place)) in bundle["finding"]
 
 
 def test_doctor_on_a_gpu_without_kernels(machine: Callable[..., Result]) -> None:
@@ -713,7 +735,8 @@ class TestTuned:
 
     def test_without_a_table_it_says_so(self, place: Path) -> None:
         result = _run("compile", "--tuned")
-        assert result.exit_code == 0 and result.output.startswith("no table chooses a kernel for NVIDIA Fake; ")
+        assert result.exit_code == 1
+        assert result.output.startswith("glulam: no table chooses a kernel for NVIDIA Fake; ")
 
 
 class TestExplain:
