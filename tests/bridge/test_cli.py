@@ -27,7 +27,19 @@ from cute_kernels.chains import stages_of
 from cute_kernels.shipped import PROFILES
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import CompileError, ToolchainError, build, cache, jit, link, loader, manifest, profiles, toolchain
+from ffi_bridge import (
+    CompileError,
+    ToolchainError,
+    build,
+    cache,
+    host,
+    jit,
+    link,
+    loader,
+    manifest,
+    profiles,
+    toolchain,
+)
 from ffi_bridge.worker import Worker
 from glulam.choose import kernels, known, loadable, records, specs
 from glulam.choose import table as tables
@@ -52,8 +64,8 @@ def test_version() -> None:
 def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = build.build
 
-    def toy_build(specs: Any, out: Path, jobs: int | None) -> Any:
-        assert (specs, jobs) == (TOY_SPECS, 1)
+    def toy_build(specs: Any, out: Path, jobs: int | None, machine: Any) -> Any:
+        assert (specs, jobs, machine) == (TOY_SPECS, 1, host.here())
         return original(specs, out, jobs, progress=False, tracer=TOY_TRACER, allowed={})
 
     monkeypatch.setattr(profiles, "shipped_specs", lambda arch, profile, only: TOY_SPECS)
@@ -394,6 +406,8 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
         ("build --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("info --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("build --jobs 0", "'--jobs'"),
+        ("build --machine sparc", "'--machine': 'sparc' is not one of x86_64, aarch64"),
+        ("build --machine aarch64", "--machine aarch64 needs --out"),
         *(("build --profile foo", f"{profile} (") for profile in PROFILES),
         ("build --only grouped_mm_f16_*", "matches no function of profile 'bf16' of sm_90a; profile 'full' has 6"),
         ("build --arch sm_80 --only *_f16_*", "of profile 'bf16' of sm_80; profile 'full' has "),
