@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -132,3 +133,36 @@ def test_what_a_wheel_needs_is_what_the_loader_takes(tmp_path: Path) -> None:
     for package, versions in toolchain.RUNS_WITH.items():
         (line,) = [need for need in needs if need.startswith(package)]
         assert set(re.findall(r"[<>=]+[\d.]+", line)) == set(str(versions).split(","))
+
+
+WITHOUT_NUMPY = """
+import json, sys, warnings
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+sys.meta_path.insert(0, Blocked())
+told = {}
+for name in ("torch", "glulam"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        __import__(name)
+    told[name] = [str(one.message) for one in caught]
+import glulam, torch
+x, w = torch.randn(4, 8), torch.randn(2, 8, 8)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    told["call"] = [glulam.grouped_mm(x, w, splits=[1, 3]).shape[0]]
+    told["glulam"] += [str(one.message) for one in caught]
+print(json.dumps(told))
+"""
+
+
+def test_without_numpy_torch_alone_may_warn_and_an_installation_has_numpy(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["call"] == [4] and told["glulam"] == [] and all("NumPy" in text for text in told["torch"])
+    assert any(re.match(r"numpy\b", need) for need in _metadata(tmp_path).get_all("Requires-Dist", []))
