@@ -139,6 +139,15 @@ def test_info_shows_what_a_functions_stages_take(tmp_path: Path, monkeypatch: py
     assert registers.startswith("14 + 14") and kilobytes.startswith("0.5 + 0.5")
 
 
+def test_a_bundle_is_written_for_the_hub(toy_bundle: Path, tmp_path: Path) -> None:
+    result = _run("hub", "--bundle", str(toy_bundle), "--out", str(tmp_path), "--arch", "sm_90a")
+    assert result.exit_code == 0, result.output
+    (variant,) = (tmp_path / "build").iterdir()
+    assert result.output.startswith(f"{variant}: ") and (variant / "metadata.json").is_file()
+    again = _run("hub", "--bundle", str(toy_bundle), "--out", str(tmp_path), "--arch", "sm_90a")
+    assert again.exit_code == 1 and again.output.startswith("glulam: ") and variant.name in again.output
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("command", ["info", "explain LAYER --rows 8"])
 def test_advice_builds_the_architecture_that_was_asked_for(place: Path, command: str, arch: str) -> None:

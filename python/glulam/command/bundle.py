@@ -11,13 +11,13 @@ from rich.table import Table
 from cute_kernels import plain
 from cute_kernels.arch import serving
 from ffi_bridge import build as builder
-from ffi_bridge import host, profiles, toolchain
+from ffi_bridge import host, hub, profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
 from ..choose import records
 from ..host.device import prefer_tried
-from .app import command, count, flag, megabytes, resources, row, say, show, word
+from .app import REQUIRED, command, count, flag, megabytes, resources, row, say, show, word
 from .doctor import find_gpu, installed_torch
 
 ARCHS = word("Architecture, repeatable; default: this GPU's, or sm_90a.", profiles.CONFIGS)._replace(
@@ -87,6 +87,18 @@ def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
         "registers": registers,
         "smem KB": kilobytes,
     }
+
+
+@command(
+    "hub",
+    arch=ARCHS._replace(kind=str | None),
+    bundle=row(f"Folder; default: ${ENV_BUNDLE}, else the package's.", Path | None),
+    out=row("The repository's folder.", Path, REQUIRED),
+)
+def write_for_hub(arch: str | None, bundle: Path | None, out: Path) -> None:
+    """Write a bundle as a kernel of the Hugging Face hub, which the package `kernels` loads: its functions by name."""
+    folder = hub.write(bundle_root(bundle), arch or archs_here()[0], out)
+    say(f"{records.shown(folder)}: {megabytes(sum(file.stat().st_size for file in folder.iterdir()))}")
 
 
 @command(
