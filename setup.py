@@ -1,11 +1,13 @@
 """Packages and the bundle in the wheel; everything else is in pyproject.toml.
 
 A wheel contains the compiled kernels of the architectures that GLULAM_ARCHS names, sm_90a by default, so that its user
-never compiles; a version such as 0.1.0+sm80 says of which others. An editable install does not build them: `glulam
-build` does, into the source tree.
+never compiles; a version such as 0.1.0+sm80 says of which others. GLULAM_MACHINE names the CPUs that it is for, x86_64
+or aarch64, by default this machine's. An editable install does not build them: `glulam build` does, into the source
+tree.
 """
 
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -17,6 +19,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.absolute()
 sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
+
+from ffi_bridge._version import __version__  # noqa: E402
 
 
 def archs() -> list[str]:
@@ -31,9 +35,41 @@ def archs() -> list[str]:
     return chosen
 
 
+def machine() -> str:
+    """The kind of CPU that GLULAM_MACHINE names; this machine's without it."""
+    from ffi_bridge.host import HOSTS, here
+
+    chosen = os.environ.get("GLULAM_MACHINE") or here().machine
+    if chosen not in HOSTS:
+        raise SystemExit(f"GLULAM_MACHINE is {chosen!r}; give {' or '.join(HOSTS)}")
+    return chosen
+
+
 ARCHS = archs()
+MACHINE = machine()
 # A local version: wheels of other architectures lie side by side, and none is taken for the one that has the default.
 TAG = "+" + ".".join(arch.replace("_", "") for arch in ARCHS) if ARCHS else ""
+
+REPOSITORY = os.environ.get("GLULAM_REPOSITORY", "").rstrip("/")
+RELEASE = f"v{__version__}"  # its tag
+
+
+def urls() -> dict[str, str]:
+    """Pages of the repository at $GLULAM_REPOSITORY, for an index to show; none without it."""
+    pages = {"Repository": "", "Issues": "/issues"}
+    pages |= {"Documentation": f"/tree/{RELEASE}/docs", "Changelog": f"/blob/{RELEASE}/CHANGELOG.md"}
+    return {name: REPOSITORY + page for name, page in pages.items()} if REPOSITORY else {}
+
+
+def readme() -> str:
+    """README.md, whose links to files lead into the repository: an index shows the page alone."""
+    text = (ROOT / "README.md").read_text()
+    if not REPOSITORY:
+        return text
+    link = re.compile(r"(!?)(\[[^\[\]]*\])\((?![a-z]+:|#)([^()\s]+)\)")
+    kinds = {"": "blob", "!": "raw"}
+    return link.sub(lambda found: f"{found[1]}{found[2]}({REPOSITORY}/{kinds[found[1]]}/{RELEASE}/{found[3]})", text)
+
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
 
@@ -51,12 +87,13 @@ class BuildWithBundle(build_py):
             self.build_bundle()
 
     def build_bundle(self) -> None:
-        from ffi_bridge import build, profiles
+        from ffi_bridge import build, host, profiles
         from ffi_bridge.progress import shown_past_pip
 
         with shown_past_pip():
             for arch in ARCHS or [profiles.DEFAULT]:
-                build.build(profiles.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
+                folder = Path(self.build_lib, "glulam", "_bundle")
+                build.build(profiles.shipped_specs(arch), folder, machine=host.named(MACHINE))
 
 
 class LinuxWheel(bdist_wheel):
@@ -66,6 +103,8 @@ class LinuxWheel(bdist_wheel):
         plain = super().get_tag()[2]
         libraries = list(Path(self.bdist_dir).rglob("libglulam_*.so"))
         told = libraries and not self.plat_name_supplied
+        if not self.plat_name_supplied:
+            plain = f"linux_{MACHINE}"
         return "py3", "none", manylinux_tag(libraries, plain) if told else plain
 
 
@@ -90,5 +129,8 @@ setup(
     package_dir={"glulam": "python/glulam"},
     cmdclass={"build_py": BuildWithBundle, "bdist_wheel": LinuxWheel},
     distclass=BinaryDistribution,
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls=urls(),
     options={"egg_info": {"tag_build": TAG}},
 )

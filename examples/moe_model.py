@@ -19,6 +19,7 @@ from torch.func import functional_call
 import glulam
 from glulam import Routing
 from glulam.distributed import ExpertParallel
+from glulam.names import RecipeName
 from glulam.nn import GroupedMLP, MoE
 
 BYTES = 256
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out.to(x.dtype))
 
 
-def mixture(size: Size, recipe: str, dtype: torch.dtype, parallel: ExpertParallel | None = None) -> MoE:
+def mixture(size: Size, recipe: RecipeName, dtype: torch.dtype, parallel: ExpertParallel | None = None) -> MoE:
     """Made for the dtype that it computes in, with parameters in float32. Experts are the same, however many ranks
     there are.
 

@@ -44,6 +44,7 @@ from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, mixture
 from examples.stdlib_text import Text, read_text
 from glulam.demo import choose_device, few_threads
 from glulam.distributed import ExpertParallel
+from glulam.names import RecipeName
 from perf.stamp import make_stamp
 
 BALANCE_WEIGHT = 0.01
@@ -82,7 +83,7 @@ class Run(NamedTuple):
     name: str
     layer: Layer
     graph: bool = False
-    recipe: str = "bf16"
+    recipe: RecipeName = "bf16"
     parallel: bool = False
 
 
@@ -97,7 +98,7 @@ PARALLEL = Run("glulam, experts across ranks", parallel_layer, parallel=True)
 TRAINED = tuple(name for name, recipe in glulam.recipes.RECIPES.items() if recipe.trains and name != "bf16")
 
 
-def by_recipe(run: Run, recipe: str) -> Run:
+def by_recipe(run: Run, recipe: Any) -> Run:
     """The same in another recipe."""
     return run._replace(name=run.name.replace("glulam", f"glulam {recipe}"), recipe=recipe)
 

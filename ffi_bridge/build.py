@@ -93,7 +93,8 @@ def compile_all(
         made: list[KernelArtifact] = []
         with contextlib.ExitStack() as stack:
             stack.push(lambda error, *_: failed.set() if error else None)
-            worker = functools.cache(lambda: stack.enter_context(Worker(directory, store.tracer)))
+            begin = functools.partial(Worker, directory, store.tracer, machine=store.machine)
+            worker = functools.cache(lambda: stack.enter_context(begin()))
             while not failed.is_set():
                 try:
                     spec, patience = queue.popleft()
@@ -127,12 +128,18 @@ def _function(spec: Spec, artifacts: Mapping[str, KernelArtifact]) -> Function:
 
 
 def write_bundle(
-    folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str]
-) -> Manifest:
-    """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library."""
+    folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str],
+    machine: host.Host | None = None,
+) -> Manifest:  # fmt: skip
+    """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library.
+
+    machine: which host code is for; default, this one.
+    """
+    machine = machine or host.here()
     linked = folder / "linked.so"
     with scratch(folder, SCRATCH) as work:
-        needs = link([*(artifact.object_file for artifact in artifacts), *compile_chains(specs, work)], linked)
+        objects = [artifact.object_file for artifact in artifacts]
+        needs = link([*objects, *compile_chains(specs, work, machine)], linked, machine)
     with linked.open("rb") as file:
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
@@ -143,7 +150,7 @@ def write_bundle(
         library=manifests.library_name(arch, sha256),
         sha256=sha256,
         size=size,
-        host=host.BASELINE,
+        host=machine.baseline,
         needs=needs,
         versions=toolchain.versions(),
         sources=sources,
@@ -182,11 +189,11 @@ def only_builder(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def check_prerequisites() -> None:
+def check_prerequisites(machine: host.Host | None = None) -> None:
     """Raises ToolchainError now, rather than after minutes of compiling, for what compiling and linking need."""
     toolchain.dsl_packages()
-    toolchain.binary_tool("objdump")
-    toolchain.binary_tool("nm")
+    toolchain.binary_tool("objdump", machine)
+    toolchain.binary_tool("nm", machine)
     toolchain.runtime_library()
     toolchain.tvm_ffi_library()
 
@@ -208,6 +215,7 @@ def build(
     *,
     tracer: str | None = None,
     allowed: Allowed | None = None,
+    machine: host.Host | None = None,
 ) -> Manifest:
     """Builds `out`/<arch>/libglulam_<arch>-<hash>.so and its manifest.json; the same sources give the same bytes.
 
@@ -218,6 +226,7 @@ def build(
         progress: show on standard error how far it is: in a terminal a bar, else a line every few seconds.
         tracer: "module:function", spec -> (jitted function, fake arguments); default, the kernels' own for each spec.
         allowed: complaints let pass by spec name; default, the architecture's ALLOWED_DIAGNOSTICS.
+        machine: which host code is for; default, this one. Device code is the same.
 
     Raises:
         ValueError: no specs, or specs of several architectures.
@@ -229,8 +238,8 @@ def build(
         OSError: `out` cannot be written or its disk is full; nothing is replaced.
     """
     arch = _one_arch(specs)
-    check_prerequisites()
-    package, store, out = package_of(tracer), Store(tracer), Path(out)
+    check_prerequisites(machine)
+    package, store, out = package_of(tracer), Store(tracer, machine=machine), Path(out)
     # Before compiling: an edit meanwhile makes the bundle outdated, not wrong.
     sources = {package: toolchain.sources_hash(package)}
     with contextlib.ExitStack() as stack:
@@ -247,7 +256,7 @@ def build(
         with shown(f"{arch} kernels", len(stages), progress) as seen:
             artifacts = compile_all(stages, store, objects, jobs or default_jobs(), seen)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
-        manifest = write_bundle(folder, arch, specs, artifacts, sources)
+        manifest = write_bundle(folder, arch, specs, artifacts, sources, machine)
         target.publish(stack.enter_context(_moved(folder, out)), out / arch, manifest)
     store.trim()
     return manifest

@@ -60,7 +60,8 @@ def cache_root() -> Path:
 
 
 def cache_key(
-    spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False
+    spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False,
+    machine: host.Host | None = None,
 ) -> str:  # fmt: skip
     """The spec's name and 16 hexadecimal digits over everything that changes the code.
 
@@ -68,8 +69,9 @@ def cache_key(
         tracer: "module:function" that traces it; default, the one that the kernels name for it.
         behind: `sources_of` the spec, where the caller took it just now.
         has_ptx: of an object that is kept together with its PTX.
+        machine: which host code is for; default, this one.
     """
-    compiler = [host.BASELINE, toolchain.code_versions()]
+    compiler = [(machine or host.here()).baseline, toolchain.code_versions()]
     parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
     parts += [f"plain {construct}" for construct in plain_in(spec.arch)]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

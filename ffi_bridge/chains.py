@@ -19,8 +19,8 @@ from . import host, toolchain
 from .errors import CompileError
 
 FILE = "chains.c"
-# Optimised for any processor of the family, no path and no date in it.
-_FLAGS = ("-O2", f"-march={host.BASELINE}", "-fPIC", "-g0", "-fvisibility=hidden", "-std=c11")
+# No path and no date in the object.
+_FLAGS = ("-O2", "-fPIC", "-g0", "-fvisibility=hidden", "-std=c11")
 
 _RUN = r"""
 #include <stddef.h>
@@ -161,8 +161,8 @@ def text_of(specs: Iterable[Spec]) -> str:
     return "\n".join([f"#define MOST {most}", _RUN, *declared, "", *functions, ""])
 
 
-def compile_chains(specs: Iterable[Spec], folder: Path) -> list[Path]:
-    """The object of the chains among `specs`, in `folder`; nothing where there is none.
+def compile_chains(specs: Iterable[Spec], folder: Path, machine: host.Host) -> list[Path]:
+    """The object of the chains among `specs`, for any CPU of a machine, in `folder`; nothing where there is none.
 
     Raises:
         CompileError: the C compiler failed; the message carries what it said.
@@ -174,7 +174,8 @@ def compile_chains(specs: Iterable[Spec], folder: Path) -> list[Path]:
     source = folder / FILE
     source.write_text(text)
     # By a relative name: none of the build's folders gets into the object.
-    command = [*toolchain.c_compiler(), *_FLAGS, f"-I{toolchain.tvm_ffi_headers()}", "-c", FILE, "-o", "chains.o"]
+    command = [*toolchain.c_compiler(machine), f"-march={machine.baseline}", *_FLAGS]
+    command += [f"-I{toolchain.tvm_ffi_headers()}", "-c", FILE, "-o", "chains.o"]
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, errors="backslashreplace", env=environment

@@ -99,8 +99,27 @@ def _aim(module: Any, cpu: str) -> None:
                     function.operation.attributes[name] = value
 
 
-def compile_spec(spec: specs.Spec, directory: Path, tracer: str) -> KernelArtifact:
-    """Compiles one spec into `directory`/<spec.name>.o.
+def _export(compiled: Any, file: Path, name: str, machine: host.Host) -> None:
+    """Write a compiled function as object code for any CPU of a machine."""
+    if machine == host.here():
+        if machine.machine == "x86_64":  # elsewhere LLVM's target machine is the baseline already
+            _aim(compiled.ir_module, machine.baseline)
+        compiled.export_to_c(str(file), function_name=name, export_only_tvm_ffi_symbols=True)
+        return
+    # What export_to_c does, which refuses another machine, up to the code generator, which takes any.
+    provider = importlib.import_module("cutlass.cutlass_dsl.tvm_ffi_provider")
+    own, symbol = compiled.function_name, f"__tvm_ffi_{name}"
+    module = provider.get_export_module(
+        compiled.ir_module, f"__cute_internal_{name}", preserve_symbols={f"__tvm_ffi_{own}"}
+    )
+    provider.rename_tvm_ffi_function(module, own, name)
+    provider._inplace_hide_symbols(module, lambda other: not other.startswith("__tvm_ffi"))
+    target = {"host_triple": machine.triple, "host_cpu": "generic", "host_features": ""}
+    compiled.export_provider.mlirExecutionEngine.dump_object_file_pic(module, str(file), symbol, **target)
+
+
+def compile_spec(spec: specs.Spec, directory: Path, tracer: str, machine: host.Host) -> KernelArtifact:
+    """Compiles one spec, with host code for any CPU of a machine, into `directory`/<spec.name>.o.
 
     To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.
 
@@ -113,10 +132,10 @@ def compile_spec(spec: specs.Spec, directory: Path, tracer: str) -> KernelArtifa
     remarks = io.StringIO()
     with contextlib.redirect_stderr(remarks):
         # It is exported, never called: no need of an engine that could run it.
-        compiled = cute.compile(function, *fake_arguments, options=OPTIONS + spec.arch, no_jit_engine=True)
-    _aim(compiled.ir_module, host.BASELINE)
+        options = OPTIONS + spec.arch + ("" if machine == host.here() else f" --host-target linux-{machine.machine}")
+        compiled = cute.compile(function, *fake_arguments, options=options, no_jit_engine=True)
     object_file = Path(directory) / f"{spec.name}.o"
-    compiled.export_to_c(str(object_file), function_name=spec.name, export_only_tvm_ffi_symbols=True)
+    _export(compiled, object_file, spec.name, machine)
     kernels = read_resources(compiled.kernel_info, remarks.getvalue(), str(compiled.ir_module))
     return KernelArtifact(spec.name, object_file, kernels)
 
@@ -133,7 +152,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         os.environ[plain.ENV] = ",".join(request["plain"])  # as it is now, not when this process began
         spec = specs.from_dict(request["spec"])
-        return {"artifact": compile_spec(spec, Path(request["directory"]), request["tracer"]).to_dict()}
+        made = compile_spec(spec, Path(request["directory"]), request["tracer"], host.named(request["machine"]))
+        return {"artifact": made.to_dict()}
     except Exception as error:  # whatever the DSL raises belongs to this one spec
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error} ({_place(error)})"}

@@ -1,4 +1,4 @@
-"""The CPU that compiled host code is for: a stated baseline, whichever machine compiles."""
+"""CPUs that compiled host code is for: of each machine a stated baseline, whichever machine compiles."""
 
 from __future__ import annotations
 
@@ -6,29 +6,90 @@ import contextlib
 import functools
 import platform
 import re
+from typing import NamedTuple
 
-BASELINE = "x86-64-v2"
-"""Intel's CPUs have it since 2008, AMD's since 2011. What is newer saves a launch, of 4 us, no more than 15 ns."""
+from .errors import ToolchainError
 
-# In what `objdump --disassemble --wide` prints, GNU's or LLVM's. Above the baseline is whatever has a VEX, EVEX or REX2
-# prefix (AVX, AVX-512, FMA, BMI, APX, ...), and of older encodings what a compiler chooses by itself. Not tzcnt: a CPU
-# without it runs bsf instead, which compilers count on.
-ABOVE_BASELINE = (
-    re.compile(rb":\s+(?:(?:26|2e|36|3e|64|65|67) )*(?:62|c4|c5|d5) [^\n]*"),
-    re.compile(rb"\t(?:lzcnt|movbe|adcx|adox|movnts[sd]|aes|pclmul|sha1|sha256|gf2p8|prefetchw)[^\n]*"),
+
+class Host(NamedTuple):
+    """A kind of CPU that runs the host code of bundles.
+
+    Attributes:
+        machine: as `platform.machine` names it.
+        baseline: the oldest CPU that compiled code runs on, as C compilers and LLVM name it; manifests have it.
+        flags: of the baseline, as Linux names them in /proc/cpuinfo, in the line that begins with `listed_as`.
+        above: instructions of newer CPUs, in what `objdump --disassemble --wide` prints, GNU's or LLVM's.
+    """
+
+    machine: str
+    baseline: str
+    flags: tuple[str, ...]
+    listed_as: str
+    above: tuple[re.Pattern[bytes], ...]
+
+    @property
+    def triple(self) -> str:
+        """The target of a compiler."""
+        return f"{self.machine}-unknown-linux-gnu"
+
+    @property
+    def compiler(self) -> str:
+        """The C compiler for it on another machine, unless $CC names one."""
+        return f"{self.machine}-linux-gnu-gcc"
+
+
+# Intel's CPUs have x86-64-v2 since 2008, AMD's since 2011. What is newer saves a launch, of 4 us, no more than 15 ns.
+# Above it is whatever has a VEX, EVEX or REX2 prefix (AVX, AVX-512, FMA, BMI, APX, ...), and of older encodings what a
+# compiler chooses by itself. Not tzcnt: a CPU without it runs bsf instead, which compilers count on.
+_X86_64 = Host(
+    "x86_64",
+    "x86-64-v2",
+    ("cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"),
+    "flags",
+    (
+        re.compile(rb":\s+(?:(?:26|2e|36|3e|64|65|67) )*(?:62|c4|c5|d5) [^\n]*"),
+        re.compile(rb"\t(?:lzcnt|movbe|adcx|adox|movnts[sd]|aes|pclmul|sha1|sha256|gf2p8|prefetchw)[^\n]*"),
+    ),
 )
-
-_FLAGS = ("cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3")  # the baseline's, as Linux names them
+# Any 64-bit Arm CPU of Linux, Grace's included. Above it are atomics in one instruction (LSE), pointers that are
+# signed, SVE's registers, and what is optional in armv8-a.
+_AARCH64 = Host(
+    "aarch64",
+    "armv8-a",
+    ("fp", "asimd"),
+    "Features",
+    (
+        re.compile(rb"\t(?:casp?|swp|ld(?:add|clr|eor|set|[su]max|[su]min)|st(?:add|clr|eor|set))[abhl]*\t[^\n]*"),
+        re.compile(
+            rb"\t(?:ldapr|crc32|aes|sha\d|sm[34]|[su]s?dot|bf(?:dot|mmla|cvt)|reta|bl?ra[ab]|aut[id])\w*\b[^\n]*"
+        ),
+        re.compile(rb"\t[a-z0-9]+\t[^\n]*\b[zp]\d+(?:\.[bhsdq]|/[mz])[^\n]*"),
+    ),
+)
+HOSTS = {host.machine: host for host in (_X86_64, _AARCH64)}
+"""By machine."""
 _CPUINFO = "/proc/cpuinfo"
+
+
+def here() -> Host:
+    """This machine's, whether its CPU suffices or not; x86-64 where there is no code for its kind."""
+    return HOSTS.get(platform.machine(), _X86_64)
+
+
+def named(machine: str) -> Host:
+    """The host of a machine's name. Raises ToolchainError for one that there is no code for."""
+    if machine not in HOSTS:
+        raise ToolchainError(f"{machine!r} is no machine that host code is compiled for; give {' or '.join(HOSTS)}")
+    return HOSTS[machine]
 
 
 @functools.cache
 def unfit() -> str:
-    """Why this machine cannot run BASELINE's code, in words that follow "but"; empty where it can, or does not say."""
-    if platform.machine() != "x86_64":
+    """Why this machine cannot run its baseline's code, in words that follow "but"; empty if it can, or does not say."""
+    if platform.machine() not in HOSTS:
         return f"this machine is {platform.machine()}"
     flags = _cpu_flags()
-    lacking = [flag for flag in _FLAGS if flags and flag not in flags]
+    lacking = [flag for flag in here().flags if flags and flag not in flags]
     return f"this machine's lacks {', '.join(lacking)}" if lacking else ""
 
 
@@ -36,6 +97,6 @@ def _cpu_flags() -> list[str]:
     """The first processor's flags as Linux lists them; empty where there is no such list."""
     with contextlib.suppress(OSError), open(_CPUINFO, encoding="ascii", errors="replace") as lines:
         for line in lines:  # not to the end: the kernel gathers each processor's part when it is read
-            if line.startswith("flags"):
+            if line.startswith(here().listed_as):
                 return line.partition(":")[2].split()
     return []

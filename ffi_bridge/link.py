@@ -23,8 +23,8 @@ def _quoted(path: Path) -> bytes:
     return b'"' + re.sub(rb'[\\"]', rb"\\\g<0>", os.fsencode(path)) + b'"'
 
 
-def link(objects: Iterable[Path], library: Path) -> dict[str, list[str]]:
-    """Links `objects`, in the order of their names, into `library` with the system's C compiler.
+def link(objects: Iterable[Path], library: Path, machine: host.Host | None = None) -> dict[str, list[str]]:
+    """Links `objects`, in the order of their names, into `library` with the C compiler for a machine, by default this.
 
     The DSL's and TVM-FFI's libraries are needed by name only (their sonames, no run path).
 
@@ -38,45 +38,72 @@ def link(objects: Iterable[Path], library: Path) -> dict[str, list[str]]:
     ordered = sorted(objects, key=lambda path: path.name)
     arguments = library.with_suffix(".rsp")  # thousands of objects outgrow a command line
     arguments.write_bytes(b"".join(_quoted(path) + b"\n" for path in ordered))
-    libraries = [str(toolchain.runtime_library()), str(toolchain.tvm_ffi_library())]
-    command = [*toolchain.c_compiler(), *_FLAGS, "-o", str(library), f"@{arguments}", *libraries]
+    machine = machine or host.here()
+    flags, theirs = _of_other_machine(machine, library.parent) if machine != host.here() else ([], _run_time())
+    command = [*toolchain.c_compiler(machine), *_FLAGS, *flags, "-o", str(library), f"@{arguments}"]
+    command += map(str, theirs.values())
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(library.parent)}
     done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", env=environment)
     arguments.unlink()
     if done.returncode:
         raise CompileError(f"linking {library.name} failed:\n{done.stderr.strip()}")
-    check_instructions(library)
-    return _needs(library)
+    check_instructions(library, machine)
+    return _needs(library, theirs, machine)
 
 
-def check_instructions(library: Path) -> None:
-    """Raises CompileError where `library` has code for newer CPUs than `host.BASELINE`, naming an instruction."""
-    command = [toolchain.binary_tool("objdump"), "--disassemble", "--wide", str(library)]
+def _run_time() -> dict[str, Path]:
+    """The run-time libraries of this machine, by distribution name. Raises ToolchainError."""
+    return {toolchain.DSL: toolchain.runtime_library(), toolchain.TVM_FFI: toolchain.tvm_ffi_library()}
+
+
+def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict[str, Path]]:
+    """Flags, and libraries to link with in place of the run-time libraries of another machine.
+
+    The DSL has one of its own for that. TVM-FFI's is made in `folder`, of the names that its library here exports. The
+    code generator exports wrappers besides, which a version script leaves out.
+    """
+    stub = folder / "libtvm_ffi.so"
+    names = sorted(_symbols(toolchain.tvm_ffi_library(), "--defined-only", host.here()))
+    text = "".join(f"void {name}(void) {{}}\n" for name in names if re.fullmatch(r"TVMFFI\w+", name))
+    (folder / "tvm_ffi.c").write_text(text)
+    (exported := folder / "exported.map").write_text("{ global: __tvm_ffi_*; local: *; };\n")
+    command = [*toolchain.c_compiler(machine), "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{stub.name}"]
+    command += ["-o", str(stub), str(folder / "tvm_ffi.c")]
+    done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
+    if done.returncode:
+        raise CompileError(f"linking {stub.name} for {machine.machine} failed:\n{done.stderr.strip()}")
+    libraries = {toolchain.DSL: toolchain.runtime_stub(machine), toolchain.TVM_FFI: stub}
+    return [f"-Wl,--version-script={exported}"], libraries
+
+
+def check_instructions(library: Path, machine: host.Host | None = None) -> None:
+    """Raises CompileError where `library` has code for newer CPUs than a machine's baseline, naming an instruction."""
+    machine = machine or host.here()
+    command = [toolchain.binary_tool("objdump", machine), "--disassemble", "--wide", str(library)]
     listing, returns = b"", False  # an instruction that any library has: something was disassembled
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         while lines := process.stdout.readlines(_CHUNK):
             listing = b"".join(lines)
             returns = returns or b"\tret" in listing
-            if found := next(filter(None, (above.search(listing) for above in host.ABOVE_BASELINE)), None):
+            if found := next(filter(None, (above.search(listing) for above in machine.above)), None):
                 process.kill()
                 instruction = " ".join(found[0].decode(errors="replace").split()).strip(": ")
-                raise CompileError(f"{library.name} is not for every {host.BASELINE} CPU: it has {instruction!r}")
+                raise CompileError(f"{library.name} is not for every {machine.baseline} CPU: it has {instruction!r}")
     if process.returncode or not returns:
         said = listing.decode(errors="replace").strip()[-200:]
         raise CompileError(f"the instructions of {library.name} cannot be checked: {command[0]} says {said!r}")
 
 
-def _symbols(library: Path, which: str) -> set[str]:
+def _symbols(library: Path, which: str, machine: host.Host) -> set[str]:
     """Names of dynamic symbols: `which` is "--defined-only" or "--undefined-only"."""
-    command = [toolchain.binary_tool("nm"), "--dynamic", "--format=posix", which, str(library)]
+    command = [toolchain.binary_tool("nm", machine), "--dynamic", "--format=posix", which, str(library)]
     listing = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
     if listing.returncode:
         raise CompileError(f"the symbols of {library.name} cannot be read: {listing.stderr.strip()}")
     return {line.split()[0].partition("@")[0] for line in listing.stdout.splitlines() if line.strip()}
 
 
-def _needs(library: Path) -> dict[str, list[str]]:
-    undefined = _symbols(library, "--undefined-only")
-    theirs = {toolchain.DSL: toolchain.runtime_library(), toolchain.TVM_FFI: toolchain.tvm_ffi_library()}
-    return {package: sorted(undefined & _symbols(path, "--defined-only")) for package, path in theirs.items()}
+def _needs(library: Path, theirs: dict[str, Path], machine: host.Host) -> dict[str, list[str]]:
+    undefined = _symbols(library, "--undefined-only", machine)
+    return {package: sorted(undefined & _symbols(path, "--defined-only", machine)) for package, path in theirs.items()}

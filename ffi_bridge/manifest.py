@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -277,15 +278,21 @@ def _check_needs(manifest: Manifest, folder: Path) -> None:
         _damaged(folder / FILE, f"has needs of {_names(manifest.needs)} instead of {_names(toolchain.RUNS_WITH)}")
 
 
-def _check_host(manifest: Manifest, folder: Path) -> None:
-    if manifest.host != host.BASELINE:
+def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
+    others = [other for other in host.HOSTS.values() if other.baseline == manifest.host != machine.baseline]
+    if others and machine == host.here():
+        raise BundleForeign(
+            f"foreign bundle: {folder} needs an {manifest.host} CPU, but this machine is {platform.machine()}; run "
+            f"Glulam on a machine that has one, install the wheel for {platform.machine()}, or {remedy(folder)}"
+        )
+    if manifest.host != machine.baseline:
         raise BundleOutdated(
-            f"outdated bundle: {folder} is for {manifest.host} CPUs, this Glulam builds for {host.BASELINE}; "
+            f"outdated bundle: {folder} is for {manifest.host} CPUs, this Glulam builds for {machine.baseline}; "
             f"{remedy(folder)}"
         )
-    if why := host.unfit():
+    if machine == host.here() and (why := host.unfit()):
         raise BundleForeign(
-            f"foreign bundle: {folder} needs an {host.BASELINE} CPU, but {why}; run Glulam on a machine that has one"
+            f"foreign bundle: {folder} needs an {machine.baseline} CPU, but {why}; run Glulam on a machine that has one"
         )
 
 
@@ -349,8 +356,12 @@ def check(
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
     form: re.Pattern[str] = LIBRARY,
+    machine: host.Host | None = None,
 ) -> Manifest:
-    """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`."""
+    """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`.
+
+    machine: which host code is to be for; default, this one.
+    """
     manifest = read(folder)
     if manifest.arch != arch:
         raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {remedy(folder)}")
@@ -360,7 +371,7 @@ def check(
         raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {remedy(folder)}")
     _check_archs(manifest, folder)
     _check_versions(manifest, folder)
-    _check_host(manifest, folder)
+    _check_host(manifest, folder, machine or host.here())
     _check_plain(manifest, folder)
     _check_needs(manifest, folder)
     _check_sources(manifest, folder, sources)

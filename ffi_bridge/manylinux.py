@@ -74,6 +74,8 @@ def _glibc_for(libraries: Sequence[Path]) -> Glibc:
 def tag(libraries: Sequence[Path], machine: str) -> str:
     """The tag of a wheel with `libraries`, as manylinux_2_28_x86_64.
 
+    A wheel that it needs is taken to have the same oldest glibc for every machine: the one installed here tells.
+
     Raises:
         ToolchainError: it cannot be told; the message says why.
     """

@@ -70,9 +70,13 @@ class Store:
         quiet: a store that cannot be used is not worth a warning.
         keep_ptx: the texts of `kept_ptx` are kept with an object, as <spec.name>.ptx and .mlir beside the object. Such
             objects have keys of their own.
+        machine: which host code is for; default, this one.
     """
 
-    def __init__(self, tracer: str | None = None, quiet: bool = False, keep_ptx: bool = False) -> None:
+    def __init__(
+        self, tracer: str | None = None, quiet: bool = False, keep_ptx: bool = False, machine: host.Host | None = None
+    ) -> None:
+        self.machine = machine or host.here()
         self.tracer = tracer
         self.keep_ptx = keep_ptx
         self.folder = folder()
@@ -85,7 +89,7 @@ class Store:
         entry = self.folder / self._key(spec, behind)
         inner = entry / spec.arch
         try:
-            found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT)
+            found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT, self.machine)
             with manifests.opened_library(inner, found) as handle:
                 content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
             texts = {suffix: manifests.read_text(inner, found, suffix) for suffix in self._suffixes}
@@ -157,7 +161,8 @@ class Store:
 
     def _key(self, spec: Spec, behind: dict[str, str] | None = None) -> str:
         """`behind`: of the spec, if the caller took it just now."""
-        return cache.cache_key(spec, behind=behind or self.behind(spec), has_ptx=self.keep_ptx)
+        behind = behind or self.behind(spec)
+        return cache.cache_key(spec, behind=behind, has_ptx=self.keep_ptx, machine=self.machine)
 
     def _make_folder(self) -> None:
         root = self.folder.parent
@@ -193,7 +198,7 @@ class Store:
                 library=file.name,
                 sha256=sha256,
                 size=len(content),
-                host=host.BASELINE,
+                host=self.machine.baseline,
                 needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
                 versions=toolchain.versions(),
                 sources=behind,

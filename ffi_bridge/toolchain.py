@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ._version import __version__
 from .errors import ToolchainError
+from .host import Host, here
 
 DSL = "nvidia-cutlass-dsl"
 TVM_FFI = "apache-tvm-ffi"
@@ -143,22 +144,42 @@ def code_versions() -> dict[str, str | None]:
     return {"glulam": __version__, DSL: installed if installed in tested else tested[0]}
 
 
-def c_compiler() -> list[str]:
-    """The system's C compiler as an argument list: $CC where set, else `cc`. Raises ToolchainError without one."""
+def runtime_stub(machine: Host) -> Path:
+    """A library of the DSL's to link another machine's bundle with, in place of its own. Raises ToolchainError."""
+    stub = runtime_library().parent / "stubs" / machine.triple / "libcute_dsl_runtime.so"
+    if not stub.is_file():
+        raise ToolchainError(f"{DSL} has nothing to link with for {machine.machine}; {INSTALL_COMPILER}")
+    return stub
+
+
+def c_compiler(machine: Host | None = None) -> list[str]:
+    """A C compiler for a machine, by default this one, as an argument list: $CC where set, else what systems call it.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    is_other = machine is not None and machine != here()
+    usual = machine.compiler if machine is not None and is_other else "cc"
     chosen = os.environ.get("CC", "")
     try:
-        command = shlex.split(chosen) or ["cc"]
+        command = shlex.split(chosen) or [usual]
     except ValueError as error:
         told = f"CC is {chosen!r}, which is no command ({error}); set CC to one such as gcc, or unset it"
         raise ToolchainError(told) from error
     if shutil.which(command[0]) is None:
-        raise ToolchainError(f"no C compiler: {command[0]!r} is not on PATH; install gcc or clang, or set CC")
+        kind = f"no C compiler for {machine.machine}" if machine is not None and is_other else "no C compiler"
+        install = f"{usual} (Debian, Ubuntu: gcc-{usual.removesuffix('-gcc')})" if is_other else "gcc or clang"
+        raise ToolchainError(f"{kind}: {command[0]!r} is not on PATH; install {install}, or set CC")
     return command
 
 
-def binary_tool(name: str) -> str:
-    """`nm` or `objdump` as the C compiler finds them: they come with its linker. Raises ToolchainError without one."""
-    asked = subprocess.run([*c_compiler(), f"-print-prog-name={name}"], capture_output=True, text=True)
+def binary_tool(name: str, machine: Host | None = None) -> str:
+    """`nm` or `objdump` as the C compiler for a machine finds them: they come with its linker.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    asked = subprocess.run([*c_compiler(machine), f"-print-prog-name={name}"], capture_output=True, text=True)
     found = shutil.which(asked.stdout.strip() or name)
     if found is None:
         raise ToolchainError(f"no {name}, which reads what was linked; install binutils, or set CC")

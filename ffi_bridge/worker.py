@@ -14,7 +14,7 @@ from typing import Any
 
 from cute_kernels import plain, specs
 
-from . import kept_ptx, sources
+from . import host, kept_ptx, sources
 from .compiler import KernelArtifact
 from .errors import CompileError
 
@@ -41,12 +41,16 @@ class Worker:
         tracer: "module:function" that turns a spec into a traced function; default, the one that the kernels name
             for each spec.
         keep_ptx: write the texts of `kept_ptx` beside each object.
+        machine: which host code is for; default, this one.
 
     Attributes:
         sources: of the tracer's package when the process began; what it imports is as old or younger.
     """
 
-    def __init__(self, directory: Path, tracer: str | None = None, keep_ptx: bool = False) -> None:
+    def __init__(
+        self, directory: Path, tracer: str | None = None, keep_ptx: bool = False, machine: host.Host | None = None
+    ) -> None:
+        self.machine = machine or host.here()
         self.sources = sources.of(sources.package_of(tracer))
         self._directory = Path(directory).absolute()
         self._tracer = tracer
@@ -78,6 +82,7 @@ class Worker:
         if self._dump:
             self._dump.clear()
         request = {"spec": specs.to_dict(spec), "tracer": tracer, "directory": into, "plain": list(plain.asked())}
+        request["machine"] = self.machine.machine
         reply = self._ask(request)
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")

@@ -37,7 +37,7 @@ E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 Mlp = Callable[[Buffers], Tensor]
 
 
-def _recipe(name: str, sets: list[Buffers]) -> Mlp:
+def _recipe(name: Any, sets: list[Buffers]) -> Mlp:
     """grouped_mlp on weights that were prepared before, as a server holds them."""
     if name == BF16:
         return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)

@@ -19,7 +19,7 @@ PACKAGES = {"humming": "serving_humming", "vllm": "serving_vllm"}
 FP8_ROWS = ("mxfp8", "mxfp4", "fp8_block")
 
 
-def ours(recipe: str) -> Contestant:
+def ours(recipe: Any) -> Contestant:
     """Return moe_of_choices by a recipe, as `ServedExperts` calls it, on weights as kernels read them."""
 
     def make(case: ServingCase, w1: Any, w2: Any) -> Call:

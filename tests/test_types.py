@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import glulam
+from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS, QUANTIZE_AXES
+from glulam import names, recipes
+from glulam.choose.shipped import TILED
+from glulam.distributed.parallel import TRANSPORTS
+from glulam.formats.mxfp8 import layout
+from glulam.layer.checks import SCORES
+from glulam.nn.mlp import ExpertOptions
+from glulam.tuner.entry import TUNED
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {"glulam": REPOSITORY / "python/glulam", **{n: REPOSITORY / n for n in ("ffi_bridge", "cute_kernels")}}
-RIGHT = """
-import torch
-from typing_extensions import assert_type
-
-import glulam
-from ffi_bridge import BundleError
-from glulam.formats.mxfp8.fold import FoldedWeight, FoldedWeights
-from glulam.formats.mxfp8.tensor import MXFP8Copies
-
-t = torch.empty(0)
-axis = str()
-assert_type(glulam.grouped_mlp(t, t, t, offs=t), torch.Tensor)
-assert_type(glulam.grouped_wgrad(t, t, offs=t), torch.Tensor)
-assert_type(glulam.grouped_wgrad(t, t, offs=t, out=t), torch.Tensor)
-glulam.grouped_wgrad(t, t, offs=t, out=[t, t])[0].dtype
-assert_type(glulam.quantize_mxfp8(t), glulam.MXFP8Tensor)
-assert_type(glulam.quantize_mxfp8(t, axis="col", block="1x128"), glulam.MXFP8Tensor)
-assert_type(glulam.quantize_mxfp8(t, axis="both"), MXFP8Copies)
-glulam.quantize_mxfp8(t, axis=axis).data
-assert_type(glulam.prepare_mxfp8_weight(t), FoldedWeight)
-assert_type(glulam.prepare_mxfp8_weight(t, axis="both"), FoldedWeights)
-glulam.prepare_mxfp8_weight(t, axis=axis).data
-assert_type(glulam.route(t, 2), glulam.Routing)
-errors: list[RuntimeError] = [glulam.UnsupportedDevice(), BundleError()]
-"""
-WRONG = """
-import torch
-
-import glulam
-
-t = torch.empty(0)
-number: int = glulam.grouped_mlp(t, t, t, offs=t)
-glulam.grouped_mlp(t, t, t, offs=[1, 2])
-glulam.grouped_mlp(t, t, t, off=t)
-glulam.nn.MoE(1, 2, 3)
-"""
+PROGRAMS = [REPOSITORY / "tests/support/types" / name for name in ("typed_program.py", "misspelt_program.py")]
+"""A user's program without a mistake, and one in which each statement has one."""
 
 
 def test_a_users_mypy_sees_types(tmp_path: Path) -> None:
@@ -57,10 +37,80 @@ def test_a_users_mypy_sees_types(tmp_path: Path) -> None:
     for name, folder in PACKAGES.items():
         (site / name).symlink_to(folder)
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch, and all else that is installed
-    for name, text in (("right", RIGHT), ("wrong", WRONG)):
-        (tmp_path / f"{name}.py").write_text(text.lstrip("\n"))
+    for program in PROGRAMS:
+        shutil.copy(program, tmp_path)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir=cache"]
-    command += ["--python-executable", str(tmp_path / "venv/bin/python"), "right.py", "wrong.py"]
+    command += ["--python-executable", str(tmp_path / "venv/bin/python"), *(program.name for program in PROGRAMS)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    lines = [line.split(":")[:3] for line in done.stdout.splitlines() if ": error:" in line]
-    assert lines == [["wrong.py", str(line), " error"] for line in (6, 7, 8, 9)], done.stdout + done.stderr
+    found = {tuple(line.split(":")[:2]) for line in done.stdout.splitlines() if ": error:" in line}
+    wrong = enumerate(PROGRAMS[1].read_text().splitlines(), 1)
+    wanted = {
+        (PROGRAMS[1].name, str(number)) for number, line in wrong if line.startswith("glulam.") or "int =" in line
+    }
+    assert len(wanted) > 20
+    assert found == wanted, done.stdout + done.stderr
+
+
+NAMES: dict[str, Iterable[str]] = {
+    "ActivationName": ACTIVATIONS,
+    "GluLayout": GLU_LAYOUTS,
+    "RecipeName": recipes.RECIPES,
+    "TunedRecipe": TUNED,
+    "TunedOp": TILED,
+    "Dtype": DTYPES,
+    "Score": SCORES,
+    "Axis": layout.AXES,
+    "Axes": QUANTIZE_AXES,
+    "Block": layout.BLOCK_SIZES,
+    "ScaleLayout": layout.SCALE_LAYOUTS,
+    "Transport": TRANSPORTS,
+}
+"""What declares the names of each type of `glulam.names`."""
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_types_of_names_have_the_names_that_are_declared(kind: str) -> None:
+    assert get_args(getattr(names, kind)) == tuple(NAMES[kind])
+
+
+def test_every_type_of_names_is_compared() -> None:
+    assert {name for name, value in vars(names).items() if get_args(value)} == set(NAMES)
+
+
+def test_experts_of_a_moe_take_what_a_grouped_mlp_takes() -> None:
+    """Less the sizes and the place of parameters, which a MoE has of its own."""
+    own = {"num_experts", "hidden_size", "intermediate_size", "out_features", "device", "dtype"}
+    taken = set(inspect.signature(glulam.nn.GroupedMLP).parameters) - own
+    assert set(ExpertOptions.__annotations__) == taken
+
+
+def _public() -> Iterator[tuple[str, Callable[..., object]]]:
+    """Functions and constructors that users call."""
+    for module in (glulam, glulam.mhc, glulam.nn, glulam.distributed):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+            elif inspect.isclass(value) and inspect.isfunction(value.__init__):
+                yield f"{module.__name__}.{name}", value.__init__
+
+
+TAKES_ANYTHING = {
+    "glulam.compile": {"fields"},
+    "glulam.explain": {"op", "args", "kwargs"},
+    "glulam.refresh_weights": {"weights"},
+    "glulam.nn.HyperConnection": {"sublayer"},
+    "glulam.nn.convert_state_dict": {"state", "return"},
+    "glulam.nn.convert_optimizer_state": {"state", "return"},
+}
+"""Parameters whose type depends on another one, or is torch's own."""
+
+
+def test_public_signatures_say_what_they_take() -> None:
+    untyped = {}
+    for name, function in _public():
+        given = {each: str(kind) for each, kind in function.__annotations__.items() if "Any" in str(kind)}
+        if each := set(given) - TAKES_ANYTHING.get(name, set()):
+            untyped[name] = each
+    assert not untyped
+    assert len(dict(_public())) > 40

@@ -223,7 +223,8 @@ def _measure(case: str | None) -> list[dict[str, Any]]:
                 if case and case not in f"{layer.name} {tokens}":
                     continue
                 sizes = layer.experts, layer.top_k, layer.hidden, tokens
-                eps = {name: ExpertParallel(None, *sizes, dtype=BF16, transport=name) for name in (OURS, THEIRS)}
+                how: list[Any] = [OURS, THEIRS]
+                eps = {name: ExpertParallel(None, *sizes, dtype=BF16, transport=name) for name in how}
                 records += [_ends(layer, tokens, eps, rate), *_layers(layer, tokens, eps)]
                 del eps
                 torch.cuda.empty_cache()

@@ -72,7 +72,7 @@ def _of_step(name: str, b: Buffers) -> dict[str, Call]:
     wide = [given.dequantize(torch.bfloat16) for _, given in pairs]
     x, dy = b.x.detach().clone().requires_grad_(), torch.randn_like(b.x)
 
-    def step(*weights: Any, recipe: str = BF16) -> Tensor:
+    def step(*weights: Any, recipe: Any = BF16) -> Tensor:
         with torch.enable_grad():
             y = glulam.grouped_mlp(x, *weights, offs=b.offs, recipe=recipe)
             return torch.autograd.grad(y, x, dy)[0]

@@ -111,7 +111,7 @@ def _steps(d: Data) -> dict[str, dict[str, Step]]:
     (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
     make1, make2 = dequantising(given1), dequantising(given2)
 
-    def ours(*weights: Any, recipe: str, lora: ExpertLora | None = None) -> Step:
+    def ours(*weights: Any, recipe: Any, lora: ExpertLora | None = None) -> Step:
         return d.step(lambda: glulam.moe(d.x, d.routing, *weights, recipe=recipe, lora=lora))
 
     return {

@@ -35,7 +35,7 @@ class Form:
     rows: int
     columns: int
     dtype: str = "bfloat16"
-    axis: str = "row"
+    axis: Any = "row"
     block: str = "1x32"
     scale_layout: str = "plain"
 

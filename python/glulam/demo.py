@@ -266,7 +266,7 @@ def problem_text(name: str, size: Size, sizes: list[int]) -> str:
 
 def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
     """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
-    arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
+    arguments: dict[str, Any] = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
     form = {name: layer.experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}
     text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments, **form))
     if x.device.type == "cuda":

@@ -71,8 +71,9 @@ class Explanation:
 
 
 def explain(
-    op: str | Callable[..., Any], /, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any
-) -> Explanation:
+    op: str | Callable[..., Any], /, *args: Any, dtype: str | torch.dtype | None = None,
+    device: torch.device | str | int | None = None, **kwargs: Any,
+) -> Explanation:  # fmt: skip
     """Say which kernel a call of an operator would get.
 
     Args:

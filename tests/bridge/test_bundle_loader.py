@@ -272,7 +272,8 @@ def test_the_manifest_lists_what_the_library_takes_of_either(toy_bundle: Path) -
             "fpu sse sse2 pni ssse3 cx16 lahf_lm",
             "but this machine's lacks popcnt, sse4_1, sse4_2; run Glulam on",
         ),
-        ("aarch64", "", "but this machine is aarch64; run Glulam on"),
+        ("aarch64", "", "but this machine is aarch64; run Glulam on a machine that has one, install the wheel for"),
+        ("riscv64", "", "but this machine is riscv64; run Glulam on"),
     ],
 )
 def test_a_cpu_below_the_baseline_is_refused_in_one_line(

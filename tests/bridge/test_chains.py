@@ -16,7 +16,7 @@ from cute_kernels.arguments import FLOAT32, STREAM, TENSOR
 from cute_kernels.chains import chain_of, signature_of
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, MhcSpec, Spec
-from ffi_bridge import CompileError, chains, toolchain
+from ffi_bridge import CompileError, chains, host, toolchain
 
 _RECORDER = r"""
 #include <string.h>
@@ -58,7 +58,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         stages = "".join(_STAGE.format(name=name, number=number) for number, name in enumerate(STAGES))
         (folder / "stages.c").write_text(_RECORDER + stages)
-        objects = [str(path) for path in chains.compile_chains(CHAINS, folder)]
+        objects = [str(path) for path in chains.compile_chains(CHAINS, folder, host.here())]
         library = folder / "recorded.so"
         command = [*toolchain.c_compiler(), "-shared", "-fPIC", "-o", str(library), str(folder / "stages.c"), *objects]
         include, ffi = f"-I{toolchain.tvm_ffi_headers()}", str(toolchain.tvm_ffi_library())
@@ -159,7 +159,7 @@ def test_chains_are_the_same_text_whatever_the_order() -> None:
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chains, "_FLAGS", ("-no-such-flag",))
     with pytest.raises(CompileError, match="compiling chains.c failed:\n.*no-such-flag"):
-        chains.compile_chains(CHAINS, tmp_path)
+        chains.compile_chains(CHAINS, tmp_path, host.here())
 
 
 def test_streams_are_numbers() -> None:

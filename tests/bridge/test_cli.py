@@ -27,7 +27,19 @@ from cute_kernels.chains import stages_of
 from cute_kernels.shipped import PROFILES
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import CompileError, ToolchainError, build, cache, jit, link, loader, manifest, profiles, toolchain
+from ffi_bridge import (
+    CompileError,
+    ToolchainError,
+    build,
+    cache,
+    host,
+    jit,
+    link,
+    loader,
+    manifest,
+    profiles,
+    toolchain,
+)
 from ffi_bridge.worker import Worker
 from glulam.choose import kernels, known, loadable, records, specs
 from glulam.choose import table as tables
@@ -52,8 +64,8 @@ def test_version() -> None:
 def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = build.build
 
-    def toy_build(specs: Any, out: Path, jobs: int | None) -> Any:
-        assert (specs, jobs) == (TOY_SPECS, 1)
+    def toy_build(specs: Any, out: Path, jobs: int | None, machine: Any) -> Any:
+        assert (specs, jobs, machine) == (TOY_SPECS, 1, host.here())
         return original(specs, out, jobs, progress=False, tracer=TOY_TRACER, allowed={})
 
     monkeypatch.setattr(profiles, "shipped_specs", lambda arch, profile, only: TOY_SPECS)
@@ -127,6 +139,15 @@ def test_info_shows_what_a_functions_stages_take(tmp_path: Path, monkeypatch: py
     assert registers.startswith("14 + 14") and kilobytes.startswith("0.5 + 0.5")
 
 
+def test_a_bundle_is_written_for_the_hub(toy_bundle: Path, tmp_path: Path) -> None:
+    result = _run("hub", "--bundle", str(toy_bundle), "--out", str(tmp_path), "--arch", "sm_90a")
+    assert result.exit_code == 0, result.output
+    (variant,) = (tmp_path / "build").iterdir()
+    assert result.output.startswith(f"{variant}: ") and (variant / "metadata.json").is_file()
+    again = _run("hub", "--bundle", str(toy_bundle), "--out", str(tmp_path), "--arch", "sm_90a")
+    assert again.exit_code == 1 and again.output.startswith("glulam: ") and variant.name in again.output
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("command", ["info", "explain LAYER --rows 8"])
 def test_advice_builds_the_architecture_that_was_asked_for(place: Path, command: str, arch: str) -> None:
@@ -158,6 +179,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
         gpu: doctor.Gpu | None,
         driver: tuple[int, int] | None = (13, 0),
         pci: tuple[tuple[str, str], ...] = (),
+        options: tuple[str, ...] = (),
     ) -> Result:
         monkeypatch.setattr(doctor, "find_gpu", lambda torch: gpu)
         monkeypatch.setattr(doctor, "driver_version", lambda: driver)
@@ -166,7 +188,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
             folder.mkdir(parents=True)
             (folder / "vendor").write_text(f"{vendor}\n")
             (folder / "class").write_text(f"{kind}\n")
-        return _run("doctor")
+        return _run("doctor", *options)
 
     return run
 
@@ -213,6 +235,27 @@ def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
     assert result.exit_code == 0, result.output
     assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested on H100 and H200" in result.output
     assert "the precompiled kernels run on this GPU" in result.output and "untried" not in result.output
+
+
+@pytest.mark.parametrize(("gpu", "status"), [(H200, 0), (None, 0), (A100, 1)], ids=["H200", "no GPU", "no kernels"])
+def test_programs_read_what_doctor_finds(machine: Callable[..., Result], gpu: Any, status: int) -> None:
+    result, shown = machine(gpu, options=("--json",)), machine(gpu)
+    found = json.loads(result.stdout)
+    assert result.exit_code == shown.exit_code == status and found["usable"] is not bool(status)
+    assert found["verdict"] == shown.output.splitlines()[-1]
+    assert len(found["checks"]) == sum(line[:4].strip() in ("ok", "note", "BAD") for line in shown.output.splitlines())
+    for check in found["checks"]:
+        assert set(check) == {"name", "state", "finding", "remedy"} and check["state"] in ("ok", "note", "bad")
+        assert check["finding"] in shown.output and check["remedy"] in shown.output
+
+
+def test_doctors_json_is_text_for_any_path(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "/" + ESCAPES.replace("\x00", "")
+    monkeypatch.setenv(loader.ENV_BUNDLE, place)
+    result = machine(None, options=("--json",))
+    (bundle,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "bundle"]
+    assert all(letter.isprintable() for letter in result.stdout if letter != "\n") and result.stdout.isascii()
+    assert place in bundle["finding"] or records.shown(Path(place)) in bundle["finding"]
 
 
 def test_doctor_on_a_gpu_without_kernels(machine: Callable[..., Result]) -> None:
@@ -372,6 +415,8 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
         ("build --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("info --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("build --jobs 0", "'--jobs'"),
+        ("build --machine sparc", "'--machine': 'sparc' is not one of x86_64, aarch64"),
+        ("build --machine aarch64", "--machine aarch64 needs --out"),
         *(("build --profile foo", f"{profile} (") for profile in PROFILES),
         ("build --only grouped_mm_f16_*", "matches no function of profile 'bf16' of sm_90a; profile 'full' has 6"),
         ("build --arch sm_80 --only *_f16_*", "of profile 'bf16' of sm_80; profile 'full' has "),
@@ -713,7 +758,8 @@ class TestTuned:
 
     def test_without_a_table_it_says_so(self, place: Path) -> None:
         result = _run("compile", "--tuned")
-        assert result.exit_code == 0 and result.output.startswith("no table chooses a kernel for NVIDIA Fake; ")
+        assert result.exit_code == 1
+        assert result.output.startswith("glulam: no table chooses a kernel for NVIDIA Fake; ")
 
 
 class TestExplain:

@@ -263,7 +263,7 @@ def test_kernels_compute_no_other_formulas_than_their_keys_have(tmp_path: Path) 
         "found = {}\n"
         "for one in json.loads(sys.argv[1]):\n"
         "    read.clear(); spec = specs.from_dict(one)\n"
-        "    compiler.compile_spec(spec, pathlib.Path(sys.argv[2]), stages.tracer_of(spec))\n"
+        "    compiler.compile_spec(spec, pathlib.Path(sys.argv[2]), stages.tracer_of(spec), host.here())\n"
         "    found[spec.name] = sorted(set(read))\n"
         "print(json.dumps(found))"
     )

@@ -113,7 +113,7 @@ def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pyte
         patch.setattr(toolchain, "COMPILES_WITH", {toolchain.DSL: ("4.9",)})
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
-        patch.setattr(host, "BASELINE", "x86-64-v3")
+        patch.setattr(host, "here", lambda: host.HOSTS["x86_64"]._replace(baseline="x86-64-v3"))
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
         patch.setattr(sources, "_makers", lambda: "other options, or another compile process")
@@ -204,10 +204,10 @@ def test_a_read_only_cache_is_read(cache: Path) -> None:
 def _refuse_linking_in(cache: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     link = jit.build.link
 
-    def refuse(objects: Iterable[Path], library: Path) -> dict[str, list[str]]:
+    def refuse(objects: Iterable[Path], library: Path, machine: host.Host) -> dict[str, list[str]]:
         if library.is_relative_to(cache):
             raise CompileError(f"ld: final link failed: {words}")
-        return link(objects, library)
+        return link(objects, library, machine)
 
     monkeypatch.setattr(jit.build, "link", refuse)
 

@@ -32,7 +32,9 @@ def disassembler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if found is None:
         pytest.skip(f"no {request.param} here")
     theirs = toolchain.binary_tool
-    monkeypatch.setattr(toolchain, "binary_tool", lambda name: found if name == "objdump" else theirs(name))
+    monkeypatch.setattr(
+        toolchain, "binary_tool", lambda name, machine=None: found if name == "objdump" else theirs(name)
+    )
 
 
 @pytest.mark.usefixtures("disassembler")

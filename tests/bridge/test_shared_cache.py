@@ -175,10 +175,10 @@ class TestCompiling:
         places: list[Path] = []
         link = build.link
 
-        def spy(parts: Any, library: Path) -> dict[str, list[str]]:
+        def spy(parts: Any, library: Path, machine: Any) -> dict[str, list[str]]:
             parts = list(parts)
             places.extend(path.resolve() for path in (library, *parts))
-            return link(parts, library)
+            return link(parts, library, machine)
 
         monkeypatch.setattr(build, "link", spy)
         return places

@@ -54,7 +54,7 @@ def rewrite(file: Path, content: bytes) -> None:
 def linked_as(content: bytes) -> Callable[..., Any]:
     """In place of the linker: the library is `content`, whatever the objects, and needs what one without code does."""
 
-    def link(objects: object, library: Path) -> dict[str, list[str]]:
+    def link(objects: object, library: Path, machine: object = None) -> dict[str, list[str]]:
         library.write_bytes(content)
         return {package: [] for package in toolchain.RUNS_WITH}
 

@@ -11,13 +11,13 @@ from rich.table import Table
 from cute_kernels import plain
 from cute_kernels.arch import serving
 from ffi_bridge import build as builder
-from ffi_bridge import profiles, toolchain
+from ffi_bridge import host, hub, profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
 from ..choose import records
 from ..host.device import prefer_tried
-from .app import command, count, flag, megabytes, resources, row, say, show, word
+from .app import REQUIRED, command, count, flag, megabytes, resources, row, say, show, word
 from .doctor import find_gpu, installed_torch
 
 ARCHS = word("Architecture, repeatable; default: this GPU's, or sm_90a.", profiles.CONFIGS)._replace(
@@ -41,15 +41,20 @@ def archs_here() -> list[str]:
     jobs=count("Compile processes; default: one a CPU."),
     out=row("Bundle folder; default: inside the installed package.", Path | None),
     keep=flag("Do nothing where the bundle has these functions already."),
+    machine=word("CPU that launches them; with --out, as cross-compiled code does not run here.", host.HOSTS),
 )
 def build(
-    arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool
-) -> None:
+    arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool,
+    machine: str | None,
+) -> None:  # fmt: skip
     """Compile the shipped kernels and link them into one library per architecture."""
+    target = host.named(machine) if machine else host.here()
+    if target != host.here() and out is None:
+        raise ValueError(f"--machine {machine} needs --out: this machine is {host.here().machine}")
     for one in arch or archs_here():
         root = out or packaged_root()
         specs = profiles.shipped_specs(one, profile, only or ())
-        manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
+        manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs, machine=target)
         contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
         say(f"{root / one / manifest.library}: {contents}")
 
@@ -82,6 +87,18 @@ def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
         "registers": registers,
         "smem KB": kilobytes,
     }
+
+
+@command(
+    "hub",
+    arch=ARCHS._replace(kind=str | None),
+    bundle=row(f"Folder; default: ${ENV_BUNDLE}, else the package's.", Path | None),
+    out=row("The repository's folder.", Path, REQUIRED),
+)
+def write_for_hub(arch: str | None, bundle: Path | None, out: Path) -> None:
+    """Write a bundle as a kernel of the Hugging Face hub, which the package `kernels` loads: its functions by name."""
+    folder = hub.write(bundle_root(bundle), arch or archs_here()[0], out)
+    say(f"{records.shown(folder)}: {megabytes(sum(file.stat().st_size for file in folder.iterdir()))}")
 
 
 @command(

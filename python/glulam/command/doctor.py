@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import platform
 from collections import Counter
@@ -20,7 +21,7 @@ from ffi_bridge.errors import remedy
 
 from ..choose import known, records
 from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, arch_of, passed_over, state_of, supported, why_passed_over
-from .app import command, console
+from .app import command, console, flag, say, show
 from .terminal import in_one_line
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -251,18 +252,32 @@ def verdict(checks: Sequence[Check]) -> str:
 MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red")}
 
 
-@command("doctor")
-def doctor() -> None:
-    """Say in plain words what this machine can do, what is missing, and what mends it."""
-    out = console()
+def as_json(checks: Sequence[Check]) -> str:
+    """All findings as a JSON object, in ASCII."""
+    usable = not any(check.state == "bad" for check in checks)
+    found = {"usable": usable, "verdict": verdict(checks), "checks": [check._asdict() for check in checks]}
+    return json.dumps(found, indent=2)
+
+
+@command("doctor", json=flag("Print a JSON object: usable, verdict, checks."))
+def doctor(json: bool) -> None:
+    """Say in plain words what this machine can do, what is missing, and what mends it; exit status 1 if not usable."""
     checks = []
     for check in examine():
         checks.append(check)
-        mark, style = MARKS[check.state]
-        out.print(f"{mark:<4}", style=style, end=" ")
-        out.print(f"{check.name:<12} {in_one_line(check.finding)}", soft_wrap=True)
-        if check.remedy:
-            out.print(f"{'':<17} -> {in_one_line(check.remedy)}", soft_wrap=True)
-    out.print()
-    out.print(verdict(checks), soft_wrap=True)
+        if not json:
+            _show(check)
+    if json:
+        say(as_json(checks))
+    else:
+        show("", verdict(checks))
     raise typer.Exit(int(any(check.state == "bad" for check in checks)))
+
+
+def _show(check: Check) -> None:
+    """Print a finding, and its remedy on a line of its own."""
+    out, (mark, style) = console(), MARKS[check.state]
+    out.print(f"{mark:<4}", style=style, end=" ")
+    out.print(f"{check.name:<12} {in_one_line(check.finding)}", soft_wrap=True)
+    if check.remedy:
+        out.print(f"{'':<17} -> {in_one_line(check.remedy)}", soft_wrap=True)

@@ -21,6 +21,7 @@ from ..choose import kernels, known, loadable, records, specs, table
 from ..choose.problem import changed
 from ..choose.shipped import TILED, family_of
 from ..host import device as gpus
+from ..names import TunedOp
 from ..tuner import entry, report
 from ..tuner import tune as run_tuner
 from ..tuner.session import Options
@@ -114,10 +115,12 @@ def compile_kernel(
         raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
     gpu = gpus.gpu(torch.cuda.current_device()).name
     wanted = known.tuned_specs(gpu)
+    if not wanted:
+        raise ValueError(
+            f"no table chooses a kernel for {gpu}; `glulam tables` shows what is read, `glulam tune` makes one"
+        )
     for spec in wanted:
         _compile(spec, prefer=False)
-    if not wanted:
-        say(f"no table chooses a kernel for {gpu}; `glulam tables` shows what is read")
 
 
 def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
@@ -172,7 +175,7 @@ def _calls_of(spec: Spec) -> str:
     jobs=count("Compile processes; default: one a CPU but two."),
     out=row("Table to add to; default: where the dispatcher looks.", Path | None),
 )
-def tune(op: str, training: bool, **options: Any) -> None:
+def tune(op: TunedOp, training: bool, **options: Any) -> None:
     """Measure which kernels serve a layer best on this GPU, and let them serve it from now on."""
     search = {name: options.pop(name) for name in ("rows_per_expert", "budget_s", "candidates", "jobs", "out")}
     chosen = {name: value for name, value in search.items() if value is not None}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..formats.mxfp8 import MXFP8Tensor
 from ..layer.checks import MAX_EXPERTS, MAX_K, MAX_ROWS
 from ..layer.routing import Routing
 from ..layer.rows import combine
+from ..names import Transport
 from ..recipes import Recipe
 from .all_to_all import AllToAll
 from .beside import Beside
@@ -31,7 +32,7 @@ from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
 NAME = "ExpertParallel"
-TRANSPORTS = ("auto", "symmetric", "all_to_all")
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of choices' weights."""
 MAX_RANKS = MAX_K
@@ -83,8 +84,8 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, group: Any, num_experts: int, top_k: int, hidden_size: int, max_tokens: int, *, dtype: torch.dtype,
-        transport: str = "auto",
+        self, group: dist.ProcessGroup | None, num_experts: int, top_k: int, hidden_size: int, max_tokens: int, *,
+        dtype: torch.dtype, transport: Transport = "auto",
     ) -> None:  # fmt: skip
         if not dist.is_initialized():
             raise RuntimeError(f"{NAME}: torch.distributed has no process group; call init_process_group first")

@@ -29,6 +29,8 @@ from . import device as gpus
 MAX_TABLES = 1024
 UNIT_BYTES = 16  # weight offsets count 16-byte units: experts are 16-byte aligned for TMA anyway
 
+Biases = Tensor | Sequence[Tensor] | None
+
 _data_ptr = Tensor.data_ptr
 _tables: dict[tuple[str, tuple[int, ...]], Table] = {}
 _lock = threading.Lock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from cute_kernels.layer.kernels import CAPACITIES
 
 from ..calls.addressed import forms
 from ..calls.checks import check_plain, check_tensor, mismatch, runs_kernels, shape_text
+from ..names import Score
 
 MAX_ROWS = 2**31 - 1
-SCORES = ("softmax", "sigmoid", "topk_softmax")
+SCORES: tuple[Score, ...] = get_args(Score)
 MAX_K = 32
 """A warp has a token, a lane one of its choices."""
 MAX_EXPERTS = CAPACITIES[-1]

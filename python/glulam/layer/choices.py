@@ -19,7 +19,10 @@ from ..calls.front import operator, passed_to
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
 from ..formats.mxfp8 import MXFP8Tensor
+from ..host.experts import Biases
 from ..host.groups import OFFS_OF_CALL
+from ..names import ActivationName, GluLayout, RecipeName
+from ..ops.grouped_mlp import Weights
 from ..recipes import Recipe
 from .checks import check_choices, experts_of_world, forms_of_choices, num_mapped
 from .moe import MoeCall, QuantizedMoeCall, moe
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 
 def _moe_of_choices(
     x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, expert_map: Tensor | None,
-    world_experts: int | None, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers,
-    recipe: str | Recipe, transpose_w: bool, out: Tensor | None,
+    world_experts: int | None, b1: Any, b2: Any, activation: ActivationName, glu_layout: GluLayout,
+    numbers: Numbers, recipe: RecipeName | Recipe, transpose_w: bool, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`moe_of_choices`, with all arguments in order."""
     if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
@@ -52,10 +55,10 @@ def _moe_of_choices(
 
 @passed_to(_moe_of_choices)
 def moe_of_choices(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, expert_map: Tensor | None = None,
-    world_experts: int | None = None, b1: Any = None, b2: Any = None, activation: str = "swiglu",
-    glu_layout: str = "concat", recipe: str | Recipe = "bf16", transpose_w: bool = False, out: Tensor | None = None,
-    **numbers: Unpack[NamedNumbers],
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Weights, w2: Weights, *,
+    expert_map: Tensor | None = None, world_experts: int | None = None, b1: Biases = None, b2: Biases = None,
+    activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", recipe: RecipeName | Recipe = "bf16",
+    transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """`moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call where these
     are two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at

@@ -19,6 +19,7 @@ from ..calls.front import operator
 from ..choose.problem import Problem
 from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
+from ..names import RecipeName
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
 from ..recipes import Recipe
@@ -71,7 +72,7 @@ def expert_rows(
 
 
 def rows_of_experts(
-    x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, dtype: torch.dtype,
+    x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: RecipeName | Recipe, dtype: torch.dtype,
     lora: Any = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return rows [T, H'] times their weights, without gradients. `dtype`: of those of an x in MXFP8.

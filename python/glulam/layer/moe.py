@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
@@ -13,9 +15,12 @@ from ..activations import NamedNumbers, Numbers, named_numbers, packed
 from ..calls.checks import any_requires_grad
 from ..calls.front import operator, passed_to
 from ..expert_lora import ExpertLora
+from ..formats.mxfp8 import MXFP8Tensor
+from ..host.experts import Biases
 from ..host.groups import part_of
 from ..lora.mlp import check_goes_with_lora, has_kernels, lora_arguments
-from ..ops.grouped_mlp import GroupedMlpCall
+from ..names import ActivationName, GluLayout, RecipeName
+from ..ops.grouped_mlp import GroupedMlpCall, Weights
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .adapted import adapted_moe, moe_with_lora
@@ -26,6 +31,18 @@ from .rows import combine, row_indices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class Spread(Protocol):
+    """Experts that are spread over ranks: a `glulam.distributed.ExpertParallel`, which is made of this module."""
+
+    dtype: torch.dtype
+
+    def refusing(self) -> AbstractContextManager[None]: ...
+    def layer(
+        self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
+        x: Tensor | MXFP8Tensor, routing: Routing, residual: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 def _moe(
@@ -77,10 +94,10 @@ def _moe(
 
 @passed_to(_moe)
 def moe(
-    x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
-    glu_layout: str = "concat", recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False,
-    lora: ExpertLora | None = None, residual: Tensor | None = None, out: Tensor | None = None, parallel: Any = None,
-    **numbers: Unpack[NamedNumbers],
+    x: Tensor | MXFP8Tensor, routing: Routing, w1: Weights, w2: Weights, *, b1: Biases = None, b2: Biases = None,
+    activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", recipe: RecipeName | Recipe = "bf16",
+    recompute: bool = False, transpose_w: bool = False, lora: ExpertLora | None = None, residual: Tensor | None = None,
+    out: Tensor | None = None, parallel: Spread | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 

@@ -18,6 +18,7 @@ from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from ..host.groups import with_spare_rows
 from ..host.plans import Plans
+from ..names import Score
 from . import reference
 from .checks import (
     MAX_ROWS,
@@ -116,7 +117,7 @@ class Routing:
 
 
 def route(
-    logits: Tensor, k: int, *, score: str = "softmax", bias: Tensor | None = None, num_groups: int = 1,
+    logits: Tensor, k: int, *, score: Score = "softmax", bias: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, num_tokens: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Each token's k best experts, their weights and their rows, in one launch, or two of many tokens. Differentiable.

@@ -20,6 +20,7 @@ from ..calls.checks import check_activation, check_numbers, intermediate_width, 
 from ..calls.sharding import is_dtensor
 from ..choose.problem import dtype_name
 from ..host.groups import Splits
+from ..names import ActivationName, GluLayout, RecipeName
 from ..ops.gate import gate, without_tail
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
 
 NAME = "GroupedMLP"
 _packed = packer(NAME)
+
+
+class ExpertOptions(NamedNumbers, total=False):
+    """Options of a GroupedMLP besides its sizes and the place of its parameters, for type checkers."""
+
+    bias: bool
+    activation: ActivationName
+    glu_layout: GluLayout
+    packed: bool
+    recompute: bool
+    delay_wgrad: bool
+    recipe: RecipeName | Recipe
 
 
 class GroupedMLP(DelaysWeightGradients, TakesLora):
@@ -74,12 +87,12 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         *,
         out_features: int | None = None,
         bias: bool = False,
-        activation: str = "swiglu",
-        glu_layout: str = "concat",
+        activation: ActivationName = "swiglu",
+        glu_layout: GluLayout = "concat",
         packed: bool = True,
         recompute: bool = False,
         delay_wgrad: bool = False,
-        recipe: str | Recipe = "bf16",
+        recipe: RecipeName | Recipe = "bf16",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         **numbers: Unpack[NamedNumbers],

@@ -19,17 +19,20 @@ from ..layer.checks import LOGITS_DTYPES, check_rule
 from ..layer.expert_rows import rows_of_experts
 from ..layer.few_tokens import route_few, routes_few
 from ..layer.moe import moe_call
+from ..names import Score
 from ..recipes import BF16
 from . import dialects
 from .children import called, is_plain, parameters_of, product
 from .in_order import product_in_order, refuse_called, route_in_order
 from .lora import Lora
-from .mlp import GroupedMLP, arguments_of
+from .mlp import ExpertOptions, GroupedMLP, arguments_of
 from .options import check_options, check_placement, held, shown_options
 from .state import Converts, Move
 from .weight_gradients import run
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..distributed import ExpertParallel
 
 NAME = "MoE"
@@ -79,7 +82,7 @@ class MoE(Converts):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
         num_groups: int = 1,
@@ -92,7 +95,7 @@ class MoE(Converts):
         parallel: ExpertParallel | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **experts: Any,
+        **experts: Unpack[ExpertOptions],
     ) -> None:
         super().__init__()
         check_options(MoE, locals())

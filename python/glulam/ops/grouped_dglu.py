@@ -25,6 +25,7 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import UNINITIALISED, Splits
+from ..names import ActivationName, GluLayout
 from ..reference import take_rows
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ def grouped_dglu(
     splits: Splits | None = None,
     rows: Tensor | None = None,
     row_scale: Tensor | None = None,
-    activation: str = "swiglu",
-    glu_layout: str = "concat",
+    activation: ActivationName = "swiglu",
+    glu_layout: GluLayout = "concat",
     row_scale_grad: bool = True,
     transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],

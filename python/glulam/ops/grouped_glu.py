@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..calls.sharding import Split, split_of_width
 from ..choose.problem import Problem
+from ..host.experts import Biases
 from ..host.groups import UNINITIALISED, Splits
+from ..names import ActivationName, GluLayout
 from ..reference import take_rows
 
 if TYPE_CHECKING:
@@ -58,6 +60,27 @@ class GroupedGluCall(Call):
         return (split_of_width(self, {"w1": 2 if self.transpose_w else 1, "bias": 1}, 1, "bias"),)
 
 
+@overload
+def grouped_glu(
+    x: Tensor, w1: Tensor | Sequence[Tensor], *, offs: Tensor | None = None, splits: Splits | None = None,
+    rows: Tensor | None = None, bias: Biases = None, row_scale: Tensor | None = None,
+    activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", return_preact: Literal[False] = False,
+    transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
+) -> Tensor: ...  # fmt: skip
+@overload
+def grouped_glu(
+    x: Tensor, w1: Tensor | Sequence[Tensor], *, offs: Tensor | None = None, splits: Splits | None = None,
+    rows: Tensor | None = None, bias: Biases = None, row_scale: Tensor | None = None,
+    activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", return_preact: Literal[True],
+    transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def grouped_glu(
+    x: Tensor, w1: Tensor | Sequence[Tensor], *, offs: Tensor | None = None, splits: Splits | None = None,
+    rows: Tensor | None = None, bias: Biases = None, row_scale: Tensor | None = None,
+    activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", return_preact: bool = False,
+    transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
+) -> Any: ...  # fmt: skip
 @operator(GroupedGluCall)
 def grouped_glu(
     x: Tensor,
@@ -66,15 +89,15 @@ def grouped_glu(
     offs: Tensor | None = None,
     splits: Splits | None = None,
     rows: Tensor | None = None,
-    bias: Tensor | Sequence[Tensor] | None = None,
+    bias: Biases = None,
     row_scale: Tensor | None = None,
-    activation: str = "swiglu",
-    glu_layout: str = "concat",
+    activation: ActivationName = "swiglu",
+    glu_layout: GluLayout = "concat",
     return_preact: bool = False,
     transpose_w: bool = False,
     out: Tensor | None = None,
     **numbers: Unpack[NamedNumbers],
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
 
     Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. Differentiable

@@ -17,11 +17,11 @@ from ..calls.launch import Made
 from ..calls.sharding import SUM, Split, split_of_width
 from ..choose.problem import Problem
 from ..expert_lora import ExpertLora
-from ..formats.fp8_block import FP8BlockTensor
-from ..formats.mxfp4 import MXFP4Tensor
-from ..formats.mxfp8 import FoldedWeight, MXFP8Tensor
+from ..formats.mxfp8 import MXFP8Tensor
 from ..formats.scaled import Scaled
+from ..host.experts import Biases
 from ..host.groups import UNINITIALISED, Splits
+from ..names import ActivationName, GluLayout, RecipeName
 from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_mlp import QuantizedMlpCall
@@ -29,7 +29,7 @@ from .quantized_mlp import QuantizedMlpCall
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor | FP8BlockTensor
+Weights = Tensor | Sequence[Tensor] | Scaled
 
 
 def mid(call: Any, problem: Problem) -> dict[str, Part]:
@@ -110,11 +110,11 @@ def grouped_mlp(
     splits: Splits | None = None,
     rows: Tensor | None = None,
     row_scale: Tensor | None = None,
-    b1: Tensor | Sequence[Tensor] | None = None,
-    b2: Tensor | Sequence[Tensor] | None = None,
-    activation: str = "swiglu",
-    glu_layout: str = "concat",
-    recipe: str | Recipe = "bf16",
+    b1: Biases = None,
+    b2: Biases = None,
+    activation: ActivationName = "swiglu",
+    glu_layout: GluLayout = "concat",
+    recipe: RecipeName | Recipe = "bf16",
     recompute: bool = False,
     transpose_w: bool = False,
     lora: ExpertLora | None = None,

@@ -16,7 +16,7 @@ from ..calls.launch import Made
 from ..calls.sharding import SUM, Split
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
-from ..host.experts import GateUp
+from ..host.experts import Biases, GateUp
 from ..host.groups import UNINITIALISED, Splits
 from ..reference import take_rows
 from .quantized_mm import QuantizedMmCall
@@ -73,7 +73,7 @@ def grouped_mm(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
-    bias: Tensor | Sequence[Tensor] | None = None,
+    bias: Biases = None,
     rows: Tensor | None = None,
     bias_scale: Tensor | None = None,
     transpose_w: bool = False,

@@ -27,6 +27,7 @@ from ..choose.problem import Problem, changed, dtype_name
 from ..formats.mxfp8.layout import DATA_DTYPE, band_bytes
 from ..host.experts import ExpertList
 from ..host.groups import REACH_NO_RESULT, Splits
+from ..names import RecipeName
 from ..recipes import Recipe
 from ..reference import take_rows
 
@@ -161,13 +162,13 @@ class GroupedWgradCall(Call):
 def grouped_wgrad(
     dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, mask: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, recipe: str | Recipe = "bf16",
+    out_dtype: torch.dtype | None = None, recipe: RecipeName | Recipe = "bf16",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def grouped_wgrad(
     dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None, out: Sequence[Tensor], accumulate: bool = False, mask: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, recipe: str | Recipe = "bf16",
+    out_dtype: torch.dtype | None = None, recipe: RecipeName | Recipe = "bf16",
 ) -> Sequence[Tensor]: ...  # fmt: skip
 @operator(GroupedWgradCall)
 def grouped_wgrad(
@@ -182,7 +183,7 @@ def grouped_wgrad(
     accumulate: bool = False,
     mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    recipe: str | Recipe = "bf16",
+    recipe: RecipeName | Recipe = "bf16",
 ) -> Tensor | Sequence[Tensor]:
     """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
 

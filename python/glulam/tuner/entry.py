@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from ..choose.problem import Problem, dtype_name, training_parts
 from ..choose.shipped import families_of
 from ..choose.table import Layer, Point, Stamp, Unfinished
 from ..host import device as gpus
+from ..names import ActivationName, Dtype, GluLayout, TunedOp, TunedRecipe
 from .bench import GpuBench
 from .pool import CompilePool, default_jobs
 from .report import TuneReport
@@ -37,20 +38,20 @@ SETUP_S = 3.0
 
 
 def tune(
-    op: str,
+    op: TunedOp,
     *,
     experts: int,
     in_features: int,
     intermediate: int = 0,
     out_features: int = 0,
     rows_per_expert: Sequence[int] = Options.rows_per_expert,
-    dtype: Any = "bfloat16",
-    activation: str = "swiglu",
-    glu_layout: str = "concat",
+    dtype: Dtype | torch.dtype = "bfloat16",
+    activation: ActivationName = "swiglu",
+    glu_layout: GluLayout = "concat",
     save_preact: bool = False,
     transpose_w: bool = False,
-    out_dtype: Any = None,
-    recipe: str = "bf16",
+    out_dtype: Dtype | Literal["float32"] | torch.dtype | None = None,
+    recipe: TunedRecipe = "bf16",
     training: bool = False,
     budget_s: float = Options.budget_s,
     candidates: int = Options.count,
@@ -124,12 +125,12 @@ def _check_count(name: str, value: Any, least: int) -> None:
 def shape_of(
     op: str,
     *,
-    dtype: Any = "bfloat16",
-    activation: str = "swiglu",
-    glu_layout: str = "concat",
+    dtype: Dtype | torch.dtype = "bfloat16",
+    activation: ActivationName = "swiglu",
+    glu_layout: GluLayout = "concat",
     out_features: int = 0,
-    out_dtype: Any = None,
-    recipe: str = "bf16",
+    out_dtype: Dtype | Literal["float32"] | torch.dtype | None = None,
+    recipe: TunedRecipe = "bf16",
     **rest: Any,
 ) -> Problem:
     """The problem of `tune`'s arguments, of no rows. Raises ValueError for a recipe that is not tuned."""

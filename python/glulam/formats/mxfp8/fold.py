@@ -28,6 +28,7 @@ from ...choose import kernels
 from ...choose.problem import dtype_name
 from ...errors import UnsupportedDevice
 from ...host import device as gpus
+from ...names import Axes, Axis
 from ..scaled import BLOCK, E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, Scaled, scales_of
 from .layout import AXES, BLOCK_SIZES, DATA_DTYPE
 from .reference import quantize_rows, to_e4m3
@@ -155,16 +156,14 @@ torch.serialization.add_safe_globals([FoldedWeights, FoldReport, Place])
 
 @overload
 def prepare_mxfp8_weight(
-    w: Weight, *, axis: Literal["row", "col"] = "row", max_error: float = MAX_ERROR, report: bool = True
+    w: Weight, *, axis: Axis = "row", max_error: float = MAX_ERROR, report: bool = True
 ) -> FoldedWeight: ...
 @overload
 def prepare_mxfp8_weight(
     w: Weight, *, axis: Literal["both"], max_error: float = MAX_ERROR, report: bool = True
 ) -> FoldedWeights: ...
-@overload
-def prepare_mxfp8_weight(w: Weight, *, axis: str, max_error: float = MAX_ERROR, report: bool = True) -> Any: ...
 def prepare_mxfp8_weight(
-    w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True
+    w: Weight, *, axis: Axes = "row", max_error: float = MAX_ERROR, report: bool = True
 ) -> FoldedWeight | FoldedWeights:
     """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load, or each step.
 

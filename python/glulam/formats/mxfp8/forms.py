@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...names import Axis, Block
 from ..form import Form
 from ..scaled import BLOCK, SCALE_DTYPE, Parts, scales_of
 from .fold import FOLDED, FoldedWeight, prepare_mxfp8_weight
@@ -53,7 +54,7 @@ class Folded(Blocks):
     classes = (FoldedWeight, MXFP8Tensor)
     ready_as = DATA_DTYPE, 2
 
-    axis: str
+    axis: Axis
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", FOLDED + self.axis)
@@ -104,7 +105,7 @@ FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
 class Rows:
     """Rows of E4M3 elements, as GEMMs multiply them. block: a key of `layout.BLOCK_SIZES`."""
 
-    block: str
+    block: Block
 
     def rounded(self, values: Tensor) -> Tensor:
         """The values that they have, in float32 or float64."""

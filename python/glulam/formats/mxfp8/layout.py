@@ -6,17 +6,20 @@ along (rows of a row copy, columns of a column copy), `blocks` the blocks along 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...names import Axis, Block, ScaleLayout
 from ..scaled import BLOCK
 
 DATA_DTYPE = torch.float8_e4m3fn
-AXES = ("row", "col")
-BLOCK_SIZES = {"1x32": BLOCK, "1x128": 128}
+AXES: tuple[Axis, ...] = get_args(Axis)
+BLOCK_SIZES: dict[Block, int] = {"1x32": BLOCK, "1x128": 128}
 """Elements over which a scale is made: "1x128" writes four equal ones."""
-SCALE_LAYOUTS = ("plain", "swizzled")
+SCALE_LAYOUTS: tuple[ScaleLayout, ...] = get_args(ScaleLayout)
 ATOM_OUTER, ATOM_BLOCKS = 128, 4
 ATOM = ATOM_OUTER * ATOM_BLOCKS
 GROUP_ALIGNMENT = 128

@@ -17,6 +17,7 @@ from ...calls.definition import Definition
 from ...calls.front import operator
 from ...calls.launch import Made
 from ...choose.problem import Problem
+from ...names import Axes, Axis, Block, ScaleLayout
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from . import reference
 from .layout import BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, round_up, scale_shape
@@ -30,26 +31,21 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 @overload
 def quantize_mxfp8(
-    x: Tensor, *, axis: Literal["row", "col"] = "row", offs: Tensor | None = None, block: str = "1x32",
-    scale_layout: str = "plain", out: MXFP8Tensor | None = None,
+    x: Tensor, *, axis: Axis = "row", offs: Tensor | None = None, block: Block = "1x32",
+    scale_layout: ScaleLayout = "plain", out: MXFP8Tensor | None = None,
 ) -> MXFP8Tensor: ...  # fmt: skip
 @overload
 def quantize_mxfp8(
-    x: Tensor, *, axis: Literal["both"], offs: Tensor | None = None, block: str = "1x32",
-    scale_layout: str = "plain", out: None = None,
+    x: Tensor, *, axis: Literal["both"], offs: Tensor | None = None, block: Block = "1x32",
+    scale_layout: ScaleLayout = "plain", out: None = None,
 ) -> MXFP8Copies: ...  # fmt: skip
-@overload
-def quantize_mxfp8(
-    x: Tensor, *, axis: str = "row", offs: Tensor | None = None, block: str = "1x32",
-    scale_layout: str = "plain", out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
-) -> Any: ...  # fmt: skip
 def quantize_mxfp8(
     x: Tensor,
     *,
-    axis: str = "row",
+    axis: Axes = "row",
     offs: Tensor | None = None,
-    block: str = "1x32",
-    scale_layout: str = "plain",
+    block: Block = "1x32",
+    scale_layout: ScaleLayout = "plain",
     out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
 ) -> MXFP8Tensor | Sequence[MXFP8Tensor]:
     """x in MXFP8: E4M3 elements and a power of two for each 32 of them along an axis. One kernel that reads x once.

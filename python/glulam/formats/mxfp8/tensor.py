@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import check_choice, shape_text
+from ...names import Axis, Block, ScaleLayout
 from ..scaled import BLOCK, SCALE_DTYPE, Stored
 from . import layout
 from .layout import BLOCK_SIZES, outer_and_blocks
@@ -40,9 +41,9 @@ class MXFP8Tensor(Stored):
 
     data: Tensor
     scale: Tensor
-    axis: str = "row"
-    block: str = "1x32"
-    scale_layout: str = "plain"
+    axis: Axis = "row"
+    block: Block = "1x32"
+    scale_layout: ScaleLayout = "plain"
 
     def __post_init__(self) -> None:
         check_form("MXFP8Tensor", layout.AXES, self.axis, self.block, self.scale_layout)

@@ -1,0 +1,35 @@
+"""Mistakes that a type checker finds before a program runs: each statement below has one. It is checked, not run."""
+
+import torch
+
+import glulam
+
+t = torch.empty(0)
+number: int = glulam.grouped_mlp(t, t, t, offs=t)
+second: int = glulam.grouped_glu(t, t, offs=t, return_preact=True)
+glulam.grouped_mlp(t, t, t, offs=[1, 2])
+glulam.grouped_mlp(t, t, t, off=t)
+glulam.grouped_mlp(t, t, t, offs=t, activation="swigluu")
+glulam.grouped_mlp(t, t, t, offs=t, glu_layout="concatenated")
+glulam.grouped_mlp(t, t, t, offs=t, recipe="fp8")
+glulam.grouped_mlp(t, "w1", t, offs=t)
+glulam.grouped_mlp(t, t, t, offs=t, b1=[1.0])
+glulam.grouped_mlp(t, t, t, offs=t, limits=7.0)
+glulam.grouped_glu(t, t, offs=t, activation="relu")
+glulam.grouped_dglu(t, t, t, offs=t, activation="relu")
+glulam.grouped_wgrad(t, t, offs=t, recipe="mxfp8_wgrads")
+glulam.moe(t, t, t, t)
+glulam.moe(t, glulam.route(t, 2), t, 3)
+glulam.moe(t, glulam.route(t, 2), t, t, recipe="mxfp9")
+glulam.moe(t, glulam.route(t, 2), t, t, parallel=2)
+glulam.route(t, 2, score="soft")
+glulam.quantize_mxfp8(t, axis="rows")
+glulam.quantize_mxfp8(t, block="32")
+glulam.prepare_mxfp8_weight(t, axis="rows")
+glulam.nn.MoE(1, 2, 3)
+glulam.nn.MoE(1, 2, 3, 4, activaton="swiglu")
+glulam.nn.MoE(1, 2, 3, 4, recipe="mxfp9")
+glulam.nn.GroupedMLP(1, 2, 3, glu_layout="halves")
+glulam.distributed.ExpertParallel(None, 8, 2, 64, 1024, dtype=torch.bfloat16, transport="nccl")
+glulam.tune("grouped_mlp", experts=8, in_features=64, recipe="mxfp8")
+glulam.tune("conv", experts=8, in_features=64)
