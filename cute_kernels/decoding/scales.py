@@ -204,5 +204,5 @@ def _signs_of(row: int) -> int:
 
 
 def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
-    """Return whether `bad` noted a byte of the row."""
+    """Return True if a bad byte of the row is noted in `bad`."""
     return (bad & Int32(_signs_of(row))) != 0

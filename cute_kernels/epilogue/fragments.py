@@ -27,7 +27,7 @@ class Accumulators(Invariant):
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
-    """Return `count` of a thread's accumulators from `first` on as a vector, in the order above. None: all the rest."""
+    """Return `count` of a thread's accumulators from `first` on as a vector, in the order above; None: all of them."""
     count = cute.size(acc) - first if count is None else count
     return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
 

@@ -82,7 +82,7 @@ class Format:
         return elements // step if self.whole else (elements + (step - 1)) // step
 
     def scale_words(self, elements: int) -> int:
-        """Return the 32-bit words of the scales of a number of elements; 0 if they do not fill a word."""
+        """Return how many whole 32-bit words the scales of a number of elements fill."""
         return int(self.num_scales(elements)) * BITS[self.scale] // WORD_BITS
 
     @property

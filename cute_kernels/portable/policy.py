@@ -1,4 +1,4 @@
-"""Tile choice of every architecture except Hopper (`arch.Room`): two tiles, and a rule by rows an expert."""
+"""Tile choice for architectures with portable kernels (`arch.Room`): two tiles, and a rule by rows an expert."""
 
 from __future__ import annotations
 

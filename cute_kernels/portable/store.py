@@ -55,7 +55,7 @@ class RowStore(NamedTuple):
 
 
 class ByteStore(RowStore):
-    """Rows of 8-bit columns."""
+    """Output rows of 8-bit columns."""
 
     @property
     def itemsize(self) -> int:

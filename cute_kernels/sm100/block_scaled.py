@@ -123,8 +123,8 @@ class BlockScaled(TensorCoreMainloop):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for a stage's scales: an atom takes 4 columns of 32 lanes, repeated in each warp's
-        lanes."""
+        """Columns of tensor memory for a stage's scales: an atom, 512 bytes, takes 4 columns of 32 lanes, and is
+        repeated in each warp's lanes."""
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
     def smem_fields(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Epilogue of a weight gradient: chunks are stored to boxes of dw's rows, and loaded from there where groups add."""
+"""Epilogue of a weight gradient: stores chunks to boxes of dw's rows, and loads boxes of dw if a group adds to it."""
 
 from __future__ import annotations
 
