@@ -473,6 +473,15 @@ class TestExplain:
             told = glulam.explain(*arguments, recipe="mxfp4_weight_only")
         assert told.invariant and told.spec == told.invariant_spec == other and "batch_invariant" in told.batch
 
+    def test_frozen_weights_round_where_a_gradient_is_recorded(self, fake_gpu: FakeGpu) -> None:
+        weights = [glulam.quantize_nvfp4(w) for w in (W1, W2)]
+        trained = X.clone().requires_grad_()
+        for x, recompute, rounds in ((X, False, False), (trained, False, True), (trained, True, False)):
+            told = glulam.explain(
+                "grouped_mlp", x, *weights, splits=SPLITS, recipe="nvfp4_weight_only", recompute=recompute
+            )
+            assert ("rounds the preactivation" in told.batch) is rounds and not told.invariant
+
     def test_the_cpu_promises_nothing(self) -> None:
         told = glulam.explain("grouped_mm", X, W, splits=SPLITS)
         assert told.source == "reference" and not told.invariant and "not promised" in str(told)

@@ -36,8 +36,6 @@ BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
 """Marks around the table of a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
 """What the table calls operators that others are made of."""
-ROUNDED = "A forward that records gradients, without `recompute`, rounds the preactivation before the activation"
-"""Of an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
@@ -104,7 +102,7 @@ def tiled(op: str, recipe: str, column: str) -> Verdict:
         return Verdict(op, recipe, column, NONE)
     reasons = dict.fromkeys(filter(None, (_left_out(problem, arch) for problem in found)))
     if op == "grouped_mlp" and recipe_on(RECIPES[recipe], arch).freezes_weights:
-        reasons[ROUNDED] = None
+        reasons[invariance.ROUNDED[0].upper() + invariance.ROUNDED[1:]] = None
     return Verdict(op, recipe, column, SWITCH if reasons else YES, ". ".join(reasons))
 
 
@@ -143,7 +141,7 @@ def verdicts() -> list[Verdict]:
     """Return all verdicts: of operators with tiles by recipe and architecture, then of the others, alike everywhere."""
     found = [tiled(op, recipe, column) for op in TILED for recipe in RECIPES for column in COLUMNS]
     for op, cut in cuts().items():
-        found += [Verdict(op, "", column, SWITCH if cut else YES, cut) for column in COLUMNS]
+        found += [Verdict(op, "", column, SWITCH if cut else YES, cut and f"Cuts {cut}") for column in COLUMNS]
     return found
 
 

@@ -18,7 +18,7 @@ from . import recipes
 from .activations import packed
 from .calls import front
 from .calls.call import Call
-from .calls.checks import runs_kernels
+from .calls.checks import any_requires_grad, runs_kernels
 from .calls.roles import ROLES
 from .choose import choose, invariance, kernels, known
 from .choose.problem import Problem, changed
@@ -128,6 +128,9 @@ def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, An
     if cut := call.definition.cuts:
         batch = f"not invariant: it cuts {cut}; {invariance.SWITCH} cuts alike for all"
         return {"batch": batch, "invariant_spec": spec}
+    rounds = getattr(call, "is_frozen", False) and not getattr(call, "recompute", True)
+    if rounds and torch.is_grad_enabled() and any_requires_grad(*(one for _, one in call.tensors())):
+        return {"batch": f"not invariant: {invariance.ROUNDED}; {invariance.SWITCH} does not", "invariant_spec": spec}
     served = problem.expected if problem.op in TILED else None
     if served is None or _serves_in_one_order(served, gpu):
         batch = "invariant: whatever the number of rows, they are added in one order"

@@ -17,6 +17,8 @@ from .problem import Problem, changed
 
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"
+ROUNDED = "a forward that records a gradient, without `recompute`, rounds the preactivation before the activation"
+"""Of an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
 BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 
