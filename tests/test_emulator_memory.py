@@ -1,9 +1,13 @@
 """The emulator's device memory: real addresses of the process, of which only registered extents are in reach."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from emulator.by_hand import launch
+from emulator.emulated_gpu import live_storages
 from emulator.faults import Fault
 from emulator.memory import Memory
 
@@ -82,3 +86,33 @@ def test_buffers_are_poisoned_and_guarded():
     for outside in (address + 100, address - 1):
         with pytest.raises(Fault, match="not allocated"):
             memory.place(np.array([outside], np.uint64), 1, "ld")
+
+
+def test_looking_for_tensors_disturbs_no_thread_that_builds_a_tuple() -> None:
+    """A tuple that grows may have one owner: whoever finds it among the collector's objects must let go at once."""
+    live_storages()  # from now on only young objects are looked at, few enough for iterators to keep them all
+    tensor, found, looking = torch.zeros(3), list[bool](), [True, True]
+
+    def look(me: int) -> None:
+        try:
+            found.extend(tensor.data_ptr() in live_storages() for _ in range(300))
+        finally:
+            looking[me] = False
+
+    def build() -> int:
+        built = 0
+        while any(looking):
+            built += len(tuple(str(each) for each in range(40)))
+        return built
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            lookers = [threads.submit(look, me) for me in range(2)]
+            assert threads.submit(build).result() > 0
+            for each in lookers:
+                each.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 600 and all(found)

@@ -12,7 +12,16 @@ import re
 
 import pytest
 from emulator import mutants
-from emulator.mutant_cases import BLOCK_SCALED, CASES, FP8, kernel_of
+from emulator.mutant_cases import (
+    BLOCK_SCALED,
+    BY_GROUPS,
+    CASES,
+    FP8,
+    PLAIN_MM,
+    PLAIN_WGRAD,
+    WGRAD_MXFP8,
+    kernel_of,
+)
 from emulator.mutants import Trier
 from emulator.mutations import (
     EXCHANGED,
@@ -55,7 +64,8 @@ LAST = {"a missing fence", "a dropped arrive", "a phase that does not change", "
         "exchanged scales"}  # fmt: skip
 """Mistakes in the last instruction that fits, not in the first one: before the store of a tile, not in the mainloop."""
 SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, FP8: 8,
-           BLACKWELL_MM: 8, BLACKWELL_WGRAD: 8, BLACKWELL_DGLU: 8, BLOCK_SCALED: 8}  # fmt: skip
+           BLACKWELL_MM: 8, BLACKWELL_WGRAD: 8, BLACKWELL_DGLU: 8, BLOCK_SCALED: 8, WGRAD_MXFP8: 8, BY_GROUPS: 22,
+           PLAIN_MM: 8, PLAIN_WGRAD: 8}  # fmt: skip
 """How many mutants of each kernel."""
 SLOW = {HOPPER_MM, BLACKWELL_MM, BLOCK_SCALED}
 """Kernels whose launches take too long for `make test`; there, test_emulator_races breaks Hopper's in one call."""

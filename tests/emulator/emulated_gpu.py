@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import operator
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from .launch import NUM_SMS, Emulator
 from .memory import Memory
 
 NAME = "emulated"
+_no_collection = threading.Lock()
 
 
 def live_storages() -> dict[int, Any]:
@@ -59,25 +61,28 @@ def _early_tensors() -> list[weakref.ref]:
 
 
 def _young_tensors() -> list[torch.Tensor]:
-    """Tensors that the collector looks at, taken without a step of Python or a collection between.
+    """Return the tensors that the collector looks at, without a step of Python or a collection in between.
 
-    Another thread may be building a tuple: that fails where anybody else holds the tuple when the thread goes on.
+    Another thread may be building a tuple, which fails if anybody else holds the tuple when that thread goes on. So the
+    last of these iterators empties the list of all objects, which has the iterators, too, and would outlive this call.
     """
 
     def lazily() -> Iterator[torch.Tensor]:
-        objects, *others = itertools.tee(itertools.chain.from_iterable(map(gc.get_objects, (None,))), 3)
+        flat = itertools.chain.from_iterable
+        objects, last, *others = itertools.tee(map(gc.get_objects, (None,)), 2 + len(device.PLAIN_TENSORS))
         # Not by a set: a metaclass may hash in Python.
         are = [
-            map(operator.is_, map(type, each), itertools.repeat(kind))
+            map(operator.is_, map(type, flat(each)), itertools.repeat(kind))
             for each, kind in zip(others, device.PLAIN_TENSORS, strict=True)
         ]
-        return itertools.compress(objects, map(operator.or_, *are))
+        return itertools.compress(itertools.chain(flat(objects), map(list.clear, last)), map(operator.or_, *are))
 
-    gc.disable()
-    try:
-        return list(lazily())
-    finally:
-        gc.enable()
+    with _no_collection:  # a thread that ends here would otherwise switch the collector on under another one
+        gc.disable()
+        try:
+            return list(lazily())
+        finally:
+            gc.enable()
 
 
 @dataclasses.dataclass

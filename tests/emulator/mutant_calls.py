@@ -184,31 +184,34 @@ def wgrad(given: Inputs) -> Any:
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, (0, 192)))
 
 
-def wgrad_of_many(given: Inputs) -> Any:
+def wgrad_of_many(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> Any:
     """Groups of more than 160 rows, whose tiles come in another order than others'."""
-    dy, x = rows_of(given, MANY, 72), rows_of(given, MANY, 136)
-    return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64))
+    dy, x = rows_of(given, MANY, n), rows_of(given, MANY, k)
+    return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64), **options)
 
 
-def wgrad_by_index(given: Inputs, k: int = 136) -> Any:
+def wgrad_by_index(given: Inputs, k: int = 136, n: int = 136, **options: Any) -> Any:
     """Rows by index, added to results of the experts of a mask."""
     sizes = (127, 0, 5, 164)
-    dy, x = rows_of(given, sizes, 136), given.normal(50, k)
-    out, mask = given.normal(4, 136, k), given.given([1, 1, 0, 1], torch.bool)
+    dy, x = rows_of(given, sizes, n), given.normal(50, k)
+    out, mask = given.normal(4, n, k), given.given([1, 1, 0, 1], torch.bool)
     rows = indices(given, len(dy), 50)
-    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask, **options)
 
 
-def wgrad_added(given: Inputs, k: int = 136) -> Any:
+def wgrad_added(given: Inputs, k: int = 136, n: int = 136, **options: Any) -> Any:
     """So many rows that dw is added to in memory."""
-    dy, x = given.normal(70, 136), rows_of(given, (3, 831), k)
-    out, splits = given.normal(2, 136, k), given.given([3, 831], torch.int32)
-    return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
+    dy, x = given.normal(70, n), rows_of(given, (3, 831), k)
+    out, splits, rows = given.normal(2, n, k), given.given([3, 831], torch.int32), given.order(len(x), 70)
+    return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=rows, out=out, accumulate=True, **options)
 
 
-def wgrad_of_many_columns(given: Inputs, sizes: tuple[int, ...] = (5,), n: int = 136, k: int = 2312) -> Any:
+def wgrad_of_many_columns(
+    given: Inputs, sizes: tuple[int, ...] = (5,), n: int = 136, k: int = 2312, **options: Any
+) -> Any:
     """More tiles on one side than the scheduler takes before it goes on along the other."""
-    return glulam.grouped_wgrad(rows_of(given, sizes, n), rows_of(given, sizes, k), offs=offs_of(given, sizes))
+    dy, x = rows_of(given, sizes, n), rows_of(given, sizes, k)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), **options)
 
 
 def wgrad_of_many_rows(given: Inputs) -> Any:
@@ -219,16 +222,18 @@ def wgrad_of_heavy_columns(given: Inputs) -> Any:
     return wgrad_of_many_columns(given, (161,), 72)
 
 
-def wgrad_of_wraps(given: Inputs) -> Any:
+def wgrad_of_wraps(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> Any:
     """Tiles whose last k-tile, of each depth, is in a ring's last stage."""
-    return wgrad_of_many_columns(given, (330, 161, 170, 340, 161, 161), 72, 136)
+    return wgrad_of_many_columns(given, (330, 161, 170, 340, 161, 161), n, k, **options)
+
+
+ENDS = (161, 161, 330, 290, 330, 300, 240, 170, 290, 300)
+"""Rows of ten groups, for five clusters of two tiles: rings end at other places, and last tiles have 5, 4 and 3 k-tiles
+of 64 rows."""
 
 
 def wgrad_of_ends(given: Inputs) -> Any:
-    """Five clusters of two tiles: their rings end at other places, and their last tiles have 5, 4 and 3 k-tiles."""
-    sizes = (161, 161, 330, 290, 330, 300, 240, 170, 290, 300)
-    dy, x = rows_of(given, sizes, 72), rows_of(given, sizes, 136)
-    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes))
+    return wgrad_of_many_columns(given, ENDS, 72, 136)
 
 
 def mlp_mxfp8(given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i: int = 128, **options: Any) -> Any:
@@ -330,6 +335,20 @@ def quantize_to_an_end(given: Inputs) -> Any:
 
 LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
 """Rows of a band that end at each of a thread's rows, and before it."""
+
+
+def wgrad_of_all_kinds(given: Inputs, sizes: tuple[int, ...] = (*LAST_ROWS, 226), **options: Any) -> Any:
+    """In each place that a thread of the quantiser by groups looks at, inf, NaN and a number that becomes subnormal.
+
+    A thread has 8 columns of 16 rows. Columns of x are fewer than a CTA takes.
+    """
+    dy, x = given.normal(sum(sizes), 512), given.normal(sum(sizes), 32)
+    column = torch.arange(128)
+    for begin in offs_of(given, sizes) - torch.tensor(sizes):
+        row = begin + column // 8
+        dy[row, column], dy[row, 128 + column] = torch.inf, torch.nan
+        dy[row, 256 + column] *= 2.0**-16
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), **options)
 
 
 def special(logits: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels import plain
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
 from ffi_bridge import profiles
@@ -35,11 +36,19 @@ class Case(NamedTuple):
 
     calls: small ones first, each with a number of SMs: few, so that a CTA has many tiles, and its rings come round.
     kernel: how the name of the kernel that is changed begins; empty: with the function's name.
+    without: constructs that the function is compiled without, as $GLULAM_PLAIN names them.
+    title: the case's name; empty: the function's.
     """
 
     spec: str
     calls: tuple[tuple[Call, int], ...]
     kernel: str = ""
+    without: str = ""
+    title: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.title or self.spec
 
     @property
     def arch(self) -> str:
@@ -47,10 +56,15 @@ class Case(NamedTuple):
 
 
 FP8 = "grouped_mlp_mxfp8_bf16_gated_concat_t64x256x128_c1x1_coop__nt_t64x128x128_c1x1_coop_sm_90a"
+IN_MXFP8 = {"recipe": "mxfp8_wgrad"}
+WGRAD_MXFP8 = "grouped_wgrad_mxfp8blocks_bf16_bf16_t128x128x128_c1x1_tm_sm_100a"
+BY_GROUPS = "quantize_mxfp8_bf16_group_sm_100a"
+PLAIN_MM = "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a, plain"
+PLAIN_WGRAD = "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a, plain"
 BLOCK_SCALED = "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t128x128x128_c1x1_tm__nt_t128x128x128_c1x1_tm_sm_100a"
 
 CASES = {
-    case.spec: case
+    case.name: case
     for case in (
         Case(
             "grouped_mm_bf16_nt_t16x128x64_c1x1_warps_sm_90",
@@ -199,6 +213,60 @@ CASES = {
             ),
             "dglu",
         ),
+        Case(
+            WGRAD_MXFP8,
+            (
+                (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=96, k=160, **IN_MXFP8), 1),
+                (partial(calls.wgrad_added, n=160, k=288, **IN_MXFP8), 2),
+                (partial(calls.wgrad_by_index, n=160, k=288, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_wraps, n=96, k=160, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_many_columns, n=160, k=2336, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_many_columns, sizes=(5, 161), n=1184, k=288, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_many_columns, sizes=calls.ENDS, n=96, k=160, **IN_MXFP8), 5),
+                (partial(calls.wgrad_of_many, n=96, k=160, **IN_MXFP8), 4),
+            ),
+            "wgrad_mxfp8blocks",
+        ),
+        Case(
+            WGRAD_MXFP8,
+            (
+                (partial(calls.wgrad_of_all_kinds, sizes=calls.LAST_ROWS, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_all_kinds, **IN_MXFP8), 2),
+                (partial(calls.wgrad_added, n=160, k=96, **IN_MXFP8), 2),
+                (partial(calls.wgrad_of_many, n=96, k=96, **IN_MXFP8), 2),
+            ),
+            "quantize_mxfp8_bf16_group",
+            title=BY_GROUPS,
+        ),
+        Case(
+            "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a",
+            (
+                (calls.mm_of_two_tiles, 3),
+                (calls.mm_of_three_k_tiles, 2),
+                (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
+                (partial(calls.mm_by_index, k=328), 1),
+                (calls.mm_by_tickets, 2),
+                (calls.mm_of_listed_experts, 2),
+                (calls.mm_of_bands, 2),
+                (calls.mm_of_three_columns, 1),
+            ),
+            without="tmem_loads,rows",
+            title=PLAIN_MM,
+        ),
+        Case(
+            "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a",
+            (
+                (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=72, k=136), 1),
+                (partial(calls.wgrad_added, k=264), 2),
+                (calls.wgrad_of_wraps, 2),
+                (partial(calls.wgrad_by_index, k=264), 2),
+                (calls.wgrad_of_many_rows, 2),
+                (calls.wgrad_of_ends, 5),
+                (calls.wgrad_of_many, 4),
+            ),
+            without="tmem_loads,rows",
+            title=PLAIN_WGRAD,
+        ),
     )
 }
 
@@ -207,9 +275,18 @@ def spec_of(case: Case) -> Spec:
     return next(spec for spec in profiles.shipped_specs(case.arch, "full") if spec.name == case.spec)
 
 
+@contextlib.contextmanager
+def _compiled_as(case: Case) -> Iterator[None]:
+    """While entered, functions are compiled without the constructs that the case does without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(plain.ENV, case.without)
+        yield
+
+
 def kernel_of(case: Case) -> Kernel:
     """The kernel that is changed, without a launch of it."""
-    programs = (launches.stage_of(stage).programs for stage in stages_of(spec_of(case)))
+    with _compiled_as(case):
+        programs = [launches.stage_of(stage).programs for stage in stages_of(spec_of(case))]
     named = (item for each in programs for item in each.items())
     return next(program.kernel for name, program in named if name.startswith(case.kernel or case.spec))
 
@@ -291,7 +368,7 @@ def recorded_last(name: str) -> Recorded:
 
 def _recorded(case: Case, call: Call, num_sms: int) -> Recorded:
     gc.collect()
-    with installed(case.arch, num_sms) as gpu, _recording() as kept, torch.no_grad():
+    with _compiled_as(case), installed(case.arch, num_sms) as gpu, _recording() as kept, torch.no_grad():
         child.prefer(spec_of(case))
         call(Inputs("cpu", case.spec))
         if case.spec not in gpu.called:
