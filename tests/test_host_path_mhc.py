@@ -237,6 +237,16 @@ def test_kernel_limits(fake_gpu: FakeGpu) -> None:
     assert not fake_gpu.launches
 
 
+def test_a_boundary_whose_gradients_need_more_shared_memory_than_there_is(fake_gpu: FakeGpu) -> None:
+    width, n = 40960, 4
+    given = [torch.zeros(2, width, dtype=BF16), torch.zeros(2, n, width, dtype=BF16)]
+    given += [torch.zeros(2, n), torch.zeros(2, n), torch.zeros(2, n, n), torch.zeros(24, n * width)]
+    given += [torch.zeros(3), torch.zeros(24), torch.zeros(width)]
+    mhc.boundary(*given)
+    with pytest.raises(ValueError, match="gradients with D = 40960 and iters = 20 need 266560 bytes of shared memory"):
+        mhc.boundary(given[0].requires_grad_(), *given[1:])
+
+
 def test_no_tokens_launch_nothing(fake_gpu: FakeGpu) -> None:
     x, *rest = inputs("project", 4, BF16, F32)
     results = mhc.project(x[:0], *rest)

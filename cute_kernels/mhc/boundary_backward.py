@@ -34,13 +34,14 @@ from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .balance import Balance
 from .boundary_finish import gate_argument
+from .boundary_shapes import BACKWARD_WARPS as WARPS
+from .boundary_shapes import backward_smem
 from .column_sums import ColumnSums
 from .gates import LANES
 from .shapes import outputs
 from .token_sums import TokenSums
 
-THREADS = 128
-WARPS = THREADS // LANES
+THREADS = WARPS * LANES
 WORDS = VECTOR_BYTES // 4
 
 
@@ -110,7 +111,7 @@ class BoundaryBackward(Invariant):
             self.kernel(norm, gates, tokens, width).launch(
                 grid=(ctas, 1, 1),
                 block=(THREADS, 1, 1),
-                smem=TokenSums.num_bytes(self.sums, THREADS) + iters * (WARPS * 2 * LANES * 4) + width * 6,
+                smem=backward_smem(self.n, width, iters),
                 min_blocks_per_mp=1,
                 stream=stream,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..architectures import ARCHS
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
@@ -16,7 +16,7 @@ MOST_BLOCKS = 8
 WARPS = 8
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 GOOD_USE = 0.5
-CTAS_OF_ONE_BLOCK = 4  # an SM
+BACKWARD_WARPS = 4
 NORM_CTAS_PER_SM = 3
 """Of the backward: each keeps 6 bytes a column and 256 an iteration and warp, 63 KB at D = 7168 and 20 iterations."""
 
@@ -64,11 +64,19 @@ def cut(arch: str, n: int, width: int, tokens: int, num_sms: int) -> Cut:
     """Slices as wide as a CTA may have, or of one block where few tokens would leave most warps idle."""
     most, total, tiles = blocks_of_a_cta(arch, n), -(-width // BLOCK), -(-tokens // TOKEN_TILE)
     wide = -(-total // most)
-    blocks, slices, ctas = most, wide, num_sms
+    blocks, slices = most, wide
     if most > 1 and tiles * wide < GOOD_USE * num_sms * WARPS:
-        blocks, slices, ctas = 1, total, CTAS_OF_ONE_BLOCK * num_sms
-    groups = max(1, min(-(-tiles // WARPS), ctas // slices))
+        blocks, slices = 1, total
+    groups = max(1, min(-(-tiles // WARPS), num_sms // slices))  # registers leave room for one CTA an SM
     return Cut(slices, blocks, most // blocks, groups)
+
+
+def backward_smem(n: int, width: Any, iters: Any) -> Any:
+    """Shared memory of the backward: two buffers of sums, the steps of each warp's matrix, and of each column u in 16
+    bits and a sum in 32. Of Python integers or of the compiler's.
+    """
+    sums = -(-(2 * n + 2) * BACKWARD_WARPS * 2 * 4 // 16) * 16
+    return iters * (BACKWARD_WARPS * 2 * 32 * 4) + width * 6 + sums
 
 
 def workspace(n: int, slices: int, tokens: int) -> int:

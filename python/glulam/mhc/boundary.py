@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.architectures import ARCHS
 from cute_kernels.mhc import boundary_shapes, shapes
 
 from ..calls.addressed import Gradients, Like, check_like, like
@@ -23,7 +24,7 @@ from .mixing import post_mix_backward
 from .project import accumulator, project_backward
 
 MAX_ITERS = 100
-"""Backward keeps 2 n^2 numbers an iteration in shared memory."""
+"""Backward keeps the matrix after each step in shared memory."""
 STREAM_DTYPES = (torch.bfloat16, torch.float16)
 COEFFICIENTS = ("pre", "post", "comb")
 
@@ -95,6 +96,13 @@ def boundary(
 
 def _cut(call: Any) -> dict[str, Any]:
     n, width = call.streams.shape[-2:]
+    if call.of_stats:  # a gradient is recorded
+        room, needed = ARCHS[call.gpu.arch].smem_bytes, boundary_shapes.backward_smem(n, width, call.iters)
+        if needed > room:
+            raise ValueError(
+                f"{call.op}: gradients with D = {width} and iters = {call.iters} need {needed} bytes of shared memory, "
+                f"and this GPU has {room}; give fewer iters or a narrower D"
+            )
     cut = boundary_shapes.cut(call.gpu.arch, n, width, max(call.num_rows, 1), call.gpu.sm_count)
     return {**cut._asdict(), "workspace": boundary_shapes.workspace(n, cut.slices, call.num_rows)}
 

@@ -77,7 +77,7 @@ def post_mix_backward(
     d_bias = None if bias is None else _rows(d_x).sum(0).to(bias.dtype)
     return (
         d_residual.to(residual.dtype),
-        (d_res.transpose(-1, -2) if transpose_res else d_res).to(h_res.dtype),
+        (d_res.transpose(-1, -2).contiguous() if transpose_res else d_res).to(h_res.dtype),
         d_post.to(h_post.dtype),
         d_x.to(x.dtype),
         d_bias,
