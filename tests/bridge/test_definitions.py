@@ -250,7 +250,7 @@ def test_kernels_compute_no_other_formulas_than_their_keys_have(tmp_path: Path) 
     used = _computed()
     assert {"mm", "wgrad", "geglu"} < used.keys()
     script = (
-        "import json, pathlib, sys; from ffi_bridge import compiler; compiler._cutlass('sm_90a')\n"
+        "import json, pathlib, sys; from ffi_bridge import compiler, host; compiler._cutlass('sm_90a')\n"
         "from cute_kernels import activation, formulas, specs, stages\n"
         "read = []\n"
         "class Table(dict):\n"

@@ -115,7 +115,7 @@ def copied(root: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
     """Names of what builds and the JIT had compiled, by copiers."""
     names: list[str] = []
     for module in (build, jit):
-        monkeypatch.setattr(module, "Worker", lambda directory, tracer=None: Copier(made, names, tracer))
+        monkeypatch.setattr(module, "Worker", lambda directory, tracer=None, **_: Copier(made, names, tracer))
     return names
 
 
@@ -144,7 +144,7 @@ def test_a_second_build_compiles_nothing_and_makes_the_same_bytes(
 ) -> None:
     first = _build(TOY_SPECS, tmp_path / "first")
     assert _traced(log) == _names(TOY_SPECS)
-    monkeypatch.setattr(build, "Worker", lambda *_: pytest.fail("started a compile process"))
+    monkeypatch.setattr(build, "Worker", lambda *_, **__: pytest.fail("started a compile process"))
     assert _build(TOY_SPECS[::-1], tmp_path / "second") == first
 
 
