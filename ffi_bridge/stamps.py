@@ -3,7 +3,8 @@
     <cache root>/validated/<arch>/<64 digits>.stamp
 
 The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. Its text
-names the version of Glulam as well: another one may try the same library harder. A stamp counts if its text is that of a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
+names the version of Glulam as well: another one may try the same library harder. A stamp counts if its text is that of
+a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
 The cache's root may be shared: no link below the root is followed, neither to read a stamp nor to leave one.
 """
 

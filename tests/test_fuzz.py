@@ -117,7 +117,7 @@ def test_everything_declared_is_drawn() -> None:
 def kinds_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Operators whose calls are computed from now on."""
     found: set[str] = set()
-    for kind in {one for kind in front.OPERATORS for one in kind.__mro__ if "reference" in vars(one)}:
+    for kind in {one for each in front.OPERATORS for one in each.__mro__ if "reference" in vars(one)}:
         if not issubclass(kind, Call):
             continue
         right = kind.reference

@@ -162,7 +162,7 @@ def test_a_state_dict_in_the_other_layout_is_converted() -> None:
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "an expert is missing": (lambda state: state.pop("fc1.weight1"), "Missing key.*fc1.weight"),
-    "an entry of a name that was given up": (lambda state: state.update({"w1": state["fc1.weight0"]}), "Unexpected.*w1"),
+    "a name that was given up": (lambda state: state.update({"w1": state["fc1.weight0"]}), "Unexpected.*w1"),
     "another order of dimensions": (
         lambda state: state.update({"fc1.weight0": state["fc1.weight0"].mT}), "size mismatch|Missing key"
     ),

@@ -94,7 +94,7 @@ def _is_gated(options: dict[str, Any]) -> bool:
 
 def _dtype(draw: Any, call: str, recipe: str, form: str, device: str) -> str:
     if recipe != "bf16":
-        found = [name for name in RECIPES[recipe].dtypes]
+        found = list(RECIPES[recipe].dtypes)
     elif form in ("packed", "list", "GateUp"):
         found = ["bfloat16", "float16"]
     else:
@@ -122,7 +122,8 @@ def _fit_choices(options: dict[str, Any], experts: int) -> None:
 
 
 TRAINED = ("grouped_mm", "grouped_glu", "grouped_mlp", "moe", "permute", "combine", "load_balancing_loss",
-           "router_z_loss", "aggregate", "post_mix", "project", "pre", "sinkhorn", "route", "Routing.from_topk")  # fmt: skip
+           "router_z_loss", "aggregate", "post_mix", "project", "pre", "sinkhorn", "route",
+           "Routing.from_topk")  # fmt: skip
 """Functions whose gradients are compared."""
 
 

@@ -119,7 +119,9 @@ def _mlp(t: Told, x: Tensor, ends: list[int], scale: Tensor | None) -> Tensor:
     """grouped_mlp of rows in order."""
     x = _multiplied(x, t.recipe.x)
     act, _ = _glu(t, x, t.weight("w1"), t.bias("b1"), ends, scale)
-    return oracle.grouped_mm(_multiplied(act, t.recipe.activation), t.weight("w2"), ends, bias=t.bias("b2"), bias_scale=scale, dtype=t.dtype)
+    return oracle.grouped_mm(
+        _multiplied(act, t.recipe.activation), t.weight("w2"), ends, bias=t.bias("b2"), bias_scale=scale, dtype=t.dtype
+    )
 
 
 def grouped_mm(t: Told) -> list[Tensor]:
@@ -275,4 +277,3 @@ FORMULAS: dict[str, Callable[[Told], list[Tensor]]] = {
     "router_z_loss": router_z_loss, "route": route, "Routing.from_topk": from_topk,
 }  # fmt: skip
 """By functions' names."""
-

@@ -1,8 +1,8 @@
 """Many problems, one after the other in each of a few processes, and the simplest one that fails.
 
 Problems come in rounds. A round draws a few problems of one stratum, a function with a recipe and an activation, by
-hypothesis and from a seed of its own, and the next round is of the next stratum: all are drawn, and a seed gives the same
-problems on any machine and for any number of processes.
+hypothesis and from a seed of its own, and the next round is of the next stratum: all are drawn, and a seed gives the
+same problems on any machine and for any number of processes.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class Report:
         states = ", ".join(f"{number} {state}" for state, number in sorted(self.states.items()))
         rate = 3600 * self.count / max(self.seconds, 1e-9)
         return (
-            f"{self.count} problems in {self.seconds:.0f} s ({rate:.0f} an hour): {states}, "
-            f"{len(self.failures)} failed"
+            f"{self.count} problems in {self.seconds:.0f} s ({rate:.0f} an hour): {states}, {len(self.failures)} failed"
         )
 
 

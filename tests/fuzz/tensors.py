@@ -121,7 +121,9 @@ def stored(problem: Problem, name: str, w: Tensor, unused: list[int]) -> Any:
     """A weight [E, N, K] as an object of the class that `form` names."""
     recipe = problem.recipe if problem.recipe != "bf16" else declared.recipe_of_form(problem.form)
     form = form_for(problem, name, w, recipe)
-    made = form.quantized_tensor(w) if form.kind.__name__ == problem.form else form.tensor_of(form.made(Parts(w), False))
+    made = (
+        form.quantized_tensor(w) if form.kind.__name__ == problem.form else form.tensor_of(form.made(Parts(w), False))
+    )
     assert type(made).__name__ == problem.form
     if made.reads_as == form.name or form.is_ready(made.parts):  # what is prepared first is read as a whole
         for part in made.names:
@@ -349,7 +351,9 @@ def arguments(problem: Problem, given: dict[str, Any]) -> dict[str, Any]:
         options["out_dtype"] = getattr(torch, options["out_dtype"])
     lora = {name: named.pop(f"lora_{name}") for name in ("a1", "b1", "a2", "b2") if f"lora_{name}" in named}
     if "lora" in options:
-        adapter = glulam.ExpertLora(*[lora.get(name) for name in ("a1", "b1", "a2", "b2")], LORA_SCALE) if lora else None
+        adapter = (
+            glulam.ExpertLora(*[lora.get(name) for name in ("a1", "b1", "a2", "b2")], LORA_SCALE) if lora else None
+        )
         options["lora"] = adapter
     names = declared.parameters(problem.call)
     if "routing" in names:

@@ -58,9 +58,9 @@ class Memory(TorchFunctionMode):
             self.has_failed = True
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         made = function(*args, **(kwargs or {}))
-        if isinstance(made, (Tensor, tuple, list)) and _storages(made) - _storages((args, kwargs)):
-            if line := _line():
-                self.at.setdefault(line, number)
+        is_new = isinstance(made, (Tensor, tuple, list)) and _storages(made) - _storages((args, kwargs))
+        if is_new and (line := _line()):
+            self.at.setdefault(line, number)
         return made
 
 
@@ -111,9 +111,13 @@ def forget_everything() -> None:
     experts._tables.clear()
 
 
-def places(call: Callable[[], Any]) -> tuple[list[int], int]:
-    """Return at which of its calls of torch a call takes memory, and how often it launches."""
-    with Launches().installed() as launches, inline(), Memory() as memory:
+def places(call: Callable[[], Any], is_warm: bool = False) -> tuple[list[int], int]:
+    """Return at which calls of torch a call takes memory, and how often it launches. is_warm: at its second run."""
+    with Launches().installed() as launches, inline():
         forget_everything()
-        call()
+        if is_warm:
+            call()
+        launches.count = 0
+        with Memory() as memory:
+            call()
     return list(memory.at.values()), launches.count

@@ -46,7 +46,9 @@ class Adapted(Call):
 
     def check(self) -> Problem:
         if isinstance(getattr(self, self.weight), GateUp):
-            raise TypeError(f"{self.op}: {self.weight} is a GateUp; give one weight, as torch.cat({self.weight}, dim=1)")
+            raise TypeError(
+                f"{self.op}: {self.weight} is a GateUp; give one weight, as torch.cat({self.weight}, dim=1)"
+            )
         problem: Problem = super().check()
         self._check_low(problem)
         return changed(problem, op=self.serves, adapted=True)
