@@ -134,13 +134,26 @@ def _forget_all() -> None:
             attribute(name).cache_clear()
 
 
+def _step_of_a_module(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight that a trainer has a buffer for."""
+    module = glulam.nn.GroupedMLP(len(offs), x.shape[1], x.shape[1], dtype=x.dtype)
+    for weight in module.parameters():
+        weight.data.fill_(0.01)
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    module(x, offs=offs).float().sum().backward()
+    gradient: torch.Tensor = module.fc1.weight.main_grad
+    return gradient
+
+
 def test_calls_and_steps_of_threads_that_find_nothing(fake_gpu: FakeGpu) -> None:
     given = [(problem, tensors_of(problem)) for problem in _problems()]
 
     def work() -> list[list[Any]]:
         made = [results(problem, tensors, lambda one, p=problem: call(p, one)) for problem, tensors in given]  # type: ignore[misc]
-        return [[one[: problem.rows].tolist() if one.dim() else one.item() for one in of]
-                for (problem, _), of in zip(given, made, strict=True)]  # fmt: skip
+        first = given[0][1]
+        gradient = _step_of_a_module(first["x"][: given[0][0].rows].clone(), first["offs"])
+        return [gradient.tolist(), *[[one[: problem.rows].tolist() if one.dim() else one.item() for one in of]
+                for (problem, _), of in zip(given, made, strict=True)]]  # fmt: skip
 
     with inline():
         wanted = str(work())

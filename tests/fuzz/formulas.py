@@ -221,10 +221,9 @@ def combine(t: Told) -> list[Tensor]:
 
 
 def _weights(t: Told, weights: Tensor) -> list[Tensor]:
-    """Weights of tokens, and of rows: zeros after the last one."""
+    """Weights of tokens, and of rows."""
     _, tokens, choices = _in_rows(t)
-    of_rows = weights[tokens, choices]
-    return [weights, torch.cat((of_rows, of_rows.new_zeros(weights.numel() - len(of_rows))))]
+    return [weights, with_tail(weights[tokens, choices], weights.numel())]
 
 
 def from_topk(t: Told) -> list[Tensor]:
