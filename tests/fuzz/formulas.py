@@ -149,10 +149,9 @@ def grouped_mlp(t: Told) -> list[Tensor]:
 
 def grouped_dglu(t: Told) -> list[Tensor]:
     dy, w2 = t.rows("dy"), t.weight("w2")
-    if t.get("low") is not None:  # dm = dy w2 + low low_w^T
-        low_w = t.given["low_w"]
-        dy, w2 = t.low(dy, "low"), torch.cat((w2, low_w if t.transposed else low_w), dim=1) if low_w.shape[1] == (
-            t.given["low"].shape[1]) else torch.cat((w2, low_w.mT), dim=1)  # fmt: skip
+    if t.get("low") is not None:  # dm has low low_w added
+        low_w = t.given["low_w"].mT if t.transposed else t.given["low_w"]
+        dy, w2 = t.low(dy, "low"), torch.cat((w2, low_w), dim=1)
     dh, act, d_scale = oracle.grouped_dglu(
         dy, w2, t.cut("preact"), t.ends, row_scale=t.cut("row_scale"), form=t.form, params=t.params, dtype=t.dtype
     )
