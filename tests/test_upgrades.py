@@ -1,6 +1,6 @@
-"""What the version before wrote: files of `tests/upgrades`, each refused or converted, and never misread.
+"""Files of earlier versions, in `tests/upgrades`: each is refused or converted, and never misread.
 
-A file there was written by an older writer and is not made anew: a change of a format keeps it, and adds its own.
+A file there has the form of an older writer and is not made anew: a change of a format keeps it, and adds its own.
 """
 
 from __future__ import annotations
