@@ -1,7 +1,8 @@
 # From a bare clone with Python 3.10 or later and a C compiler: make demo, train, test, lint, build, test-bundle,
-# test-serving, test-emulator, wheel.
+# test-serving, test-emulator, fuzz, soak, sanitize, wheel.
 # Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
-# PROFILE (of make build: demo, bf16 or full), JOBS (compile processes), ARGS (of pytest, the demo or train).
+# PROFILE (of make build: demo, bf16 or full), JOBS (compile processes), MINUTES (of make soak), ARGS (of pytest, the demo,
+# train, fuzz, soak or sanitize).
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +24,7 @@ UV ?= $(filter-out $(abspath $(BIN)/uv),$(shell command -v uv 2>/dev/null))
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train test test-serving test-bundle test-emulator test-gpu lint build wheel clean
+.PHONY: demo train test test-serving test-bundle test-emulator test-gpu fuzz soak sanitize lint build wheel clean
 
 demo: $(INSTALLED)
 	$(BUILD) --profile demo
@@ -62,6 +63,16 @@ test-emulator: $(TESTABLE)
 test-gpu: $(TESTABLE)
 	$(BUILD) --profile full
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+# docs/fuzzing.md says what the next three do. ARGS='--device cuda' fuzzes the kernels of the bundle.
+fuzz: $(TESTABLE)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
+soak: $(TESTABLE)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m soak $(or $(MINUTES),10) $(ARGS)
+
+sanitize: $(TESTABLE)
+	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
 
 lint: $(LINTABLE)
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 
     <cache root>/validated/<arch>/<64 digits>.stamp
 
-The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. It counts
-if its text is that of a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
+The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. Its text
+names the version of Glulam as well: another one may try the same library harder. A stamp counts if its text is that of
+a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
 The cache's root may be shared: no link below the root is followed, neither to read a stamp nor to leave one.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import cache, folders, trust
+from ._version import __version__
 from .errors import BundleError
 
 FOLDER = "validated"
@@ -28,7 +30,7 @@ def _file(arch: str, gpu: str, library: str) -> Path:
 
 
 def _text(arch: str, gpu: str, library: str) -> bytes:
-    return f"`glulam validate` passed on a {gpu} with the {arch} library {library}.\n".encode()
+    return f"`glulam validate` of {__version__} passed on a {gpu} with the {arch} library {library}.\n".encode()
 
 
 def is_there(arch: str, gpu: str, library: str) -> bool:

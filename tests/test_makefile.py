@@ -25,7 +25,13 @@ def commands(folder: Path, target: str, *settings: str) -> str:
 
 @pytest.mark.parametrize(
     ("target", "installed"),
-    [("demo", ["run"]), ("train", ["run"]), ("test", ["run", "test"]), ("lint", ["run", "lint"]), ("wheel", ["run"])],
+    [
+        ("demo", ["run"]),
+        ("train", ["run"]),
+        ("lint", ["run", "lint"]),
+        ("wheel", ["run"]),
+        *[(target, ["run", "test"]) for target in ("test", "fuzz", "soak", "sanitize")],
+    ],
 )
 def test_a_target_installs_what_it_needs_and_no_more(tmp_path: Path, target: str, installed: list[str]) -> None:
     assert re.findall(r"--requirement requirements/(\w+)\.txt", commands(tmp_path, target, "UV=")) == installed

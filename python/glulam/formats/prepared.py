@@ -114,15 +114,16 @@ register_optimizer_step_post_hook(_note_step)
 class _Weight:
     """What is kept of a weight, by form: entries for eager calls, and those that the last captures made.
 
-    `trained_by_graph`: replays may have changed it. `memory`: of its tensors; once that is gone, so is this.
+    `trained_by_graph`: replays may have changed it. `trains`: an entry was seen to train before its place was given to
+    the next version, whose preparation may fail. `memory`: of its tensors; once that is gone, so is this.
     """
 
-    __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph")
+    __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph", "trains")
 
     def __init__(self, tensors: Sequence[Tensor], forget: Callable[[Any], object]) -> None:
         self.entries: dict[Form, _Entry] = {}
         self.in_graphs: dict[Form, _Entry] = {}
-        self.trained_by_graph = False
+        self.trained_by_graph = self.trains = False
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
@@ -203,7 +204,7 @@ class PreparedWeights:
             )
         weight = self._weight(tensors)
         old = weight.entries.pop(form, None)
-        trains = old is not None and old.trains
+        weight.trains |= old is not None and old.trains
         del old  # so that its memory can serve
 
         def make() -> tuple[Parts, Tensor | None]:
@@ -212,7 +213,7 @@ class PreparedWeights:
             return prepare(form, parts, report=not trained), sample_of(tensors) if is_sampled else None
 
         prepared, sample = gpus.apart(make)
-        weight.entries[form] = _Entry(tensors, prepared, trains, sample=sample)
+        weight.entries[form] = _Entry(tensors, prepared, weight.trains, sample=sample)
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:

@@ -45,6 +45,10 @@ class Adapted(Call):
         return bool(self.transpose_w)
 
     def check(self) -> Problem:
+        if isinstance(getattr(self, self.weight), GateUp):
+            raise TypeError(
+                f"{self.op}: {self.weight} is a GateUp; give one weight, as torch.cat({self.weight}, dim=1)"
+            )
         problem: Problem = super().check()
         self._check_low(problem)
         return changed(problem, op=self.serves, adapted=True)
@@ -83,11 +87,6 @@ class AdaptedMmCall(Adapted, GroupedMmCall):
 
     op, serves, weight = "adapted_mm", "grouped_mm", "w"
     tabled = ("w",)
-
-    def check(self) -> Problem:
-        if isinstance(self.w, GateUp):
-            raise TypeError(f"{self.op}: w is a GateUp; give one weight")
-        return super().check()
 
     def _width(self, problem: Problem) -> int:
         return problem.out_features

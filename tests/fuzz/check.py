@@ -1,0 +1,316 @@
+"""One problem: called, compared with float64, and called again where nothing may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import DENSE, OPERANDS
+from glulam import GradientNotSupported, Routing, UnsupportedDevice
+from glulam.formats.scaled import Scaled
+from glulam.recipes import RECIPES
+from glulam.validate import judge
+from glulam.validate.grouped import ROUNDED_TWICE
+from glulam.validate.inputs import rows_of
+from glulam.validate.streams import ERRORS
+from glulam.validate.training import TOLERANCE
+
+from . import declared, exact, formulas
+from .problem import Problem
+from .tensors import arguments, group_sizes, tensors_of, values
+
+Given = dict[str, Any]
+NOT_TRAINED = {"offs", "splits", "rows", "ids", "num_tokens", "expert_map", "mask", "out"}
+OF_FP8 = 0.15
+"""Tolerance of a gradient by FP8 operands, compared with one in float64, over the largest value of the gradient."""
+OK, REFUSED, UNDECIDED = "passed", "refused", "undecided"
+OPINIONS = 4
+SUM_TO_ZERO = ("load_balancing_loss", "route")
+"""Functions whose gradients are differences that may cancel out."""
+
+
+class Wrong(Exception):
+    """A result that is not as it should be; the message says which, and why."""
+
+
+def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An argument with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Scaled):
+        return type(value).unchecked(*[change(getattr(value, n)) if n in value.names else getattr(value, n)
+                                       for n in value.fields])  # fmt: skip
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[change(one) for one in value])
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(one) if isinstance(one, Tensor) else one for one in value)
+    return value
+
+
+def leaves_of(problem: Problem, given: Given) -> list[str]:
+    """Names of arguments that gradients are asked for."""
+    if not problem.train:
+        return []
+    is_frozen = problem.form not in ("packed", "list", "GateUp") or not RECIPES[problem.recipe].trains
+    found = []
+    for name, value in given.items():
+        tensors = values(value)
+        if name in NOT_TRAINED or not tensors or not all(one.is_floating_point() for one in tensors):
+            continue
+        if isinstance(value, Scaled) or (is_frozen and name in declared.weights_of(problem.call)):
+            continue
+        if "lora" in problem.options and name in declared.weights_of(problem.call):
+            continue  # adapters are trained beside fixed weights
+        found.append(name)
+    return found
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of a result."""
+    if result is None:
+        return []
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, Scaled):
+        return [getattr(result, name) for name in result.names]
+    if isinstance(result, Routing):
+        return [result.weights, result.weight_of_row]
+    if dataclasses.is_dataclass(result):
+        return [one for field in dataclasses.fields(result) for one in flat(getattr(result, field.name))]
+    return [tensor for one in result for tensor in flat(one)]
+
+
+def upstream(problem: Problem, place: int, result: Tensor) -> Tensor:
+    """A gradient of a result, NaN in rows after the last group."""
+    if result.dim() < 2:
+        return torch.ones_like(result)
+    is_of_rows = result.shape[0] == problem.total and problem.call.startswith("grouped")
+    used = problem.rows if is_of_rows else result.shape[0]
+    used = problem.rows if problem.call == "permute" else used
+    made = rows_of(result.shape[0], result[0].numel() if result.shape[0] else 0, torch.bfloat16, used, 50 + place)
+    return made.view(result.shape).to(result)
+
+
+def results(problem: Problem, given: Given, function: Callable[[Given], list[Tensor]]) -> list[Tensor]:
+    """What a function of tensors returns; gradients after the results."""
+    names = leaves_of(problem, given)
+    if not names:
+        with torch.no_grad():
+            return function(given)
+    leaves = {name: each(given[name], lambda one: one.detach().clone().requires_grad_()) for name in names}
+    with torch.enable_grad():
+        made = function({**given, **leaves})
+        tensors = [one for name in names for one in values(leaves[name])]
+        wanted = [one for one in made if one.requires_grad]
+        incoming = [upstream(problem, place, one) for place, one in enumerate(wanted)]
+        found = torch.autograd.grad(wanted, tensors, incoming, allow_unused=True) if wanted else [None] * len(tensors)
+    grads = [torch.zeros_like(t) if g is None else g for g, t in zip(found, tensors, strict=True)]
+    return [*[one.detach() for one in made], *grads]
+
+
+def call(problem: Problem, given: Given) -> list[Tensor]:
+    return flat(declared.FUNCTIONS[problem.call](**arguments(problem, given)))
+
+
+def _wide(value: Any, dtype: torch.dtype) -> Any:
+    """An argument in another dtype; quantised ones are exact as they are."""
+    if isinstance(value, Scaled):
+        return value
+    return each(value, lambda one: one.to(dtype) if one.is_floating_point() and one.itemsize > 1 else one)
+
+
+def expected(problem: Problem, given: Given, dtype: torch.dtype) -> list[Tensor]:
+    """Results by the formula, or where there is none by the function itself."""
+    told = {name: _wide(value, dtype) for name, value in given.items()}
+    formula = formulas.FORMULAS.get(problem.call)
+    if formula is None:
+        told.pop("out", None)
+        return results(problem, told, lambda one: call(problem, one))
+    return results(problem, told, lambda one: formula(formulas.Told(problem, one, dtype)))
+
+
+def tolerance_of(problem: Problem, is_gradient: bool) -> float | None:
+    """How far a result may be off, over its largest value; None: twice torch's error in the same dtype."""
+    recipe = RECIPES[problem.recipe]
+    is_fp8 = OPERANDS[recipe.operands].act != DENSE if problem.recipe != "bf16" else False
+    if is_fp8 and problem.call != "grouped_wgrad":
+        return OF_FP8 if is_gradient else ROUNDED_TWICE
+    if problem.call in ("aggregate", "post_mix", "project", "pre", "sinkhorn"):
+        return max(ERRORS[declared.DTYPES[problem.dtype]][is_gradient], ERRORS[torch.float32][is_gradient])
+    if problem.call in ("route", "Routing.from_topk"):
+        return 1e-4  # in float32, whatever logits are in
+    if problem.call in ("quantize_fp8_block", "quantize_nvfp4") or problem.recipe == "mxfp8_wgrad":
+        return TOLERANCE
+    return None
+
+
+def _within_rounding(problem: Problem, given: Given, place: int, got: Tensor, exact: Tensor) -> bool:
+    """A second opinion, for small results, on which torch's own error says little: whether inputs that differ by a
+    rounding have results that differ as much.
+    """
+    eps = torch.finfo(declared.DTYPES[problem.dtype]).eps
+    most = torch.zeros_like(exact)
+    for opinion in range(OPINIONS):
+        generator = torch.Generator().manual_seed(opinion)
+
+        def shaken(one: Tensor, generator: torch.Generator = generator) -> Tensor:
+            if not one.is_floating_point() or one.itemsize == 1:
+                return one
+            noise = torch.rand(one.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            return one.double() * (1 + eps * noise)
+
+        other = {n: v if isinstance(v, Scaled) else each(v, shaken) for n, v in given.items()}
+        most = torch.maximum(most, (expected(problem, other, torch.float64)[place] - exact).nan_to_num().abs())
+    scale = exact.nan_to_num().abs().amax(-1, keepdim=True) if exact.dim() else exact.abs()
+    allowed = 2 * most.amax() + 2 * eps * (scale + (problem.call in SUM_TO_ZERO))
+    return bool(((got.double() - exact).nan_to_num().abs() <= allowed).all())
+
+
+def _used(problem: Problem, wanted: Tensor) -> int:
+    """How many rows of a result are compared: those after the last group are NaN in what the formulas make."""
+    if not wanted.dim():
+        return 0
+    is_there = (~wanted.flatten(1).isnan().all(1) if wanted.dim() > 1 else ~wanted.isnan()).nonzero()
+    last = int(is_there[-1]) + 1 if len(is_there) else 0
+    return last if problem.call in ("route", "Routing.from_topk") else min(max(last, problem.rows), len(wanted))
+
+
+def _compare(problem: Problem, given: Given, made: list[Tensor]) -> tuple[str, list[int]]:
+    """Compare results with float64.
+
+    Returns:
+        UNDECIDED if a tolerance decides nothing, else OK; and of each result the number of rows that were compared.
+
+    Raises:
+        Wrong: a result is off.
+    """
+    right = expected(problem, given, torch.float64)
+    dtype = declared.DTYPES[problem.dtype]
+    same = expected(problem, given, dtype)
+    if len(made) != len(right):
+        raise Wrong(f"there are {len(made)} results, not {len(right)}")
+    rows: list[int] = []
+    state, count = OK, len(right) - sum(len(values(given[name])) for name in leaves_of(problem, given))
+    for place, (got, wanted, rounded) in enumerate(zip(made, right, same, strict=True)):
+        used = _used(problem, wanted) if place < count else len(wanted)
+        rows.append(used)
+        parts = [one[:used] if one.dim() else one for one in (got.cpu(), wanted, rounded.to(got.dtype))]
+        if parts[0].dim() > 2:
+            parts = [one.flatten(0, -2) for one in parts]
+        tolerance = tolerance_of(problem, place >= count)
+        if not parts[0].numel() or not bool(parts[1].abs().nan_to_num().any()) and not bool(parts[0].any()):
+            continue
+        found = judge.complaint(*parts, tolerance)
+        if "nothing is decided" in found:
+            state = UNDECIDED
+            continue
+        is_about_size = found and "not finite" not in found and "float" not in found and got.is_floating_point()
+        if is_about_size and _within_rounding(problem, given, place, *_full(got, wanted, used)):
+            continue
+        if found:
+            what = "gradient" if place >= count else "result"
+            raise Wrong(f"{what} {place}: {found}")
+    return state, rows
+
+
+def _full(got: Tensor, wanted: Tensor, used: int) -> tuple[Tensor, Tensor]:
+    """Both, with NaN after the rows that are compared."""
+    got = got.cpu().double().reshape(wanted.shape).clone()
+    if wanted.dim():
+        got[used:] = torch.nan
+    return got, wanted
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return each(value, lambda one: one.to(device)) if device.type != "cpu" else value
+
+
+def _bits(one: Tensor) -> Tensor:
+    """A tensor's bytes, copied."""
+    return torch.empty(one.shape, dtype=one.dtype).copy_(one.detach()).view(-1).view(torch.uint8)
+
+
+def _same(first: list[Tensor], second: list[Tensor], rows: list[int], what: str) -> None:
+    """Raise Wrong if results have other bits in so many rows; of no rows are told: in all."""
+    for place, (one, other) in enumerate(zip(first, second, strict=True)):
+        used = rows[place] if rows else None
+        if not torch.equal(*[_bits(each[:used] if each.dim() else each) for each in (one, other)]):
+            raise Wrong(f"result {place} has other bits {what}")
+
+
+def check(problem: Problem, device: torch.device) -> str:
+    """Try a problem. Return OK, REFUSED where the call is refused by an error that names it, or UNDECIDED.
+
+    Raises:
+        Wrong: what is not as it should be; other errors of the call propagate.
+    """
+    given = tensors_of(problem)
+    here = {name: _moved(value, device) for name, value in given.items()}
+    before = {name: [_bits(one) for one in values(value)] for name, value in here.items()}
+    fresh = {name: each(value, Tensor.clone) if name == "out" else value for name, value in here.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = results(problem, fresh, lambda one: call(problem, one))
+        except (ValueError, TypeError, GradientNotSupported, UnsupportedDevice) as error:
+            if problem.call.rpartition(".")[2] not in str(error) and "Lora" not in str(error):
+                raise
+            return REFUSED
+        for name, tensors in before.items():
+            if not all(torch.equal(a, _bits(b)) for a, b in zip(tensors, values(here[name]), strict=True)):
+                raise Wrong(f"the call changed its argument {name}")
+        state, rows = _special(problem, given, here), list[int]()
+        if state is None or problem.call in formulas.FORMULAS:
+            state, rows = _compare(problem, given, made)
+        again = {name: each(value, Tensor.clone) if name == "out" else value for name, value in here.items()}
+        _same(made, results(problem, again, lambda one: call(problem, one)), rows, "in a second call")
+        _check_tail(problem, fresh)
+        if device.type == "cuda":
+            check_graph(problem, here)
+    return state
+
+
+def check_graph(problem: Problem, here: Given) -> None:
+    """Capture a call, replay it with other group sizes, and compare with an eager call of those. Raises Wrong."""
+    groups = next((here[name] for name in ("offs", "splits") if isinstance(here.get(name), Tensor)), None)
+    if groups is None or problem.train or problem.call not in exact.GRAPHED:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        made = call(problem, here)
+    used = iter([size for size in problem.sizes if size][::-1])  # experts without rows hold NaN, and stay without
+    other = dataclasses.replace(problem, sizes=tuple(next(used) if size else 0 for size in problem.sizes))
+    told = group_sizes(other)
+    groups.copy_(next(iter(told.values())))
+    graph.replay()
+    eager = results(other, here, lambda one: call(other, one))
+    _same(made, eager, [problem.rows] * len(made), "in a graph that was captured with other groups")
+
+
+def _check_tail(problem: Problem, given: Given) -> None:
+    out = given.get("out")
+    if isinstance(out, Tensor) and problem.call.startswith("grouped_m") and not bool(out[problem.rows :].isnan().all()):
+        raise Wrong("rows of out after the last group were written")
+
+
+def _special(problem: Problem, given: Given, here: Given) -> str | None:
+    """Compare what is no matter of rounding. Return None where there is nothing of the kind.
+
+    Raises:
+        Wrong: it differs from its definition.
+    """
+    compare = exact.CHECKS.get(problem.call)
+    if compare is None:
+        return None
+    with torch.no_grad():
+        made = declared.FUNCTIONS[problem.call](**arguments(problem, here))
+    try:
+        compare(problem, given, made)
+    except AssertionError as error:
+        raise Wrong(f"it differs from its definition: {error}") from error
+    return OK

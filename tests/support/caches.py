@@ -1,0 +1,53 @@
+"""Every object of the library that a process keeps from call to call, found in the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"python/glulam": "python", "ffi_bridge": "."}
+"""Where sources lie, and what modules' names are counted from."""
+KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Plans", "PreparedWeights",
+        "_Kept", "_Caller", "defaultdict", "count", "Targets")  # fmt: skip
+"""Constructors of what changes after it was made."""
+
+
+def _called(node: ast.expr | None) -> str:
+    """The last name of a called function; "" if nothing is called."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
+        node = node.func  # lru_cache(n)(f)
+    target = node.func if isinstance(node, ast.Call) else None
+    return target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
+
+
+def _keeps(value: ast.expr | None) -> bool:
+    is_empty = isinstance(value, (ast.Dict, ast.List, ast.Set)) and not any(ast.iter_child_nodes(value))
+    return is_empty or _called(value) in (*KEPT, "lru_cache", "cache")
+
+
+def _is_cached(node: ast.stmt) -> bool:
+    names = [one.func if isinstance(one, ast.Call) else one for one in getattr(node, "decorator_list", ())]
+    return any(getattr(one, "attr", "") in ("cache", "lru_cache") for one in names)
+
+
+def _of_module(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _keeps(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name):
+                yield target.id
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_cached(node):
+            yield node.name
+
+
+def caches() -> set[str]:
+    """Return the names of all, as "glulam.host.plans._all_plans"."""
+    found = set()
+    for folder, root in FOLDERS.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            module = ".".join(file.relative_to(ROOT / root).with_suffix("").parts).removesuffix(".__init__")
+            body = ast.parse(file.read_text()).body
+            found |= {f"{module}.{name}" for name in _of_module(body)}
+    return found
