@@ -59,7 +59,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     suite: argparse.ArgumentParser = commands.add_parser(name, help=help)
-    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.json")
+    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.csv")
     suite.add_argument("--budget", dest="budget_s", type=float, help=f"seconds of sampling ({Options.budget_s})")
     suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
     if name != "host":

@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from .cases import Case
-from .timing import Summary
+from .results import Result
 
 OURS, DENSE = "glulam", "dense"
+HOST = "host"
+"""The operation of a record of host times, whose contestants are items."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +18,6 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
-
-
-def summary_of(data: dict[str, Any]) -> Summary:
-    return Summary(**data)
 
 
 def microseconds(value: float) -> str:
@@ -69,8 +67,19 @@ def peer_cell(record: dict[str, Any], name: str) -> str:
 
 def our_cell(record: dict[str, Any]) -> str:
     """Our median with its spread."""
-    ours = summary_of(record["times"][OURS])
-    return f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
+    ours = record["times"][OURS]
+    spread = (ours["high_us"] - ours["low_us"]) / (2 * ours["median_us"])
+    return f"{microseconds(ours['median_us'])} ± {100 * spread:.1f} %"
+
+
+def host_table(title: str, result: Result, digits: int) -> Table:
+    """Host time of each item: the median and the outer deciles."""
+    items = next((record["times"] for record in result["records"] if record.get("op") == HOST), {})
+    rows: list[tuple[str, ...]] = [
+        (name, *(f"{times[key]:.{digits}f}" for key in ("median_us", "low_us", "high_us")))
+        for name, times in items.items()
+    ]
+    return Table(title, ("item", "median us", "10 %", "90 %"), rows)
 
 
 def skew_cell(record: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def _end_row(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _layer_row(record: dict[str, Any]) -> tuple[str, ...]:
-    times = record["times"]
+    times = {name: time["us"] for name, time in record["times"].items()}
     ours, theirs, alone = times[OURS], times.get(THEIRS), times[ALONE]
     ratio = "-" if theirs is None else f"{theirs / ours:.2f}"
     label = f"{record['layer']}, {record['tokens']}, {record['mode']}"

@@ -27,7 +27,7 @@ def _peer(record: Record, name: str) -> str:
     """Its time, in brackets over ours; or that it failed or was wrong."""
     if name in record["times"]:
         return peer_cell(record, name) if OURS in record["times"] else microseconds(record["times"][name]["median_us"])
-    why = record["left_out"].get(name)
+    why = record.get("left_out", {}).get(name)
     return "-" if why is None else "wrong" if why.startswith("wrong") else "failed"
 
 
@@ -39,7 +39,7 @@ def _time_row(record: Record, peers: list[str], limits: dict[str, float]) -> tup
 
 
 def _time_table(records: list[Record], op: str, limits: dict[str, float]) -> list[Table]:
-    named = dict.fromkeys(name for record in records for name in (*record["times"], *record["left_out"]))
+    named = dict.fromkeys(name for record in records for name in (*record["times"], *record.get("left_out", ())))
     peers = [name for name in named if name != OURS]
     header = ("case", "routing (max/mean)", "mode", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
     return [Table(TITLES[op], header, [_time_row(r, peers, limits) for r in records])] if records else []
@@ -49,7 +49,7 @@ def _left_out_table(records: list[Record]) -> list[Table]:
     rows: list[tuple[str, ...]] = [
         (_label(r), r["case"]["routing"], r["op"], r["mode"], name, why)
         for r in records
-        for name, why in r["left_out"].items()
+        for name, why in r.get("left_out", {}).items()
     ]
     header = ("case", "routing", "operation", "mode", "contestant", "why it was not timed")
     return [Table("Left out", header, rows)] if rows else []
@@ -82,8 +82,13 @@ def whole_us(record: Record, records: list[Record]) -> float | None:
     return us
 
 
+def steps_of(record: Record) -> dict[str, float]:
+    """Microseconds of each step."""
+    return {name: float(times["median_us"]) for name, times in record["times"].items()}
+
+
 def _stage_row(record: Record, names: list[str], records: list[Record]) -> tuple[str, ...]:
-    steps, whole = record["stages"], whole_us(record, records)
+    steps, whole = steps_of(record), whole_us(record, records)
     cells = (microseconds(steps[name]) if name in steps else "-" for name in names)
     total = microseconds(sum(steps.values()))
     return (_label(record), *cells, total, microseconds(whole) if whole else "-")
@@ -94,7 +99,7 @@ def _stage_tables(result: Result) -> list[Table]:
     tables = []
     for op in TITLES:
         records = [r for r in result["records"] if r["op"] == STAGES and r["of"] == op]
-        names = list(dict.fromkeys(name for record in records for name in record["stages"]))
+        names = list(dict.fromkeys(name for record in records for name in record["times"]))
         if records:
             header = ("case", *names, "sum", "measured as a whole")
             rows = [_stage_row(record, names, times) for record in records]

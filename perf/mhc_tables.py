@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .cells import HOST, host_table
 from .results import Result
 
 OURS = "glulam"
@@ -58,7 +59,7 @@ def _row(record: dict[str, Any], copy_tbps: float, stamp: dict[str, Any]) -> tup
 
 def mhc_tables(result: Result) -> list[Parts]:
     """Device times of the operators, and host times of small calls."""
-    measured = [record for record in result["records"] if "op" in record]
+    measured = [record for record in result["records"] if record["op"] != HOST]
     parts: list[Parts] = []
     if measured:
         peers = [name for name in measured[0]["times"] if name != OURS]
@@ -69,6 +70,5 @@ def mhc_tables(result: Result) -> list[Parts]:
         )
         rows = [_row(record, result["limits"]["copy_tbps"], result["stamp"]) for record in measured]
         parts.append(("Hyper-connections: device time", header, rows))
-    items = [record for record in result["records"] if "item" in record]
-    rows = [(r["item"], *(f"{r[name]:.2f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
-    return [*parts, ("Hyper-connections: host time of a small call", ("item", "median us", "10 %", "90 %"), rows)]
+    host = host_table("Hyper-connections: host time of a small call", result, 2)
+    return [*parts, (host.title, host.header, host.rows)]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .cases import Case
-from .cells import OURS, Table, bound, microseconds, rate, work
+from .cells import HOST, OURS, Table, bound, microseconds, rate, work
 from .results import Result
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
@@ -60,7 +60,8 @@ def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, resu
 
 
 def _host(result: Result) -> Line | None:
-    us = {record["item"]: float(record["median_us"]) for record in result["records"] if "item" in record}
+    items = (record["times"] for record in result["records"] if record["op"] == HOST)
+    us = {item: float(time["median_us"]) for times in items for item, time in times.items()}
     if HOST_OURS not in us:
         return None
     peers = {title: [us[item] / us[HOST_OURS]] for title, item in HOST_PEERS.items() if item in us}

@@ -17,10 +17,10 @@ def power_parts(records: list[dict[str, Any]], sms: int) -> list[Parts]:
     rows: list[tuple[str, ...]] = []
     for record in records:
         case = Case(**record["case"])
-        for name, alone in record["alone"].items():
-            per_us = record["flop"] / alone["us"]
+        for name, alone in record["times"].items():
+            per_us = record["flop"] / alone["median_us"]
             peak = FLOP_PER_CYCLE * sms * alone["mhz"]
-            speed = f"{alone['us']:.0f}", f"{per_us * 1e-6:.0f}"
+            speed = f"{alone['median_us']:.0f}", f"{per_us * 1e-6:.0f}"
             readings = f"{alone['mhz']:.0f}", f"{alone['watts']:.0f}", f"{alone['capped']:.0%}"
             rows.append((case.label, record["op"], name, *speed, *readings, f"{per_us / peak:.2f}"))
     return [(TITLE, HEADER, rows)]

@@ -9,9 +9,11 @@ from typing import Any
 from .cases import Case
 from .cells import (
     DENSE,
+    HOST,
     OURS,
     Table,
     bound,
+    host_table,
     microseconds,
     our_cell,
     peer_cell,
@@ -19,7 +21,6 @@ from .cells import (
     rate,
     ratio,
     skew_cell,
-    summary_of,
     work,
 )
 from .distributed_tables import distributed_tables
@@ -28,7 +29,7 @@ from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
 from .portable_tables import portable_parts
 from .power_tables import power_parts
-from .results import Result
+from .results import TRAINING, Result
 from .serving_tables import serving_tables
 from .targets import copy_target, target
 
@@ -46,8 +47,6 @@ KERNEL_TITLES = {
 }
 TITLES = {**OP_TITLES, "layer": LAYER_TITLE, **KERNEL_TITLES}
 MEMORY_TITLE = "Memory of forward and backward, GB"
-TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
-"""Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
 
 
 def _op_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
@@ -111,17 +110,13 @@ def backward_tables(result: Result) -> list[Table]:
 
 def host_tables(result: Result) -> list[Table]:
     """Host time of each item, then the differences that decide."""
-    rows: list[tuple[str, ...]] = []
-    differences: list[tuple[str, ...]] = []
-    for record in result["records"]:
-        if "derived" in record:
-            differences = [(name, f"{value:.2f}") for name, value in record["derived"].items()]
-        else:
-            fields = (record["median_us"], record["low_us"], record["high_us"])
-            rows.append((record["item"], *(f"{value:.2f}" for value in fields)))
+    found = (record["times"] for record in result["records"] if record["op"] == "differences")
+    rows: list[tuple[str, ...]] = [
+        (name, f"{value['median_us']:.2f}") for times in found for name, value in times.items()
+    ]
     return [
-        Table("Host time of a call", ("item", "median us", "10 %", "90 %"), rows),
-        Table("Differences of the medians", ("what", "us"), differences),
+        host_table("Host time of a call", result, 2),
+        Table("Differences of the medians", ("what", "us"), rows),
     ]
 
 
@@ -178,13 +173,11 @@ def memory_table(result: Result) -> list[Table]:
 
 def train_tables(result: Result) -> list[Table]:
     """A layer's training, its memory, and the host's time of a small layer."""
-    measured = [record for record in result["records"] if "times" in record]
-    items = [record for record in result["records"] if "item" in record]
-    rows = [(r["item"], *(f"{r[name]:.1f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
+    measured = [record for record in result["records"] if record["op"] != HOST]
     return [
         *op_tables(result),
         *memory_table(result),
-        Table("Host time of forward and backward, tiny layer", ("item", "median us", "10 %", "90 %"), rows),
+        host_table("Host time of forward and backward, tiny layer", result, 1),
         *below_target({**result, "records": measured}),
     ]
 
@@ -243,8 +236,7 @@ def compare_tables(result: Result) -> list[Table]:
 
 
 def _quantize_row(record: dict[str, Any], limits: dict[str, float]) -> tuple[str, ...]:
-    ours = summary_of(record["times"][OURS])
-    tbps = record["bytes"] / ours.median_us * 1e-6
+    tbps = record["bytes"] / record["times"][OURS]["median_us"] * 1e-6
     form = (record["dtype"], record["axis"], record["block"], record["scale_layout"])
     reached = f"{tbps:.2f} TB/s ({100 * tbps / limits['copy_tbps']:.0f} %)"
     return (record["label"], *form, our_cell(record), reached, peer_cell(record, "copy"))
@@ -290,7 +282,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "graph": graph_tables,
     **dict.fromkeys(TRAINING, curves_tables),
     "quantize": quantize_tables,
-    "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
+    "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], int(result["stamp"]["sms"]))],
     "frozen": lambda result: [Table(*frozen_part(result["records"]))],
     "serving": serving_tables,
     "lora": lambda result: [Table(*lora_part(result["records"]))],

@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import json
 import pkgutil
 import re
 import shlex
@@ -36,6 +35,7 @@ from cute_kernels.formulas import FORMULAS
 from ffi_bridge import profiles
 from glulam.command import cli
 from perf import __main__ as perf
+from perf import results
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "tests", "perf", "examples", "plugins")
@@ -515,7 +515,6 @@ def test_autograd_functions_are_listed() -> None:
 
 def test_versions_of_torch_are_named() -> None:
     pin = re.search(r"^torch==(.*)$", (REPOSITORY / "requirements/run.txt").read_text(), re.MULTILINE)
-    stamps = [json.loads(file.read_text())["stamp"] for file in (REPOSITORY / "perf/results").glob("*.json")]
-    versions = {stamp["versions"]["torch"].partition("+")[0] for stamp in stamps}
+    versions = {result["stamp"]["versions"]["torch"].partition("+")[0] for result in results.read_all()}
     row = re.search(r"^\| torch \|.*$", (REPOSITORY / "docs/gpus.md").read_text(), re.MULTILINE)
     assert pin and row and all(version in row[0] for version in {pin[1], *versions})

@@ -498,7 +498,7 @@ STAMP = {
     "command": "python -m perf forward",
     "date": "2026-01-01T00:00:00+00:00",
     "gpu": "NVIDIA H200",
-    "sms": 132,
+    "sms": "132",
     "host": "x86_64",
     "driver": "580",
     "sm_clock_mhz": "1700",
@@ -527,8 +527,9 @@ HOST_MEDIANS = {
 
 def host_result():
     summaries = {name: Summary(us, us, us, 3) for name, us in HOST_MEDIANS.items()}
-    records = [{"item": name, **dataclasses.asdict(summary)} for name, summary in summaries.items()]
-    return results.make_result("host", STAMP, LIMITS, [*records, {"derived": derived(summaries)}])
+    differences = {name: {"median_us": us} for name, us in derived(summaries).items()}
+    items = {"op": "host", "times": {name: dataclasses.asdict(summary) for name, summary in summaries.items()}}
+    return results.make_result("host", STAMP, LIMITS, [items, {"op": "differences", "times": differences}])
 
 
 def graph_result():
@@ -561,9 +562,9 @@ def distributed_result():
     }  # fmt: skip
     layer = {
         "kind": "layer", "layer": "small", "tokens": 64, "mode": "forward", "world": 2,
-        "times": {"symmetric": 100.0, "all_to_all": 250.0, "experts alone": 80.0},
+        "times": {"symmetric": {"us": 100.0}, "all_to_all": {"us": 250.0}, "experts alone": {"us": 80.0}},
     }  # fmt: skip
-    graph = {**layer, "mode": "forward, graph", "times": {"symmetric": 50.0, "experts alone": 40.0}}
+    graph = {**layer, "mode": "forward, graph", "times": {"symmetric": {"us": 50.0}, "experts alone": {"us": 40.0}}}
     return results.make_result("distributed", STAMP, LIMITS, [ends, layer, graph])
 
 
@@ -584,8 +585,8 @@ def test_blocks_of_transformers_are_shown_beside_its_own():
 
 
 def power_result():
-    alone = {"us": 3000.0, "mhz": 1400.0, "watts": 690.4, "capped": 1.0}
-    record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "flop": MIXTRAL.flop("fc1"), "alone": {"glulam": alone}}
+    alone = {"median_us": 3000.0, "mhz": 1400.0, "watts": 690.4, "capped": 1.0}
+    record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "flop": MIXTRAL.flop("fc1"), "times": {"glulam": alone}}
     gradient = {**record, "op": "dw2", "flop": training.flop(MIXTRAL, "dw2")}
     return results.make_result("power", STAMP, LIMITS, [record, gradient])
 
@@ -604,8 +605,8 @@ def train_record(op, **medians):
 def train_result():
     memory = {"peak_bytes": {"glulam": 3e9, "torch": 4.5e9}, "saved_bytes": {"glulam": 1e9}, "needed_bytes": 1e9}
     layer = {**train_record("layer", glulam=1500.0, torch=3000.0), **memory}
-    host = [{"item": name, **dataclasses.asdict(Summary(99.0, 98.0, 100.0, 3))} for name in HOST_ITEMS]
-    return results.make_result("train", STAMP, LIMITS, [layer, *host])
+    host = {"op": "host", "times": times(**dict.fromkeys(HOST_ITEMS, 99.0))}
+    return results.make_result("train", STAMP, LIMITS, [layer, host])
 
 
 def curves_result(suite="training-curves"):
@@ -779,7 +780,7 @@ def mhc_result():
     }
     backward = {**record, "op": "pre", "direction": "backward"}
     many = {**record, "op": "sinkhorn", "size": {**record["size"], "s": 64 * 8192}, "warp_instructions": 80_000_000}
-    host = {"item": "bare aggregate", **dataclasses.asdict(Summary(5.0, 4.9, 5.1, 3))}
+    host = {"op": "host", "times": times(**{"bare aggregate": 5.0})}
     return results.make_result("mhc", STAMP, LIMITS, [record, backward, many, host])
 
 
@@ -816,7 +817,7 @@ ALL_RESULTS = {
     "host": host_result,
     "graph": graph_result,
     "train": train_result,
-    **{suite: functools.partial(curves_result, suite) for suite in tables.TRAINING},
+    **{suite: functools.partial(curves_result, suite) for suite in results.TRAINING},
     "power": power_result,
     "quantize": quantize_result,
     "fp8": fp8_result,
@@ -835,13 +836,13 @@ ALL_RESULTS = {
 
 def test_every_suite_has_tables_and_a_command():
     everything = set(ALL_RESULTS)
-    assert everything == {*SUITES, *tables.TRAINING} == set(tables.TABLES) == {*cli.SUITE_NAMES, *tables.TRAINING}
+    assert everything == {*SUITES, *results.TRAINING} == set(tables.TABLES) == {*cli.SUITE_NAMES, *results.TRAINING}
 
 
 def test_power_is_shown_with_the_share_of_peak_at_its_clock():
     (table, _) = tables.tables_of(power_result())
     flop = 2 * MIXTRAL.rows * MIXTRAL.hidden * 2 * MIXTRAL.intermediate
-    share = flop / 3000e-6 / (4096 * STAMP["sms"] * 1400e6)
+    share = flop / 3000e-6 / (4096 * int(STAMP["sms"]) * 1400e6)
     readings = "1400", "690", "100%"
     assert table.rows[0][1:] == ("fc1", "glulam", "3000", "641", *readings, f"{share:.2f}") and 0.5 < share < 1
     assert table.rows[1][1:] == ("dw2", "glulam", "3000", "321", *readings, f"{share / 2:.2f}")
@@ -891,7 +892,7 @@ def test_a_contestant_alone_is_timed_after_settling(monkeypatch):
     log.taken = [(2.0, readings.Reading(1.0, 1.0, 1.0)), (8.0, readings.Reading(1400.0, 690.0, 1.0))]
     calls = []
     alone = power.run_alone(calls.append, 10.0, log)
-    assert alone == {"us": 100.0, "mhz": 1400.0, "watts": 690.0, "capped": 1.0}  # of 100, 200, 100
+    assert alone == {"median_us": 100.0, "mhz": 1400.0, "watts": 690.0, "capped": 1.0}  # of 100, 200, 100
     assert len(calls) == 7 * power.CALLS_PER_SAMPLE  # four samples of the settling time, three after it
 
 
@@ -1011,22 +1012,41 @@ def test_unknown_suite_has_no_tables():
         tables.tables_of({**forward_result(), "suite": "sideways"})
 
 
-def test_results_survive_the_disk(tmp_path):
-    result = forward_result()
-    result["limits"]["copy_tbps"] = 4.2712345
-    results.write(result, tmp_path / "new" / "forward.json")
+@pytest.mark.parametrize("suite", ALL_RESULTS)
+def test_results_survive_the_disk(tmp_path, suite):
+    result = ALL_RESULTS[suite]()
+    results.write(result, tmp_path / "new" / "one.csv")
     (got,) = results.read_all(tmp_path / "new")
-    assert got["limits"]["copy_tbps"] == 4.2712
-    assert got["stamp"] == result["stamp"] and got["suite"] == "forward"
-    assert tables.tables_of(got)[:2] == tables.tables_of(result)[:2]
+    for field in ("suite", "stamp", "limits", "tuned"):
+        assert got[field] == result[field]
+    assert tables.tables_of(got) == tables.tables_of(result)
+    results.write(got, tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "new" / "one.csv").read_text()
 
 
-def test_many_small_records_take_a_line_each(tmp_path):
-    result = tiles_result()
-    results.write(result, tmp_path / "tiles.json")
-    assert results.read(tmp_path / "tiles.json")["records"] == result["records"]
-    lines = (tmp_path / "tiles.json").read_text().splitlines()
-    assert sum(line.startswith('{"model"') for line in lines) == len(result["records"])
+def test_a_file_of_results_has_a_line_a_contestant(tmp_path):
+    record = {"case": {"name": "a, b"}, "op": "fc1", "losses": [1.0, 2.5], "ok": True}
+    second = {**record, "op": "fc2"}
+    first = {"times": {"glulam": {"us": 4.2712345}, "torch": {"us": 2e9}}, "left_out": {"torch 1.2": "failed\ntwice"}}
+    result = results.make_result("s", {"gpu": "x: 1"}, {"copy_tbps": 4.2712345}, [{**record, **first}, second])
+    results.write(result, tmp_path / "s.csv")
+    assert (
+        (tmp_path / "s.csv").read_text()
+        == """\
+# perf result, schema 2
+# suite: s
+# stamp.gpu: x: 1
+# limits.copy_tbps: 4.2712
+case.name,op,losses,ok,contestant,times.us,left_out
+"a, b",fc1,[1 2.5],True,glulam,4.2712,
+"a, b",fc1,[1 2.5],True,torch,2000000000,
+"a, b",fc1,[1 2.5],True,torch 1.2,,failed twice
+"a, b",fc2,[1 2.5],True,,,
+"""
+    )
+    first_got, second_got = results.read(tmp_path / "s.csv")["records"]
+    assert first_got["left_out"] == {"torch 1.2": "failed twice"} and first_got["times"]["torch"] == {"us": 2e9}
+    assert second_got == second and first_got["case"] == {"name": "a, b"}
 
 
 def test_tiles_table_shows_the_time_over_the_fastest():
@@ -1034,51 +1054,51 @@ def test_tiles_table_shows_the_time_over_the_fastest():
     assert fc1.header[1:] == ("1", "64") and fc1.rows == [("a", "1.25", "-"), ("b", "1.00", "1.00")]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 0}'])
-def test_a_file_of_another_kind_is_refused_by_name(tmp_path, content):
-    path = tmp_path / "odd.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="odd.json .*; measure it again"):
-        results.read(path)
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [("odd.csv", "a,b\n", "not a 'perf result"), ("odd.csv", "", "not a"), ("odd.json", '{"schema": 1}', "JSON")],
+)
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, content, why):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} is {why}.*; measure it again"):
+        results.read_all(tmp_path)
 
 
 def test_default_path_names_suite_and_gpu():
-    assert results.default_path("host", "NVIDIA H200").name == "host-h200.json"
+    assert results.default_path("host", "NVIDIA H200").name == "host-h200.csv"
 
 
 def test_report_fills_both_pages(tmp_path, monkeypatch):
     for suite, make in ALL_RESULTS.items():
-        results.write(make(), tmp_path / f"{suite}.json")
+        results.write(make(), tmp_path / f"{suite}.csv")
     readme = tmp_path / "main.md"
     readme.write_text(f"# Before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
+    monkeypatch.setattr(report, "write_plots", lambda *_: [])  # drawing takes half a minute
     report.write_report(tmp_path, readme)
     page, main = (tmp_path / "README.md").read_text(), readme.read_text()
     assert "| Mixtral-8x7B (E 8, H 4096, I 14336, T 8192) | uniform (1.0) | 2800 ± 10.0 % |" in page
     assert "python -m perf forward" in page and "012345678" in page and "780 TF/s" in page
     assert main.startswith("# Before\n") and main.endswith("\nafter\n") and "old numbers" not in main
-    assert "](training-curves-h200.svg)" in page and "](perf/results/overview-h200.svg)" in main
+    assert "](overview-h200.svg)" in page and "](perf/results/overview-h200.svg)" in main
     assert "QuACK was tuned for each of 1 cases and kernels" in page and "40 timed, 2 s with compiling" in page
-    for path in tmp_path.glob("*.svg"):
-        assert page.count(f"]({path.name})") == 1
-    monkeypatch.setattr(report, "write_plots", lambda *_: sorted(tmp_path.glob("*.svg")))  # as they were drawn
-    report.write_report(tmp_path, readme)
-    assert readme.read_text() == main
+    assert page.count(".svg") == 1
 
 
-PLOTS = ["backward", "decode", "forward", "layer", "overview", "roofline", "rows", "skew"]
+PLOTS = ["backward", "decode", "forward", "layer", *results.TRAINING, "roofline", "rows", "skew"]
 
 
 def test_plots_are_drawn_and_do_not_change(tmp_path):
     all_results = [make() for make in ALL_RESULTS.values()]
     paths = plots.write_plots(all_results, tmp_path)
-    assert sorted(path.name for path in paths) == [f"{stem}-h200.svg" for stem in PLOTS]
+    overview_path, drawn = tmp_path / "overview-h200.svg", tmp_path / "plots"
+    assert {*paths} == {overview_path, *(drawn / f"{stem}-h200.svg" for stem in PLOTS)}
     before = {path: path.read_bytes() for path in paths}
     assert all(b"<svg" in content and len(content) > 2000 for content in before.values())
-    assert b"Mixtral-8x7B" in before[tmp_path / "forward-h200.svg"]
-    assert b"useful TF/s" in before[tmp_path / "roofline-h200.svg"]
-    assert b"torch 2.00" in before[tmp_path / "overview-h200.svg"]
-    plots.write_plots(all_results, tmp_path)
-    assert {path: path.read_bytes() for path in paths} == before
+    assert b"Mixtral-8x7B" in before[drawn / "forward-h200.svg"]
+    assert b"useful TF/s" in before[drawn / "roofline-h200.svg"]
+    assert b"torch 2.00" in before[overview_path]
+    plots.write_plots([forward_result(), host_result()], tmp_path)
+    assert (drawn / "forward-h200.svg").read_bytes() == before[drawn / "forward-h200.svg"]
 
 
 def test_without_results_there_are_no_plots_and_no_need_for_matplotlib(monkeypatch, tmp_path):
@@ -1100,12 +1120,10 @@ def test_report_needs_its_marks(page):
 
 
 def test_both_pages_hold_what_the_result_files_say():
-    """Every number in them is one of perf/results/*.json: they are as `python -m perf report` writes them."""
-    kept, plots = results.read_all(), [path.stem for path in results.RESULTS.glob("*.svg")]
-    drawn = {stem for stem in plots if not stem.startswith(tables.TRAINING)}
-    page = report.README.read_text()
-    assert report.fill(page, report.summary(kept, drawn)) == page
-    assert report.results_page(kept, drawn) == (results.RESULTS / "README.md").read_text()
+    """Every number in them is one of perf/results/*.csv: they are as `python -m perf report` writes them."""
+    kept, page = results.read_all(), report.README.read_text()
+    assert report.fill(page, report.summary(kept)) == page
+    assert report.results_page(kept) == (results.RESULTS / "README.md").read_text()
 
 
 def qwen3_results():
@@ -1129,7 +1147,7 @@ def qwen3_results():
 def test_the_overview_has_a_row_for_each_kind_of_work():
     made = [results.make_result(suite, STAMP, LIMITS, records) for suite, records in qwen3_results()]
     host, streams = host_result(), mhc_result()
-    host["records"].append({"item": "torch mlp (out allocated)", "median_us": 50.0})
+    host["records"][0]["times"]["torch mlp (out allocated)"] = {"median_us": 50.0}
     streams["records"][1]["direction"] = "forward"
     lines = overview.overview([*made, host, streams])
     prefill, decode, fp8_row, train, host, mhc = overview.overview_table(lines).rows
@@ -1213,8 +1231,8 @@ def test_a_part_of_a_suite_does_not_replace_its_results(monkeypatch, capsys, tmp
     monkeypatch.setattr(sys, "argv", ["perf", *line.split()])
     assert cli.main() == 0
     assert bool(written) != part and ("not written" in capsys.readouterr().out) == part
-    monkeypatch.setattr(sys, "argv", ["perf", *line.split(), "--out", str(tmp_path / "kept.json")])
-    assert cli.main() == 0 and written[-1] == tmp_path / "kept.json"
+    monkeypatch.setattr(sys, "argv", ["perf", *line.split(), "--out", str(tmp_path / "kept.csv")])
+    assert cli.main() == 0 and written[-1] == tmp_path / "kept.csv"
 
 
 def test_a_warning_is_one_line():

@@ -11,7 +11,7 @@ from support import fake_gpu
 
 from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
-from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, operands_of, to_dict
+from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, operands_of, to_dict
 from perf import tables
 from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
 from perf.operations import OPERATIONS, bytes_moved, flop
@@ -78,7 +78,6 @@ def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
         record = compare._record(CASE, op, spec, group, 1.0)
         assert len(record["errors"]) == len(group)
         assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
-        assert [from_dict(data) for data in record["specs"].values()] == [candidate.spec for candidate in group]
 
 
 def test_all_operations_of_a_layer_are_there():

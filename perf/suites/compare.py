@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
+from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
 from glulam.choose.shipped import family_of
@@ -162,7 +162,6 @@ def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_
         "form": form_name(spec),
         "flop": flop(sets[0], case.rows),
         "bytes": bytes_moved(sets[0], sum(size > 0 for size in sizes)),
-        "specs": {c.name: to_dict(c.spec) for c in competing if c.name in errors},
         "errors": errors,
         "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
     }

@@ -58,7 +58,6 @@ def _record(problem: Problem, op: str, contestants: list[Library], budget_s: flo
         "case": dataclasses.asdict(problem.case),
         "skew": dataclasses.asdict(skew(problem.sizes)),
         "active_experts": problem.active_experts,
-        "copies": len(problem.sets),
         "op": op,
         "errors": errors,
         "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},

@@ -46,7 +46,6 @@ def _measure(case: Case, names: tuple[str, ...], budget_s: float) -> dict[str, A
         "case": dataclasses.asdict(case),
         "skew": dataclasses.asdict(skew(problem.sizes)),
         "active_experts": problem.active_experts,
-        "copies": len(problem.sets),
         "op": "mlp",
         "errors": errors,
         "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},

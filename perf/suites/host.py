@@ -27,6 +27,7 @@ from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.tuner.tensors import call_with
 
 from ..cases import TINY
+from ..cells import HOST
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
 from ..limits import launch_nothing
 from ..options import Options
@@ -140,7 +141,7 @@ def derived(times: dict[str, Summary]) -> dict[str, float]:
 
 
 def run_host(options: Options) -> list[dict[str, Any]]:
-    """One record an item, then one with the differences."""
+    """A record of all items, then one of the differences."""
     buffers = make_problem(TINY).sets[0]
     contestants = libraries(options.quack)
     for library in contestants:
@@ -156,5 +157,6 @@ def run_host(options: Options) -> list[dict[str, Any]]:
     }
     with no_garbage_collection():
         times = interleave({name: host_sampler(item) for name, item in items.items()}, options.budget_s / 4)
-    records: list[dict[str, Any]] = [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
-    return [*records, {"derived": derived(times)}]
+    differences = {name: {"median_us": value} for name, value in derived(times).items()}
+    items_us = {name: dataclasses.asdict(summary) for name, summary in times.items()}
+    return [{"op": HOST, "times": items_us}, {"op": "differences", "times": differences}]

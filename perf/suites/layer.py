@@ -165,8 +165,8 @@ def _measure_stages(d: LayerData, budget_s: float) -> list[Record]:
 def _stages_record(d: LayerData, op: str, steps: Stages, budget_s: float) -> Record:
     calls = {name: partial(_ignoring_number, call) for name, call in steps.items()}
     times = measure_device(calls, budget_s, ENQUEUE_US, MIN_ROUNDS)
-    medians = {name: summary.median_us for name, summary in times.items()}
-    return {**_head(d, op), "op": STAGES, "of": op, "stages": medians}
+    summaries = {name: dataclasses.asdict(summary) for name, summary in times.items()}
+    return {**_head(d, op), "op": STAGES, "of": op, "times": summaries}
 
 
 def _ignoring_number(call: Callable[[], object], number: int) -> object:

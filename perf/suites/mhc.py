@@ -30,6 +30,7 @@ from glulam.mhc import reference
 from glulam.mhc.mixing import AggregateCall, PostMixCall
 from glulam.mhc.sinkhorn import SinkhornCall
 
+from ..cells import HOST
 from ..options import Options
 from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
 
@@ -292,7 +293,7 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     items["glulam.nn.HyperConnection around nothing, forward"] = lambda: layer(streams)
     with no_garbage_collection(), torch.no_grad():
         times = interleave({name: host_sampler(item) for name, item in items.items()}, budget_s)
-    return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+    return [{"op": HOST, "times": {name: dataclasses.asdict(summary) for name, summary in times.items()}}]
 
 
 def run_mhc(options: Options) -> list[dict[str, Any]]:

@@ -74,7 +74,6 @@ def _measure(case: Case, alone: Callable[[int], Any], budget_s: float) -> dict[s
         "case": dataclasses.asdict(case),
         "skew": dataclasses.asdict(skew(problem.sizes)),
         "active_experts": problem.active_experts,
-        "copies": len(problem.sets),
         "op": "mlp",
         "errors": {name: error for name, (_, error) in made.items()},
         "mma_flop": mma_sync.flop(torch.cuda.get_device_properties("cuda").multi_processor_count),

@@ -46,7 +46,7 @@ def run_alone(call: Callable[[int], object], seconds: float, readings: Readings)
         stop.synchronize()
         if time.monotonic() > settled:
             samples.append(start.elapsed_time(stop) * 1e3 / CALLS_PER_SAMPLE)
-    return {"us": statistics.median(samples), **readings.mean(settled, time.monotonic())._asdict()}
+    return {"median_us": statistics.median(samples), **readings.mean(settled, time.monotonic())._asdict()}
 
 
 def _forward(case: Case, contestants: list[Library]) -> Contest:
@@ -64,7 +64,7 @@ def _record(case: Case, op: str, who: Contest, seconds: float, readings: Reading
         "flop": case.flop(op) if op == FORWARD else flop(case, op),
         "errors": who.errors,
         "tuning": who.tunings,
-        "alone": {name: run_alone(call, share, readings) for name, call in who.calls.items()},
+        "times": {name: run_alone(call, share, readings) for name, call in who.calls.items()},
     }
 
 

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from .. import train_host
 from ..cases import BYTES_PER_ELEMENT, TINY, Case, select, train_cases
+from ..cells import HOST
 from ..memory import peak_bytes
 from ..options import Options
 from ..routing import skew
@@ -105,7 +106,7 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     rounds = next(iter(times.values())).samples
     for name, value in train_host.differences(times).items():
         times[name] = Summary(value, value, value, rounds)  # a difference of medians has no percentiles
-    return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+    return [{"op": HOST, "times": {name: dataclasses.asdict(summary) for name, summary in times.items()}}]
 
 
 def run_train(options: Options) -> list[dict[str, Any]]:
