@@ -75,7 +75,7 @@ def _bars(axes: Axes, records: list[dict[str, Any]]) -> None:
     for number, name in enumerate(peers):
         having = [(place, record) for place, record in enumerate(records) if name in record["times"]]
         places = [place + (number - (len(peers) - 1) / 2) * height for place, _ in having]
-        ratios = [ratio(record, name) for _, record in having]
+        ratios = [ratio(record, name) or 0.0 for _, record in having]
         axes.barh(places, ratios, height, label=name, color=COLOURS.get(name))
         for place, (_, record) in zip(places, having, strict=True):
             if (wanted := target(record, name)) is not None:
