@@ -131,20 +131,27 @@ def _head(lines: list[str]) -> Result:
 
 
 def _records(lines: list[str]) -> Iterator[Record]:
-    """Lines that follow each other and share all that is not of a contestant make a record."""
+    """Lines that follow each other and share all that is not of a contestant make a record, one of each contestant."""
     header, *table = csv.reader(lines)
     own = header.index(CONTESTANT)
-    for shared, group in itertools.groupby(table, key=lambda line: line[:own]):
-        record = _nested((name, _value(text)) for name, text in zip(header, shared, strict=False) if text)
-        for line in group:
+    groups: list[dict[str, list[str]]] = []
+    before: list[str] = []
+    for line in table:
+        if line[:own] != before or line[own] in groups[-1]:
+            groups.append({})
+        before = line[:own]
+        groups[-1][line[own]] = line
+    for group in groups:
+        first = next(iter(group.values()))
+        record = _nested((name, _value(text)) for name, text in zip(header[:own], first, strict=False) if text)
+        for contestant, line in group.items():
             for column, text in zip(header[own + 1 :], line[own + 1 :], strict=True):
-                if text:
-                    key, *path = column.split(".")
-                    held = record.setdefault(key, {})
-                    if path:
-                        held.setdefault(line[own], {})[".".join(path)] = _value(text)
-                    else:
-                        held[line[own]] = _value(text)
+                key, _, path = column.partition(".")
+                held = record.setdefault(key, {}) if text else {}
+                if path:
+                    held.setdefault(contestant, {})[path] = _value(text)
+                else:
+                    held[contestant] = _value(text)
         yield record
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .cases import BYTES_PER_ELEMENT, Case
+from .contest import or_left_out
 from .problem import offsets
 from .quack import Quack
 from .routing import group_sizes
@@ -286,10 +286,6 @@ def competing(d: TrainingData, op: str, quack: Quack | None = None) -> dict[str,
         layout = Quack.glu_layout if quack and name == quack.name else "concat"
         if layout not in wanted:
             wanted[layout] = expected(d, op, layout)
-        try:
+        with or_left_out(f"{op}: {name}", required=name == OURS):
             chosen[name] = call, check(d, op, name, call, wanted[layout])
-        except Exception as error:  # whatever a foreign package raises must not cost the run
-            if name == OURS:
-                raise
-            warnings.warn(f"{op}: {name} is left out: {error}", stacklevel=2)
     return chosen

@@ -7,7 +7,6 @@ grouped_mlp is the floor of a call that makes two launches.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -28,10 +27,12 @@ from glulam.tuner.tensors import call_with
 
 from ..cases import TINY
 from ..cells import HOST
-from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
+from ..contest import as_times
+from ..contestants import Glulam, Library, TorchGrouped, check, libraries
 from ..limits import launch_nothing
 from ..options import Options
 from ..problem import Buffers, make_problem
+from ..quack import Quack
 from ..targets import HOST_OURS
 from ..timing import Summary, host_sampler, interleave, no_garbage_collection
 
@@ -158,5 +159,4 @@ def run_host(options: Options) -> list[dict[str, Any]]:
     with no_garbage_collection():
         times = interleave({name: host_sampler(item) for name, item in items.items()}, options.budget_s / 4)
     differences = {name: {"median_us": value} for name, value in derived(times).items()}
-    items_us = {name: dataclasses.asdict(summary) for name, summary in times.items()}
-    return [{"op": HOST, "times": items_us}, {"op": "differences", "times": differences}]
+    return [{"op": HOST, "times": as_times(times)}, {"op": "differences", "times": differences}]
