@@ -145,6 +145,8 @@ def _records(lines: list[str]) -> Iterator[Record]:
         first = next(iter(group.values()))
         record = _nested((name, _value(text)) for name, text in zip(header[:own], first, strict=False) if text)
         for contestant, line in group.items():
+            if contestant:
+                record.setdefault("times", {})  # empty where all are left out
             for column, text in zip(header[own + 1 :], line[own + 1 :], strict=True):
                 key, _, path = column.partition(".")
                 held = record.setdefault(key, {}) if text else {}

@@ -232,9 +232,12 @@ def test_every_suite_has_a_function_tables_and_results():
 def test_a_file_of_results_has_a_line_a_contestant(tmp_path):
     both = {"case": {"name": "a, b"}, "op": "fc1", "losses": [1.0, 2.5], "ok": True}
     second = {**both, "op": "fc2"}
+    none = {**both, "times": {}, "left_out": {"torch": "failed"}}
     first = {"times": {"glulam": {"us": 4.2712345}, "torch": {"us": 2e9}}, "left_out": {"torch 1.2": "failed\ntwice"}}
     path = tmp_path / "s.csv"
-    results.write(results.make_result("s", {"gpu": "x: 1"}, {"copy_tbps": 4.2712345}, [both | first, second]), path)
+    results.write(
+        results.make_result("s", {"gpu": "x: 1"}, {"copy_tbps": 4.2712345}, [both | first, second, none]), path
+    )
     assert (
         path.read_text()
         == """\
@@ -247,11 +250,12 @@ case.name,op,losses,ok,contestant,times.us,left_out
 "a, b",fc1,[1 2.5],True,torch,2000000000,
 "a, b",fc1,[1 2.5],True,torch 1.2,,failed twice
 "a, b",fc2,[1 2.5],True,,,
+"a, b",fc1,[1 2.5],True,torch,,failed
 """
     )
-    got, other = results.read(path)["records"]
+    got, other, last = results.read(path)["records"]
     assert got["left_out"] == {"torch 1.2": "failed twice"} and got["times"]["torch"] == {"us": 2e9}
-    assert other == second and got["case"] == {"name": "a, b"}
+    assert other == second and last == none and got["case"] == {"name": "a, b"}
 
 
 @pytest.mark.parametrize(
