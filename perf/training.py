@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from .cases import BYTES_PER_ELEMENT, Case
 from .contest import or_left_out
-from .problem import offsets
+from .problem import normals, offsets
 from .quack import Quack
 from .routing import group_sizes
 
@@ -71,9 +71,7 @@ def make_data(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cu
     experts, hidden, inner, rows = case.experts, case.hidden, case.intermediate, case.rows
     generator = torch.Generator(device).manual_seed(case.seed)
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, scale, generator=generator)
-
+    random = normals(generator, dtype)
     row_scale = torch.empty(rows, device=device).uniform_(0.1, 1.0, generator=generator)
     sizes = group_sizes(case)
     offs = offsets(sizes, device)

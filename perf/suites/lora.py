@@ -22,6 +22,7 @@ from ..contest import check_error, make_record, numbered, records_of
 from ..layer_cases import LayerCase, layer_of
 from ..memory import peak_bytes
 from ..options import Options
+from ..problem import normals
 from ..quantised import quantised
 from ..results import Record
 from ..targets import BF16
@@ -73,9 +74,7 @@ class Data:
 def make_data(case: LayerCase) -> Data:
     generator = torch.Generator("cuda").manual_seed(case.seed)
 
-    def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0.0, scale, generator=generator)
-
+    random = normals(generator)
     experts, hidden, inner = case.experts, case.hidden, case.intermediate
     shapes = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
     a1, b1, a2, b2 = (random(experts, *shape, scale=shape[1] ** -0.5).requires_grad_() for shape in shapes)
