@@ -1,4 +1,4 @@
-"""What tables are made of: columns, and the text of times, rates and ratios."""
+"""Parts of tables: columns, and the text of times, rates and ratios."""
 
 from __future__ import annotations
 

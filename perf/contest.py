@@ -1,4 +1,4 @@
-"""What suites share around their measuring: who is left out, how errors are judged, and the record of a contest."""
+"""Helpers of all suites around their measuring: who is left out, how errors are judged, and the record of a contest."""
 
 from __future__ import annotations
 

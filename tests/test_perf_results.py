@@ -31,7 +31,7 @@ def times(**medians):
 
 
 def record(case, op, more=None, **medians):
-    """Of a contest whose routing is even."""
+    """Return a record of a contest whose routing is even."""
     routed = {"skew": {"max_over_mean": 1.0, "empty_experts": 0}, "active_experts": case.experts}
     return {"case": dataclasses.asdict(case), **routed, "op": op, **(more or {}), "times": times(**medians)}
 
@@ -156,7 +156,7 @@ def tflops(case, op, us):
 
 
 def of_copy(us, bits):
-    """Of a device copy's rate, what Qwen3's decoding moves."""
+    """Return the share of a device copy's rate that the bytes of Qwen3's decoding reach."""
     return f"{(128 * 3 * 2048 * 768 * bits / 8 + 2 * 512 * 2 * (2048 + 768)) / us * 1e-6 / LIMITS['copy_tbps']:.2f}"
 
 
