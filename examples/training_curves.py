@@ -1,6 +1,6 @@
 """Learning curves laid over each other: how far apart they are, and a plot of them.
 
-    python examples/training_curves.py build/training-curves-h200.json
+    python examples/training_curves.py build/training-curves-h200.csv
 
 draws what `train_moe.py` or `train_megatron.py` wrote, on any machine with matplotlib, as
 build/training-curves-h200.svg.
@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
 
-from perf import results, tables
+from perf import plots, results, tables
 from perf.__main__ import show as show_table
 from perf.results import Result
 
@@ -41,17 +42,12 @@ class Distance(NamedTuple):
 
 def smoothed(losses: list[float], window: int = WINDOW) -> list[float]:
     """For each step the mean of the last `window` losses, of fewer at the start."""
-    spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
-    return [sum(span) / len(span) for span in spans]
-
-
-def difference(losses: list[float], reference: list[float]) -> list[float]:
-    """Of the smoothed losses, step by step."""
-    return [a - b for a, b in zip(smoothed(losses), smoothed(reference), strict=True)]
+    return plots.smoothed(losses, window)
 
 
 def distance(losses: list[float], reference: list[float]) -> Distance:
-    sizes = [abs(value) for value in difference(losses, reference)]
+    """How far two smoothed curves lie apart."""
+    sizes = [abs(a - b) for a, b in zip(smoothed(losses), smoothed(reference), strict=True)]
     # Not max(): it passes over a NaN that is not the first.
     return Distance(sum(sizes) / len(sizes), sorted(sizes)[-1] if sum(sizes) == sum(sizes) else math.nan)
 
@@ -72,17 +68,16 @@ def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int
     """What a result file holds.
 
     Args:
-        suite: one of `tables.TRAINING`.
+        suite: one of `results.TRAINING`.
         records: of runs, and one of what they share. The first `peers` runs differ in their rounding alone, and the
             others are judged by them: those with "gradients" or a "recipe" by these gradients and the held-out loss,
-            those with neither by their curves. Each but the first gets its difference and distance from the first.
+            those with neither by their curves. Each but the first gets its distance from the first.
     """
     *runs, shared = records
     curves = [run["loss"] for run in runs]
     for run in runs:
         run["loss_at_end"] = smoothed(run["loss"])[-1]
     for run in runs[1:]:
-        run["difference"] = difference(run["loss"], curves[0])
         run["distance"] = distance(run["loss"], curves[0])._asdict()
     rounding = noise(curves[:peers])
     verdict: dict[str, Any] = {"noise": rounding._asdict(), "window": WINDOW}
@@ -132,66 +127,38 @@ def verdicts(shared: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
 
 
 def save(result: Result, path: Path, console: Console) -> None:
-    """Writes the JSON file, and the plot beside it where there is matplotlib."""
+    """Writes the result file, and the plot beside it where there is matplotlib."""
     results.write(result, path)
     console.print(f"wrote {path}", soft_wrap=True)
     try:
         plot(result, path.with_suffix(".svg"))
         console.print(f"wrote {path.with_suffix('.svg')}", soft_wrap=True)
-    except ImportError:
+    except RuntimeError:
         console.print(f"no matplotlib, so no plot: `python {__file__} {path}` draws it where there is", soft_wrap=True)
-
-
-def runs_of(result: Result) -> list[dict[str, Any]]:
-    """The records of runs, the reference first. Raises ValueError where the result is of another suite."""
-    if result["suite"] not in tables.TRAINING:
-        raise ValueError(f"the suite {result['suite']!r} has no curves; these have: {', '.join(tables.TRAINING)}")
-    return [record for record in result["records"] if "loss" in record]
 
 
 def plot(result: Result, path: Path) -> None:
     """Writes both panels, the losses and their differences from the first run's, in the format of path's suffix.
 
     Raises:
-        ImportError: there is no matplotlib.
+        RuntimeError: there is no matplotlib.
+        ValueError: the result is of another suite.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = result["suite"]  # the same file from the same numbers
-    from matplotlib import pyplot
-
-    runs = runs_of(result)
-    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
-    for number, run in enumerate(runs):
-        # Each curve is thinner than the one that it covers, so that both are seen.
-        style = {"color": f"C{number}", "linewidth": 1 + 5 * (len(runs) - 1 - number) / len(runs), "alpha": 0.8}
-        above.plot(run["loss"], label=f"{run['run']} (held out: {run['held_out']:.4f})", **style)
-        if "difference" in run:
-            below.plot(run["difference"], color=f"C{number}", linewidth=1.2, label=run["run"])
-    above.set_ylabel("loss, nats a byte")
-    above.set_title(f"{result['stamp']['gpu']}, commit {result['stamp']['commit'][:12]}", fontsize="medium")
-    below.set_ylabel(f"minus {runs[0]['run']}")
-    below.set_xlabel(f"step (differences are of means over {result['records'][-1]['window']} steps)")
-    below.axhline(0, color="C0", linewidth=0.8)
-    for axes in (above, below):
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    if result["suite"] not in results.TRAINING:
+        raise ValueError(f"the suite {result['suite']!r} has no curves; these have: {', '.join(results.TRAINING)}")
+    plots.save(partial(plots.draw_curves, result), path)
 
 
 def main(
-    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file of train_moe.py.")],
+    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A result file of train_moe.py.")],
     out: Annotated[Path | None, typer.Option(help="The plot, SVG or PNG; default: beside the results.")] = None,
 ) -> None:
     """Plot the learning curves of a result file."""
     path = out or result.with_suffix(".svg")
     try:
         plot(results.read(result), path)
-    except (ImportError, ValueError) as error:
-        remedy = "; pip install matplotlib" if isinstance(error, ImportError) else ""
-        typer.echo(f"training_curves: {error}{remedy}", err=True)
+    except (RuntimeError, ValueError) as error:
+        typer.echo(f"training_curves: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"wrote {path}")
 

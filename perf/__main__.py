@@ -19,33 +19,10 @@ from .cells import Table
 from .layer_cases import ROUTINGS
 from .options import QUACK_MODES, Options, command_line
 from .results import Result, default_path, make_result, write
+from .suites import COMPARE, SUITES, TILES, function_of
 from .tables import tables_of
 
-COMPARE, TILES = "compare", "tiles"
-SUITE_HELP = {
-    "forward": "FC1, FC2 and the MLP at hundreds of rows an expert",
-    "decode": "the same at a few rows an expert",
-    "rows": "the same at 1 to 4096 rows an expert",
-    "skew": "the same from even to one-sided routing",
-    "backward": "the backward's kernels",
-    "train": "a layer's forward and backward: time, memory, host",
-    "layer": "the whole layer from tokens to tokens: time, memory, where it goes, and its parts",
-    "power": "FC1 and the backward's kernels, each contestant alone: time, clock and power",
-    "quantize": "quantising to MXFP8",
-    "fp8": "the MLP in MXFP8, by every recipe",
-    "frozen": "gradients of rows through frozen quantised weights",
-    "lora": "adapters of frozen experts, forward and backward: time, memory",
-    "serving": "whole experts as serving engines call them, cold, in CUDA graphs, beside engines' own",
-    "portable": "the MLP on kernels without wgmma and TMA, beside Hopper's own, in CUDA graphs",
-    "mhc": "the hyper-connections' operators",
-    "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
-    "distributed": "experts across the GPUs of this host: both ends, and layers by either transport",
-    "host": "host time of a call",
-    "graph": "CUDA graphs",
-}
-SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", "serving", "layer", COMPARE, TILES)
-WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "power", "host")
+DEFAULT_ROUTINGS = {"layer": ROUTINGS, COMPARE: EVEN_AND_SKEWED, TILES: EVEN_AND_SKEWED}
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
 
@@ -57,44 +34,35 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in _words(text))
 
 
-def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
-    suite: argparse.ArgumentParser = commands.add_parser(name, help=help)
-    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.json")
+def _add_suite(commands: Any, name: str) -> None:
+    about = SUITES[name]
+    suite: argparse.ArgumentParser = commands.add_parser(name, help=about.help)
+    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.csv")
     suite.add_argument("--budget", dest="budget_s", type=float, help=f"seconds of sampling ({Options.budget_s})")
     suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
     if name != "host":
         suite.add_argument("--case", help="the case of this name, or those whose name, sizes or routing contain it")
     suite.add_argument("--batch-invariant", action="store_true", help="with glulam.batch_invariant(True)")
-    if name in WITH_OPS:
+    if about.has_ops:
         suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
-    if name in WITH_QUACK:
+    if about.has_quack:
         suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
+    if name in DEFAULT_ROUTINGS:
+        suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(DEFAULT_ROUTINGS[name])})")
     if name == "layer":
-        _add_routing(suite, ROUTINGS)
         suite.add_argument("--published", action="store_true", help="only layers that others publish times of")
-    return suite
-
-
-def _add_routing(suite: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
-    suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(default)})")
-
-
-def _add_named(commands: Any, name: str, help: str, *, specs_required: bool) -> None:
-    """A suite on exported functions by name."""
-    suite = _add_suite(commands, name, help)
-    suite.add_argument("--specs", type=_words, required=specs_required, help="functions: names or shell patterns")
-    suite.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
-    _add_routing(suite, EVEN_AND_SKEWED)
-    suite.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
+    if name in (COMPARE, TILES):
+        patterns = "functions: names or shell patterns"
+        suite.add_argument("--specs", type=_words, required=name == COMPARE, help=patterns)
+        suite.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
+        suite.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m perf", description="Measure Glulam on this machine's GPU.")
     commands = root.add_subparsers(dest="command", required=True)
-    for name, help in SUITE_HELP.items():
-        _add_suite(commands, name, help)
-    _add_named(commands, COMPARE, "named kernels against each other", specs_required=True)
-    _add_named(commands, TILES, "every tile at 1 to 4096 rows an expert, for tables of choices", specs_required=False)
+    for name in SUITES:
+        _add_suite(commands, name)
     commands.add_parser("table", help="write the dispatcher's table of measured tiles from perf/results")
     commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's overview")
     return root
@@ -132,7 +100,6 @@ def measure(arguments: argparse.Namespace) -> Result:
 
     from .limits import measure_limits
     from .stamp import make_stamp
-    from .suites import SUITES
 
     os.environ.setdefault(known.ENV_TUNED, "")  # what ships is what is measured
     known.ignore_preferences()
@@ -140,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     glulam.batch_invariant(options.batch_invariant)
     stamp = make_stamp(command_line(arguments.command, options), arguments.commit)
     limits = measure_limits()
-    return make_result(arguments.command, stamp, limits, SUITES[arguments.command](options))
+    return make_result(arguments.command, stamp, limits, function_of(arguments.command)(options))
 
 
 def _is_part(arguments: argparse.Namespace) -> bool:

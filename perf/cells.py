@@ -1,14 +1,23 @@
-"""What tables are made of: text of times, rates and ratios."""
+"""Parts of tables: columns, and the text of times, rates and ratios."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from .cases import Case
-from .timing import Summary
+from .layer_cases import LayerCase
+from .results import Record, Result
+from .serving_cases import ServingCase
 
 OURS, DENSE = "glulam", "dense"
+HOST = "host"
+"""The operation of a record of host times, whose contestants are items."""
+Limits = dict[str, float]
+Column = tuple[str, Callable[[Record], str]]
+"""A heading, and the cell of a record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,30 +27,87 @@ class Table:
     rows: list[tuple[str, ...]]
 
 
-def summary_of(data: dict[str, Any]) -> Summary:
-    return Summary(**data)
+def table(title: str, records: Iterable[Record], columns: Sequence[Column]) -> list[Table]:
+    """Return a table with a row a record; none where there are no records."""
+    rows = [tuple(cell(record) for _, cell in columns) for record in records]
+    return [Table(title, tuple(heading for heading, _ in columns), rows)] if rows else []
 
 
-def microseconds(value: float) -> str:
+def rows_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Table]:
+    """Return a table of ready rows; none where there are none."""
+    return [Table(title, header, rows)] if rows else []
+
+
+def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> list[Table]:
+    """Return a table of what is below what is aimed at: names, the ratio reached and the target, either may be None."""
+    rows = [
+        (*names, f"{reached:.3f}", f"{wanted:.2f}")
+        for *names, reached, wanted in found
+        if reached is not None and wanted is not None and reached < wanted
+    ]
+    return rows_table("Below the target", (*what, "ratio", "target"), rows)
+
+
+def case_of(record: Record) -> Any:
+    """The record's case: of a layer, of serving, or of an MLP."""
+    data = record["case"]
+    kind: Any = ServingCase if "world_experts" in data else LayerCase if "tokens" in data else Case
+    return kind(**data)
+
+
+def label(record: Record) -> str:
+    return str(case_of(record).label)
+
+
+def field(*path: str) -> Callable[[Record], str]:
+    """Return the cell of a field, of nested dicts by its path."""
+
+    def cell(record: Record) -> str:
+        value: Any = record
+        for key in path:
+            value = value[key]
+        return str(value)
+
+    return cell
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """Return a number; "-" where it was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def microseconds(value: float | None) -> str:
     """Three significant digits at least: 2825, 365, 24.3, 4.71."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return number(value, 2 if value is None or value < 10 else 1 if value < 100 else 0)
 
 
-def work(record: dict[str, Any]) -> tuple[float, float]:
+def median(record: Record, name: str = OURS) -> float | None:
+    """The median of a contestant in us; None where it was not measured."""
+    times = record["times"]
+    return float(times[name]["median_us"]) if name in times else None
+
+
+def ratio(record: Record, peer: str, ours: str = OURS) -> float | None:
+    """The peer's median over ours: above 1 we are faster. None where one was not measured."""
+    theirs, mine = median(record, peer), median(record, ours)
+    return theirs / mine if theirs and mine else None
+
+
+def work(record: Record) -> tuple[float, float]:
     """Useful FLOP and the fewest bytes of one call; no bytes where they are not known."""
     if "flop" in record:
         return record["flop"], record.get("bytes", 0.0)
-    case, op = Case(**record["case"]), record["op"]
+    case, op = case_of(record), record["op"]
     return case.flop(op), case.bytes(op, record["active_experts"])
 
 
-def rate(record: dict[str, Any], median_us: float, limits: dict[str, float]) -> str:
+def rate(record: Record, us: float | None, limits: Limits) -> str:
     """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
     flop, moved = work(record)
-    return bound(flop / median_us, moved / median_us, limits)
+    return bound(flop / us, moved / us, limits) if us else "-"
 
 
-def bound(flop_per_us: float, bytes_per_us: float, limits: dict[str, float]) -> str:
+def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
     """The rate in what binds first, and how much of that limit it is."""
     tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
@@ -50,28 +116,63 @@ def bound(flop_per_us: float, bytes_per_us: float, limits: dict[str, float]) -> 
     return f"{tflops:.0f} TF/s ({100 * of_flop:.0f} %)"
 
 
-def ratio(record: dict[str, Any], name: str) -> float:
-    """The peer's median over ours: above 1 we are faster."""
-    times = record["times"]
-    return float(times[name]["median_us"] / times[OURS]["median_us"])
+def names_of(records: Iterable[Record], field: str = "times") -> list[str]:
+    """Every contestant, in order of first appearance."""
+    return list(dict.fromkeys(name for record in records for name in record.get(field, ())))
 
 
-def peers_of(records: list[dict[str, Any]]) -> list[str]:
-    """Every contestant but us, in order of first appearance."""
-    return [name for name in dict.fromkeys(name for r in records for name in r["times"]) if name != OURS]
+def peers_of(records: Iterable[Record]) -> list[str]:
+    """Every contestant but us."""
+    return [name for name in names_of(records) if name != OURS]
 
 
-def peer_cell(record: dict[str, Any], name: str) -> str:
-    if name not in record["times"]:
+def us_cell(record: Record, name: str) -> str:
+    return microseconds(median(record, name))
+
+
+def ratios_cell(record: Record, name: str, peers: Sequence[str]) -> str:
+    """A contestant's time, in brackets peers' times over it."""
+    if median(record, name) is None:
         return "-"
-    return f"{microseconds(record['times'][name]['median_us'])} ({ratio(record, name):.2f}x)"
+    return f"{us_cell(record, name)} ({', '.join(number(ratio(record, peer, name), 2, 'x') for peer in peers)})"
 
 
-def our_cell(record: dict[str, Any]) -> str:
+def peer_cell(record: Record, name: str) -> str:
+    """A peer's time, in brackets over ours."""
+    return "-" if median(record, name) is None else f"{us_cell(record, name)} ({number(ratio(record, name), 2, 'x')})"
+
+
+def our_cell(record: Record) -> str:
     """Our median with its spread."""
-    ours = summary_of(record["times"][OURS])
-    return f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
+    ours = record["times"][OURS]
+    spread = (ours["high_us"] - ours["low_us"]) / (2 * ours["median_us"])
+    return f"{microseconds(ours['median_us'])} ± {100 * spread:.1f} %"
 
 
-def skew_cell(record: dict[str, Any]) -> str:
+def skew_cell(record: Record) -> str:
     return f"{record['case']['routing']} ({record['skew']['max_over_mean']:.1f})"
+
+
+CASE: Column = ("case", label)
+ROUTING: Column = ("routing (max/mean)", skew_cell)
+OUR_TIME: Column = ("glulam us", our_cell)
+
+
+def our_rate(limits: Limits, heading: str = "rate (of limit)") -> Column:
+    return heading, lambda record: rate(record, median(record), limits)
+
+
+def columns_of(
+    names: Iterable[str], cell: Callable[..., str] = peer_cell, unit: str = " us", **more: Any
+) -> list[Column]:
+    """Return a column for each contestant, the cell of its name."""
+    return [(f"{name}{unit}", partial(cell, name=name, **more)) for name in names]
+
+
+def host_table(title: str, result: Result, digits: int) -> list[Table]:
+    """Host time of each item: the median and the outer deciles."""
+    items = (item for record in result["records"] if record["op"] == HOST for item in record["times"].items())
+    rows: list[tuple[str, ...]] = [
+        (name, *(number(times[key], digits) for key in ("median_us", "low_us", "high_us"))) for name, times in items
+    ]
+    return [Table(title, ("item", "median us", "10 %", "90 %"), rows)]

@@ -51,7 +51,7 @@ def text(table: dict[str, Any]) -> str:
     return f'{{"stamp": {json.dumps(table["stamp"])},\n"shapes": [\n{lines}\n]}}\n'
 
 
-def write_table(source: Path = RESULTS / "tiles-h200.json", path: Path = MEASURED) -> Path:
+def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
     """Writes the measurements that ship, from a result file. Raises ValueError where that is not of the tiles suite."""
     result = read(source)
     if result["suite"] != "tiles":

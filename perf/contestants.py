@@ -6,7 +6,6 @@ cannot do. `glu_layout` says how a library reads the 2I rows of w1: every layout
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,21 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from .cases import TINY
+from .contest import check_error, or_left_out
 from .problem import Buffers, make_problem
 from .quack import Quack, quack_version
-
-__all__ = [
-    "Dense",
-    "Glulam",
-    "Library",
-    "Quack",
-    "TorchGrouped",
-    "calls",
-    "check",
-    "find_quack",
-    "libraries",
-    "quack_version",
-]
 
 MAX_RELATIVE_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
 
@@ -122,29 +109,17 @@ def check(library: Library, op: str, b: Buffers) -> float:
     """
     if isinstance(library, Dense):
         return 0.0
-    expected = getattr(TorchGrouped(library.glu_layout), op)(b).float()
-    got = getattr(library, op)(b).float()
-    error = float((got - expected).norm() / expected.norm())
-    if not error <= MAX_RELATIVE_ERROR:
-        raise RuntimeError(f"{library.name} {op}: relative error {error:.2g} against torch; nothing was timed")
-    return error
-
-
-def _quack_works() -> bool:
-    """Whether QuACK, which pins its own versions, runs beside ours. Where it does not, a warning says why."""
-    try:
-        check(Quack("default"), "mlp", make_problem(TINY).sets[0])
-    except Exception as error:  # whatever a foreign package raises must not cost the run
-        warnings.warn(f"QuACK is left out: {type(error).__name__}: {error}", stacklevel=3)
-        return False
-    return True
+    expected = getattr(TorchGrouped(library.glu_layout), op)(b)
+    return check_error(f"{library.name} {op}", getattr(library, op)(b), expected, MAX_RELATIVE_ERROR)
 
 
 def find_quack(mode: str) -> Quack | None:
-    """QuACK in one of QUACK_MODES; None where it is "off", absent or does not work."""
-    if mode == "off" or quack_version() is None or not _quack_works():
-        return None
-    return Quack(mode)
+    """QuACK in one of QUACK_MODES; None if it is "off", absent, or does not run beside ours."""
+    if mode != "off" and quack_version() is not None:
+        with or_left_out("QuACK"):
+            check(Quack("default"), "mlp", make_problem(TINY).sets[0])
+            return Quack(mode)
+    return None
 
 
 def libraries(quack: str) -> list[Library]:

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from .cells import Table
-from .results import Result
+from .cells import Column, Table, number, table
+from .results import Record, Result
 
 OURS, THEIRS, ALONE = "symmetric", "all_to_all", "experts alone"
 
 
-def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _share(record: Record, part: str) -> str:
+    """Our time of an end, and what its bytes take at the links' rate over that."""
+    us = record["times"][OURS][part]
+    return f"{us:.1f} ({_floor(record) / us:.2f})"
 
 
-def _end_row(record: dict[str, Any]) -> tuple[str, ...]:
-    ours, theirs = record["times"][OURS], record["times"][THEIRS]
-    floor = record["bytes"] / record["put_gbps"] * 1e-3
-    shares = [f"{_us(ours[part])} ({floor / ours[part]:.2f})" for part in ("dispatch", "combine")]
-    label = f"{record['layer']}, {record['tokens']}"
-    return (label, _us(floor), *shares, _us(ours["both"]), _us(ours["graph"]), _us(theirs["both"]))
+def _floor(record: Record) -> float:
+    return float(record["bytes"] / record["put_gbps"] * 1e-3)
 
 
-def _layer_row(record: dict[str, Any]) -> tuple[str, ...]:
-    times = record["times"]
-    ours, theirs, alone = times[OURS], times.get(THEIRS), times[ALONE]
-    ratio = "-" if theirs is None else f"{theirs / ours:.2f}"
-    label = f"{record['layer']}, {record['tokens']}, {record['mode']}"
-    return (label, _us(ours), _us(theirs), ratio, _us(ours - alone), f"{record['world'] * alone / ours:.2f}")
+def _us(record: Record, name: str) -> float | None:
+    return record["times"].get(name, {}).get("us")
+
+
+def _ratio(record: Record) -> str:
+    ours, theirs = _us(record, OURS), _us(record, THEIRS)
+    return number(theirs / ours if ours and theirs else None)
+
+
+def _speedup(record: Record) -> str:
+    return number(record["world"] * record["times"][ALONE]["us"] / record["times"][OURS]["us"])
 
 
 def distributed_tables(result: Result) -> list[Table]:
     """Ends first, then layers. A share: of what the bytes that must cross take at the links' rate in the same run."""
     ends = [record for record in result["records"] if record["kind"] == "ends"]
     layers = [record for record in result["records"] if record["kind"] == "layer"]
-    first = (ends or layers)[0]
-    where = f"{first['world']} GPUs"
+    where = f"{(ends or layers)[0]['world']} GPUs"
     puts = f", an elementwise kernel's stores to a peer {ends[0]['put_gbps']:.0f} GB/s" if ends else ""
+    of_ends: list[Column] = [
+        ("layer, tokens a rank", lambda r: f"{r['layer']}, {r['tokens']}"),
+        ("bytes alone", lambda r: number(_floor(r), 1)),
+        ("dispatch (share)", lambda r: _share(r, "dispatch")),
+        ("combine (share)", lambda r: _share(r, "combine")),
+        ("both", lambda r: number(r["times"][OURS]["both"], 1)),
+        ("both, graph", lambda r: number(r["times"][OURS]["graph"], 1)),
+        ("both by all_to_all", lambda r: number(r["times"][THEIRS]["both"], 1)),
+    ]
+    of_layers: list[Column] = [
+        ("layer, tokens a rank", lambda r: f"{r['layer']}, {r['tokens']}, {r['mode']}"),
+        (OURS, lambda r: number(_us(r, OURS), 1)),
+        (THEIRS, lambda r: number(_us(r, THEIRS), 1)),
+        ("ratio", _ratio),
+        ("over experts alone", lambda r: number(r["times"][OURS]["us"] - r["times"][ALONE]["us"], 1)),
+        (
+            "tokens a second over 1 GPU's",
+            _speedup,
+        ),
+    ]
     return [
-        Table(
-            f"Dispatch with its routing, and combine of rows, us; {where}{puts}",
-            ("layer, tokens a rank", "bytes alone", "dispatch (share)", "combine (share)", "both", "both, graph",
-             "both by all_to_all"),
-            [_end_row(record) for record in ends],
-        ),
-        Table(
-            f"The layer, us; {where}",
-            ("layer, tokens a rank", "symmetric", "all_to_all", "ratio", "over experts alone",
-             "tokens a second over 1 GPU's"),
-            [_layer_row(record) for record in layers],
-        ),
-    ]  # fmt: skip
+        *table(f"Dispatch with its routing, and combine of rows, us; {where}{puts}", ends, of_ends),
+        *table(f"The layer, us; {where}", layers, of_layers),
+    ]

@@ -21,6 +21,7 @@ from glulam.formats.prepared import prepare
 from glulam.formats.scaled import Parts
 from glulam.ops.quantized_weights import FORMS
 
+from .contest import check_error
 from .contestants import TorchGrouped
 from .problem import Buffers
 from .targets import BF16, FP8_RECIPES, TORCH_FP8
@@ -108,12 +109,7 @@ def make(name: str, sets: list[Buffers]) -> Mlp:
 
 def check(name: str, mlp: Mlp, b: Buffers) -> float:
     """Relative error (Frobenius norms) against torch in BF16. Raises RuntimeError where it is more than rounding."""
-    expected = TorchGrouped().mlp(b).float()
-    got = mlp(b).float()
-    error = float((got - expected).norm() / expected.norm())
-    if not error <= MAX_RELATIVE_ERROR[name]:
-        raise RuntimeError(f"{name}: relative error {error:.2g} against torch; nothing was timed")
-    return error
+    return check_error(name, mlp(b), TorchGrouped().mlp(b), MAX_RELATIVE_ERROR[name])
 
 
 def calls(mlp: Mlp, sets: list[Buffers]) -> Call:

@@ -7,7 +7,6 @@ begin with the same router GEMM by torch.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .contest import Wrong, or_left_out
 from .layer_cases import FORWARD, TRAIN
 from .layer_data import Batch, LayerData, choose, sort_choices
 from .layer_peers import find_peers
@@ -137,23 +137,18 @@ class Admitted:
 
 def admitted(d: LayerData, op: str, competing: Sequence[Contestant]) -> Admitted:
     """Whoever fails or is wrong is not timed: its time would say nothing."""
-    chosen, errors, left_out = [], {}, {}
+    chosen, errors = [], {}
+    left_out: dict[str, str] = {}
     wanted: dict[str, Results] = {}
     for contestant in competing:
         if op != FORWARD and not contestant.trains:
             continue
-        try:
+        with or_left_out(f"{d.case.label}, {op}: {contestant.name}", noting=(left_out, contestant.name)):
             if contestant.glu_layout not in wanted:
                 wanted = {contestant.glu_layout: expected(d, op, contestant.glu_layout)}  # one at a time, for room
             error = check(contestant, d, op, wanted[contestant.glu_layout])
-        except Exception as failure:  # whatever a foreign package raises must not cost the run
-            left_out[contestant.name] = " ".join(f"{type(failure).__name__}: {failure}".split())
-        else:
-            if error <= MAX_RELATIVE_ERROR:
-                chosen.append(contestant)
-                errors[contestant.name] = error
-            else:
-                left_out[contestant.name] = f"wrong, relative error {error:.2g}"
-    for name, why in left_out.items():
-        warnings.warn(f"{d.case.label}, {op}: {name} is left out: {why}", stacklevel=2)
+            if not error <= MAX_RELATIVE_ERROR:
+                raise Wrong(f"wrong, relative error {error:.2g}")
+            chosen.append(contestant)
+            errors[contestant.name] = error
     return Admitted(chosen, errors, left_out)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layer_cases import LayerCase, logit_offsets
-from .problem import TOKENS
+from .problem import TOKENS, normals
 
 GAP = 2.0**-5  # of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
 REDRAWS = 100  # of what is closer, some 40 % of the tokens left each time
@@ -100,9 +100,7 @@ def make_layer(case: LayerCase, dtype: torch.dtype = torch.bfloat16, device: str
     experts, hidden, inner = case.experts, case.hidden, case.intermediate
     generator = torch.Generator(device).manual_seed(case.seed)
 
-    def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, scale, generator=generator)
-
+    random = normals(generator, dtype)
     router = random(experts, hidden, scale=hidden**-0.5)
     router[:, 0] = torch.tensor(logit_offsets(case))
     w1 = random(experts, 2 * inner, hidden, scale=hidden**-0.5)

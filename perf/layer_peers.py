@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .contest import or_left_out
 from .layer_data import Batch, LayerData, choose
 
 SONIC, FLASHINFER = "SonicMoE", "FlashInfer"
@@ -86,8 +86,6 @@ def find_peers() -> list[Peer]:
     for package, make in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             continue
-        try:
+        with or_left_out(package):
             found.append(make())
-        except Exception as error:  # whatever a foreign package raises must not cost the run
-            warnings.warn(f"{package} is left out: {type(error).__name__}: {error}", stacklevel=2)
     return found

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .cells import OURS
-from .layer_tables import STAGES, whole_us
+from .layer_tables import STAGES, steps_of, whole_us
 from .results import Result
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def groups_of(result: Result, op: str) -> list[Group]:
     for record in result["records"]:
         if record["op"] != STAGES or record["of"] != op or not (whole := whole_us(record, timed)):
             continue
-        steps = {name: us / whole for name, us in record["stages"].items()}
+        steps = {name: us / whole for name, us in steps_of(record).items()}
         found.append(Group(_label(record["case"]), steps, _peers(record["case"], timed, whole)))
     return found
 

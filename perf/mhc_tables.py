@@ -1,12 +1,10 @@
-"""The tables of the `mhc` suite, as (title, header, rows)."""
+"""The tables of the `mhc` suite."""
 
 from __future__ import annotations
 
-from typing import Any
+from .cells import HOST, OURS, Column, Table, columns_of, field, host_table, median, number, peers_of, ratio, table
+from .results import Record, Result
 
-from .results import Result
-
-OURS = "glulam"
 GB200_OVER_H200 = 8.0 / 4.8
 """Their memory bandwidths by data sheet, TB/s."""
 CUTILE_GB200_US = {
@@ -20,55 +18,43 @@ PUBLISHED_S = 8192
 ISSUE_SLOTS = 4
 """Warp instructions that an SM can start in a cycle."""
 
-Parts = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
-
-def _median(record: dict[str, Any], name: str) -> float:
-    return float(record["times"][name]["median_us"])
-
-
-def _of_issue(record: dict[str, Any], stamp: dict[str, Any]) -> str:
-    """The least instructions' share of what the SMs could start in the time, at the highest clock."""
-    if not record.get("warp_instructions"):
+def _published(record: Record) -> str:
+    """The time of cuTile's kernels, as if bandwidth alone decided."""
+    if record["size"]["s"] != PUBLISHED_S or record["op"] not in CUTILE_GB200_US:
         return "-"
-    slots = ISSUE_SLOTS * float(stamp["sms"]) * float(stamp["sm_clock_max_mhz"]) * _median(record, OURS)
-    return f"{record['warp_instructions'] / slots:.2f}"
+    return number(CUTILE_GB200_US[record["op"]][record["direction"] == "backward"] * GB200_OVER_H200, 0)
 
 
-def _row(record: dict[str, Any], copy_tbps: float, stamp: dict[str, Any]) -> tuple[str, ...]:
-    ours, peers = _median(record, OURS), [name for name in record["times"] if name != OURS]
-    least = record["bytes"] / copy_tbps * 1e-6
-    published = CUTILE_GB200_US.get(record["op"], ()) if record["size"]["s"] == PUBLISHED_S else ()
-    index = ("forward", "backward").index(record["direction"])
-    scaled = f"{published[index] * GB200_OVER_H200:.0f}" if published else "-"
-    size = record["size"]
-    return (
-        record["op"],
-        record["direction"],
-        f"{size['s']} x {size['b']} x {size['n']} x {size['c']}",
-        f"{ours:.1f}",
-        f"{record['bytes'] * 1e-9:.3f}",
-        f"{least / ours:.2f}",
-        _of_issue(record, stamp),
-        *(f"{_median(record, name):.0f} ({_median(record, name) / ours:.2f})" for name in peers),
-        scaled,
-        f"{record['difference']:.1g}",
-    )
+def _peer(record: Record, name: str) -> str:
+    return f"{number(median(record, name), 0)} ({number(ratio(record, name))})"
 
 
-def mhc_tables(result: Result) -> list[Parts]:
+def mhc_tables(result: Result) -> list[Table]:
     """Device times of the operators, and host times of small calls."""
-    measured = [record for record in result["records"] if "op" in record]
-    parts: list[Parts] = []
-    if measured:
-        peers = [name for name in measured[0]["times"] if name != OURS]
-        header = (
-            *("operator", "direction", "s x b x n x C", "glulam us", "least GB", "of copy bandwidth", "of issue slots"),
-            *(f"{name} us" for name in peers),
-            *("cuTile, GB200, scaled us", "largest difference"),
-        )
-        rows = [_row(record, result["limits"]["copy_tbps"], result["stamp"]) for record in measured]
-        parts.append(("Hyper-connections: device time", header, rows))
-    items = [record for record in result["records"] if "item" in record]
-    rows = [(r["item"], *(f"{r[name]:.2f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
-    return [*parts, ("Hyper-connections: host time of a small call", ("item", "median us", "10 %", "90 %"), rows)]
+    stamp, copy_tbps = result["stamp"], result["limits"]["copy_tbps"]
+    measured = [record for record in result["records"] if record["op"] != HOST]
+
+    def of_copy(record: Record) -> str:
+        return number(record["bytes"] / copy_tbps * 1e-6 / record["times"][OURS]["median_us"])
+
+    def of_issue(record: Record) -> str:
+        """The least instructions' share of what the SMs could start in the time, at the highest clock."""
+        slots = ISSUE_SLOTS * float(stamp["sms"]) * float(stamp["sm_clock_max_mhz"]) * (median(record) or 0.0)
+        least = record.get("warp_instructions")
+        return number(least / slots if least else None)
+
+    columns: list[Column] = [
+        ("operator", field("op")),
+        ("direction", field("direction")),
+        ("s x b x n x C", lambda record: " x ".join(str(record["size"][name]) for name in "sbnc")),
+        ("glulam us", lambda record: number(median(record), 1)),
+        ("least GB", lambda record: number(record["bytes"] * 1e-9, 3)),
+        ("of copy bandwidth", of_copy),
+        ("of issue slots", of_issue),
+        *columns_of(peers_of(measured), _peer),
+        ("cuTile, GB200, scaled us", _published),
+        ("largest difference", lambda record: f"{record['difference']:.1g}"),
+    ]
+    host = host_table("Hyper-connections: host time of a small call", result, 2)
+    return [*table("Hyper-connections: device time", measured, columns), *host]

@@ -29,7 +29,7 @@ from glulam.choose.problem import Problem
 from glulam.tuner.tensors import calls_of
 
 from .cases import Case
-from .problem import offsets
+from .problem import normals, offsets
 from .routing import group_sizes
 
 Sizes = tuple[str, int, int, int]
@@ -102,12 +102,8 @@ class Operation:
 
     def __init__(self, op: str, case: Case, spec: Spec, generator: torch.Generator) -> None:
         self.problem = problem_of(op, case, spec)
-        dtype, device = getattr(torch, self.problem.dtype), generator.device
-
-        def random(*shape: int, scale: float = 1.0) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, scale, generator=generator)
-
-        (self.call,) = calls_of(self.problem, random, offsets(group_sizes(case), str(device)))
+        random = normals(generator, getattr(torch, self.problem.dtype))
+        (self.call,) = calls_of(self.problem, random, offsets(group_sizes(case), str(generator.device)))
         bare = self.call.bare(self.problem, Fixed(spec, launch_nothing))
         self.values, self.results, self._kept = bare.values, bare.results, bare.memory
         for result in self.results:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from .cases import Case
-from .cells import OURS, Table, bound, microseconds, rate, work
-from .results import Result
+from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
+from .results import Record, Result
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
 MODEL = "Qwen3-30B-A3B"
@@ -18,8 +17,6 @@ ROUTING = "uniform"
 TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
 HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all cases the least, the most)")
 HOST_PEERS = {"torch": "torch mlp (out allocated)", "QuACK": "quack default mlp (out given)"}
-
-Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +29,13 @@ class Line:
     peers: dict[str, list[float]]
 
 
-def _us(record: Record, name: str) -> float:
-    return float(record["times"][name]["median_us"])
-
-
 def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
     """By a peer's title, its time over ours: in `shown`, then in every record that has both."""
-    found = {}
-    for name, title in names.items():
-        both = [record for record in (shown, *records) if {name, ours} <= record["times"].keys()]
-        if name in shown["times"]:
-            found[title] = [_us(record, name) / _us(record, ours) for record in both]
-    return found
+    return {
+        title: [found for record in (shown, *records) if (found := ratio(record, name, ours)) is not None]
+        for name, title in names.items()
+        if name in shown["times"]
+    }
 
 
 def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, result: Result) -> Line | None:
@@ -51,16 +43,17 @@ def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, resu
     records = [record for record in result["records"] if record.get("op") == op and ours in record["times"]]
     for record in records:
         if (record["case"]["name"], record["case"]["routing"]) == (case, ROUTING):
-            us = _us(record, ours)
+            us = median(record, ours) or math.inf
             in_bf16 = ours == OURS  # the limit of FLOP is BF16's
             reached = rate(record, us, result["limits"]) if in_bf16 else f"{work(record)[0] / us * 1e-6:.0f} TF/s"
-            rows = Case(**record["case"]).rows
+            rows = case_of(record).rows
             return Line(f"{what}, {rows} rows", us, reached, _against(record, records, ours, names))
     return None
 
 
 def _host(result: Result) -> Line | None:
-    us = {record["item"]: float(record["median_us"]) for record in result["records"] if "item" in record}
+    items = (record["times"] for record in result["records"] if record["op"] == HOST)
+    us = {item: float(time["median_us"]) for times in items for item, time in times.items()}
     if HOST_OURS not in us:
         return None
     peers = {title: [us[item] / us[HOST_OURS]] for title, item in HOST_PEERS.items() if item in us}
@@ -71,7 +64,7 @@ def _mhc(result: Result) -> Line | None:
     records = [record for record in result["records"] if OURS in record.get("times", ())]
     for record in records:
         if (record["op"], record["direction"]) == ("pre", "forward"):
-            us, size = _us(record, OURS), record["size"]
+            us, size = median(record) or math.inf, record["size"]
             peers = _against(record, records, OURS, {"torch.compile": "torch.compile"})
             what = f"hyper-connections: `mhc` pre, {size['s'] * size['b']} tokens of {size['n']} x {size['c']}"
             return Line(what, us, bound(0.0, record["bytes"] / us, result["limits"]), peers)

@@ -1,4 +1,7 @@
-"""Plots of results, as SVG: the same results give the same bytes."""
+"""Plots of results, as SVG: the same results give the same bytes.
+
+The overview, which pages show, lies beside the results; the others lie in their folder `plots`, which git ignores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .cells import DENSE, OURS, ratio, work
 from .layer_cases import FORWARD, TRAIN
 from .layer_plots import draw_groups, groups_of
 from .overview import Line, overview, shown_gpu
-from .results import Result, gpu_slug
+from .results import TRAINING, Result, gpu_slug
 from .targets import target
 from .training import KERNELS
 
@@ -72,7 +75,7 @@ def _bars(axes: Axes, records: list[dict[str, Any]]) -> None:
     for number, name in enumerate(peers):
         having = [(place, record) for place, record in enumerate(records) if name in record["times"]]
         places = [place + (number - (len(peers) - 1) / 2) * height for place, _ in having]
-        ratios = [ratio(record, name) for _, record in having]
+        ratios = [ratio(record, name) or 0.0 for _, record in having]
         axes.barh(places, ratios, height, label=name, color=COLOURS.get(name))
         for place, (_, record) in zip(places, having, strict=True):
             if (wanted := target(record, name)) is not None:
@@ -194,16 +197,49 @@ def draw_overview(lines: list[Line]) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def draw_curves(result: Result) -> Figure:
+    """The losses of training runs over each other, and the differences of their means from the first run's."""
+    runs, window = [record for record in result["records"] if "loss" in record], result["records"][-1]["window"]
+    first = smoothed(runs[0]["loss"], window)
+    figure = _figure(8.0, 6.0)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    for number, run in enumerate(runs):
+        # Each curve is thinner than the one that it covers, so that both are seen.
+        style: dict[str, Any] = {"linewidth": 1 + 5 * (len(runs) - 1 - number) / len(runs), "alpha": 0.8}
+        above.plot(run["loss"], color=f"C{number}", label=f"{run['run']} (held out: {run['held_out']:.4f})", **style)
+        if number:
+            apart = [a - b for a, b in zip(smoothed(run["loss"], window), first, strict=True)]
+            below.plot(apart, color=f"C{number}", linewidth=1.2, label=run["run"])
+    above.set_ylabel("loss, nats a byte")
+    above.set_title(f"{result['stamp']['gpu']}, commit {result['stamp']['commit'][:12]}")
+    below.set_ylabel(f"minus {runs[0]['run']}")
+    below.set_xlabel(f"step (differences are of means over {window} steps)")
+    below.axhline(0, color="C0", linewidth=0.8)
+    for axes in (above, below):
+        axes.legend()
+    return figure
+
+
+def smoothed(losses: list[float], window: int) -> list[float]:
+    """For each step the mean of the last `window` losses, of fewer at the start."""
+    spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
+    return [sum(span) / len(span) for span in spans]
+
+
+def save(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw and write a plot in the format of path's suffix. Raises RuntimeError without matplotlib."""
+    _figure(1, 1)  # says what is missing
     from matplotlib import rc_context
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(SETTINGS):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        draw().savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
 
 
 def _plots_of(gpu: str, results: list[Result]) -> dict[str, Callable[[], Figure]]:
     """What can be drawn of one GPU's results, by file stem."""
     by_suite = {result["suite"]: result for result in results if _measured(result)}
+    curves = {result["suite"]: result for result in results if result["suite"] in TRAINING}
     draws: dict[str, Draw] = dict.fromkeys(RATIO_SUITES, draw_ratios)
     draws |= {"skew": draw_skew, "rows": draw_rows}
     plots: dict[str, Callable[[], Figure]] = {
@@ -211,6 +247,9 @@ def _plots_of(gpu: str, results: list[Result]) -> dict[str, Callable[[], Figure]
     }
     if "layer" in by_suite and any(groups_of(by_suite["layer"], op) for op in (FORWARD, TRAIN)):
         plots[f"layer-{gpu}"] = partial(draw_layer, by_suite["layer"])
+    for suite in TRAINING:
+        if suite in curves:
+            plots[f"{suite}-{gpu}"] = partial(draw_curves, curves[suite])
     roofed = [by_suite[suite] for suite in ROOFLINE_SUITES if suite in by_suite]
     if roofed:
         plots[f"roofline-{gpu}"] = partial(draw_roofline, roofed)
@@ -223,22 +262,14 @@ def overview_stem(results: list[Result]) -> str:
 
 
 def write_plots(results: list[Result], folder: Path) -> list[Path]:
-    """Draws all that `results` hold; returns the files' paths. Raises RuntimeError without matplotlib."""
+    """Draw all that `results` hold; return the files' paths. Raises RuntimeError without matplotlib."""
     gpus: dict[str, list[Result]] = {}
     for result in results:
         gpus.setdefault(gpu_slug(result["stamp"]["gpu"]), []).append(result)
     plots = {stem: draw for gpu, held in gpus.items() for stem, draw in _plots_of(gpu, held).items()}
+    paths = {folder / "plots" / f"{stem}.svg": draw for stem, draw in plots.items()}
     if lines := overview(results):
-        plots[overview_stem(results)] = partial(draw_overview, lines)
-    if not plots:
-        return []
-    _figure(1, 1)  # says what is missing before anything is drawn
-    from matplotlib import rc_context
-
-    paths = []
-    for stem, draw in plots.items():
-        with rc_context(SETTINGS):
-            figure = draw()
-        paths.append(folder / f"{stem}.svg")
-        _save(figure, paths[-1])
-    return paths
+        paths[folder / f"{overview_stem(results)}.svg"] = partial(draw_overview, lines)
+    for path, draw in paths.items():
+        save(draw, path)
+    return list(paths)

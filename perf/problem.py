@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -55,6 +56,16 @@ def offsets(sizes: list[int], device: str) -> torch.Tensor:
     return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=device)
 
 
+def normals(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Callable[..., torch.Tensor]:
+    """Return a function of a shape and a scale, 1 if not given, to normal random tensors of that scale."""
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype, device=generator.device)
+        return made.normal_(0.0, scale, generator=generator)
+
+    return random
+
+
 def _starts(offs: torch.Tensor) -> torch.Tensor:
     return torch.cat([offs.new_zeros(1), offs])
 
@@ -62,9 +73,7 @@ def _starts(offs: torch.Tensor) -> torch.Tensor:
 def _buffers(case: Case, sizes: list[int], dtype: torch.dtype, device: str, generator: torch.Generator) -> Buffers:
     experts, hidden, inner, rows = case.experts, case.hidden, case.intermediate, case.rows
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, scale, generator=generator)
-
+    random = normals(generator, dtype)
     offs = offsets(sizes, device)
     return Buffers(
         x=random(rows, hidden),

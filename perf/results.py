@@ -1,21 +1,43 @@
-"""Result files: one JSON a suite and machine, self-describing."""
+"""Result files: one CSV a suite and machine, self-describing.
+
+A file begins with lines `# key: value`: the suite, what it was measured on and with, and the machine's limits. Then
+comes a table with a line for each contestant of a record; keys of nested dicts are joined by dots ("case.rows"). A
+record's own fields, that all of its contestants share, stand before the column "contestant", and what was measured of
+each contestant (`BY_CONTESTANT`) after it.
+"""
 
 from __future__ import annotations
 
-import json
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
-ONE_LINE_RECORDS = ("tiles",)
+SCHEMA = "perf result, schema 2"
+BY_CONTESTANT = ("times", "errors", "memory", "peak_bytes", "saved_bytes", "left_out")
+"""Fields of a record that are dicts by contestant."""
+TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
+"""Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
+CONTESTANT = "contestant"
 RESULTS = Path(__file__).resolve().parent / "results"
+DIGITS = 5  # of a number that is not whole: more is noise, and makes every diff of a result file unreadable
 
+Record = dict[str, Any]
 Result = dict[str, Any]
 
 
-def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], records: list[dict[str, Any]]) -> Result:
-    """What a result file holds: the suite's name, how it was measured, the machine's limits, the records."""
-    return {"schema": SCHEMA, "suite": suite, "stamp": stamp, "limits": limits, "records": records}
+def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], records: list[Record]) -> Result:
+    """Return what a result file holds: the suite's name, how it was measured, the machine's limits, the records.
+
+    What tuners of peers chose ("tuning" of a record) is added up for the whole suite.
+    """
+    found = [t for r in records for by_op in r.get("tuning", {}).values() for t in by_op.values()]
+    chosen = {(t["config"], t["timed"], t["seconds"]) for t in found}  # an operation's records share their case's
+    tuned = {"kernels": len(chosen), "timed": sum(t[1] for t in chosen), "seconds": sum(t[2] for t in chosen)}
+    kept = [{key: value for key, value in record.items() if key != "tuning"} for record in records]
+    return {"suite": suite, "stamp": stamp, "limits": limits, "tuned": tuned if chosen else {}, "records": kept}
 
 
 def gpu_slug(gpu: str) -> str:
@@ -24,48 +46,128 @@ def gpu_slug(gpu: str) -> str:
 
 
 def default_path(suite: str, gpu: str) -> Path:
-    """perf/results/<suite>-<gpu>.json."""
-    return RESULTS / f"{suite}-{gpu_slug(gpu)}.json"
+    """perf/results/<suite>-<gpu>.csv."""
+    return RESULTS / f"{suite}-{gpu_slug(gpu)}.csv"
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to five significant digits: more is noise, and makes every diff of a result file unreadable."""
+def _text(value: Any) -> str:
+    """A cell: a float with DIGITS digits, a list in brackets with blanks between its numbers."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return value
+        rounded = float(f"{value:.{DIGITS}g}")
+        return str(int(rounded)) if rounded.is_integer() else str(rounded)
+    if isinstance(value, (list, tuple)):
+        return f"[{' '.join(map(_text, value))}]"
+    return str(value).replace("\n", " ")
 
 
-def _lines(records: list[dict[str, Any]]) -> str:
-    """One record a line."""
-    return "[\n" + ",\n".join(json.dumps(record, separators=(",", ":")) for record in records) + "\n]"
+def _value(text: str) -> Any:
+    """A cell's number, truth value, list of numbers, or text."""
+    if text in ("True", "False"):
+        return text == "True"
+    if text.startswith("[") and text.endswith("]"):
+        return [_value(word) for word in text[1:-1].split()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Columns and cells of a value, dicts by names with dots."""
+    if not isinstance(value, dict):
+        yield name, _text(value)
+    else:
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else key)
+
+
+def _nested(cells: Iterable[tuple[str, Any]]) -> Record:
+    """The inverse of `_flat`. Keys may contain dots after the first, as names of versions do."""
+    made: Record = {}
+    for name, value in cells:
+        *path, last = name.split(".")
+        held = made
+        for key in path:
+            held = held.setdefault(key, {})
+        held[last] = value
+    return made
+
+
+def _lines(record: Record) -> Iterator[dict[str, str]]:
+    """A line for each contestant; one where there is none."""
+    shared = dict(_flat({key: value for key, value in record.items() if key not in BY_CONTESTANT}, ""))
+    measured = [(key, record[key]) for key in BY_CONTESTANT if key in record]
+    for name in dict.fromkeys(name for _, held in measured for name in held) or [""]:
+        of_name = (cell for key, held in measured if name in held for cell in _flat(held[name], key))
+        yield {**shared, CONTESTANT: name, **dict(of_name)}
+
+
+def _columns(lines: list[dict[str, str]]) -> list[str]:
+    """A record's own, the contestant, and what is measured of it."""
+    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != CONTESTANT]
+    measured = [name for name in names if name.partition(".")[0] in BY_CONTESTANT]
+    return [*(name for name in names if name not in measured), CONTESTANT, *measured]
 
 
 def write(result: Result, path: Path) -> None:
-    """Indented; a record a line for suites of many small ones."""
+    """Write a result file; its folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rounded = _rounded(result)
-    if result["suite"] not in ONE_LINE_RECORDS:
-        path.write_text(json.dumps(rounded, indent=1) + "\n")
-        return
-    head = json.dumps({**rounded, "records": []}, indent=1)
-    path.write_text(head.replace('"records": []', f'"records": {_lines(rounded["records"])}') + "\n")
+    head = {"suite": result["suite"], **{key: result[key] for key in ("stamp", "limits", "tuned")}}
+    lines = [line for record in result["records"] for line in _lines(record)]
+    text = io.StringIO()
+    text.write(f"# {SCHEMA}\n" + "".join(f"# {name}: {value}\n" for name, value in _flat(head, "")))
+    table = csv.DictWriter(text, _columns(lines), lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    path.write_text(text.getvalue())
+
+
+def _head(lines: list[str]) -> Result:
+    """The part of a result that its first lines tell: texts, and numbers of limits and of tuning."""
+    cells = (line.removeprefix("# ").partition(": ")[::2] for line in lines)
+    return _nested((name, _value(text) if name.startswith(("limits", "tuned")) else text) for name, text in cells)
+
+
+def _records(lines: list[str]) -> Iterator[Record]:
+    """Lines that follow each other and share all that is not of a contestant make a record, one of each contestant."""
+    header, *table = csv.reader(lines)
+    own = header.index(CONTESTANT)
+    groups: list[dict[str, list[str]]] = []
+    before: list[str] = []
+    for line in table:
+        if line[:own] != before or line[own] in groups[-1]:
+            groups.append({})
+        before = line[:own]
+        groups[-1][line[own]] = line
+    for group in groups:
+        first = next(iter(group.values()))
+        record = _nested((name, _value(text)) for name, text in zip(header[:own], first, strict=False) if text)
+        for contestant, line in group.items():
+            if contestant:
+                record.setdefault("times", {})  # empty where all are left out
+            for column, text in zip(header[own + 1 :], line[own + 1 :], strict=True):
+                key, _, path = column.partition(".")
+                held = record.setdefault(key, {}) if text else {}
+                if path:
+                    held.setdefault(contestant, {})[path] = _value(text)
+                else:
+                    held[contestant] = _value(text)
+        yield record
 
 
 def read(path: Path) -> Result:
-    """One result file. Raises ValueError, naming the file, where it is not one of this schema."""
-    try:
-        result = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); measure it again") from error
-    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
-        raise ValueError(f"{path} is not a result of schema {SCHEMA}; measure it again with `python -m perf`")
-    return result
+    """Read a result file. Raises ValueError, naming the file, if it is none of this schema."""
+    first, *lines = path.read_text().splitlines() or [""]
+    if first != f"# {SCHEMA}":
+        was = "JSON, as results were before" if first.startswith(("{", "[")) else f"not a {SCHEMA!r}"
+        raise ValueError(f"{path} is {was}; measure it again with `python -m perf`")
+    head = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
+    made = {"limits": {}, "tuned": {}, **_head(head)}
+    return {**made, "records": list(_records(lines[len(head) :]))}
 
 
 def read_all(folder: Path = RESULTS) -> list[Result]:
-    """Every result file of a folder, in the order of their names."""
-    return [read(path) for path in sorted(folder.glob("*.json"))]
+    """Read every result file of a folder, in the order of their names. Raises ValueError if one is of JSON."""
+    return [read(path) for path in sorted((*folder.glob("*.csv"), *folder.glob("*.json")))]

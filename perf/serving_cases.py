@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from .cases import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN3
-from .fp8_tables import WEIGHT_BITS
 from .layer_cases import LayerCase, layer_of
+from .targets import WEIGHT_BITS
 
 TOKENS = (1, 16, 64, 256, 2048, 8192)
 RECIPES = ("bf16", "mxfp8", "fp8_block", "mxfp8_weight_only", "mxfp4", "mxfp4_weight_only")

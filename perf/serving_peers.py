@@ -11,6 +11,7 @@ from typing import Any
 from glulam.layer.choices import moe_of_choices
 
 from .cells import OURS
+from .contest import or_left_out
 from .serving_cases import ServingCase
 from .serving_data import ROWS_16_BITS, ROWS_FP8, Call, Contestant
 
@@ -37,8 +38,6 @@ def find_peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Co
         if importlib.util.find_spec(package) is None:
             warnings.warn(f"{package} is left out: it is not installed", stacklevel=2)
             continue
-        try:
+        with or_left_out(package):
             found += importlib.import_module(f".{module}", __package__).contestants(models, recipes)
-        except Exception as error:  # whatever a foreign package raises must not cost the run
-            warnings.warn(f"{package} is left out: {type(error).__name__}: {error}", stacklevel=2)
     return found

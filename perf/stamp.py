@@ -93,7 +93,7 @@ def _under_load() -> dict[str, str]:
 
 def _gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"gpu": properties.name, "sms": properties.multi_processor_count, **_under_load()}
+    return {"gpu": properties.name, "sms": str(properties.multi_processor_count), **_under_load()}
 
 
 def make_stamp(command: str, commit: str | None = None, device: str = "cuda") -> dict[str, Any]:

@@ -3,205 +3,147 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from .cases import Case
 from .cells import (
+    CASE,
     DENSE,
+    HOST,
+    OUR_TIME,
     OURS,
+    ROUTING,
+    Column,
+    Limits,
     Table,
+    below_target,
     bound,
+    columns_of,
+    field,
+    host_table,
+    label,
+    median,
     microseconds,
-    our_cell,
+    names_of,
+    number,
+    our_rate,
     peer_cell,
     peers_of,
-    rate,
     ratio,
-    skew_cell,
-    summary_of,
+    rows_table,
+    table,
+    us_cell,
     work,
 )
 from .distributed_tables import distributed_tables
-from .fp8_tables import fp8_parts, frozen_part, lora_part
 from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
-from .portable_tables import portable_parts
-from .power_tables import power_parts
-from .results import Result
-from .serving_tables import serving_tables
+from .recipe_tables import fp8_tables, frozen_tables, lora_tables, portable_tables, serving_tables
+from .results import TRAINING, Record, Result
 from .targets import copy_target, target
 
-OP_TITLES = {
+TITLES = {
     "fc1": "FC1 with SwiGLU in one kernel (`grouped_glu`)",
     "fc2": "FC2 (`grouped_mm`)",
     "mlp": "The whole MLP (`grouped_mlp`)",
-}
-LAYER_TITLE = "Forward and backward of one MLP layer, all gradients (`grouped_mlp` under autograd)"
-KERNEL_TITLES = {
+    "layer": "Forward and backward of one MLP layer, all gradients (`grouped_mlp` under autograd)",
     "dglu": "The gradient of the preactivation (`grouped_dglu`); dense and torch's first step: the GEMM in it",
     "dgrad": "The gradient of FC1's input (`grouped_mm` with `transpose_w`)",
     "dw1": "The weight gradient of w1 (`grouped_wgrad`)",
     "dw2": "The weight gradient of w2 (`grouped_wgrad`)",
 }
-TITLES = {**OP_TITLES, "layer": LAYER_TITLE, **KERNEL_TITLES}
-MEMORY_TITLE = "Memory of forward and backward, GB"
-TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
-"""Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
+FLOP_PER_CYCLE = 4096  # of an SM's tensor cores, dense BF16 on Hopper
 
 
-def _op_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
-    reached = rate(record, record["times"][OURS]["median_us"], limits)
-    cells = (peer_cell(record, name) for name in peers)
-    return (Case(**record["case"]).label, skew_cell(record), our_cell(record), reached, *cells)
-
-
-def op_tables(result: Result) -> list[Table]:
-    """One table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
-    tables = []
+def _operators(result: Result) -> list[Table]:
+    """A table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
+    tables: list[Table] = []
     for op, title in TITLES.items():
-        records = [record for record in result["records"] if record.get("op") == op]
-        if records:
-            peers = peers_of(records)
-            header = ("case", "routing (max/mean)", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
-            tables.append(Table(title, header, [_op_row(r, peers, result["limits"]) for r in records]))
+        records = [record for record in result["records"] if record["op"] == op]
+        columns = [CASE, ROUTING, OUR_TIME, our_rate(result["limits"]), *columns_of(peers_of(records))]
+        tables += table(title, records, columns)
     return tables
 
 
-def _shares(record: dict[str, Any], limits: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(against what, what was reached, what is aimed at), wherever there is a target."""
-    found = [(name, ratio(record, name), target(record, name)) for name in record["times"]]
-    moved = work(record)[1] / record["times"][OURS]["median_us"] * 1e-6
-    found.append(("device copy", moved / limits["copy_tbps"], copy_target(record)))
-    return [(name, reached, wanted) for name, reached, wanted in found if wanted is not None]
+def _missed(result: Result) -> list[Table]:
+    """Where a ratio is below what is aimed at."""
+
+    def shares() -> Iterator[tuple[Any, ...]]:
+        for record in result["records"]:
+            if record["op"] in TITLES:
+                what = record["case"]["name"], record["case"]["routing"], record["op"]
+                yield from ((*what, name, ratio(record, name), target(record, name)) for name in record["times"])
+                moved = work(record)[1] / (median(record) or math.inf) * 1e-6
+                yield (*what, "device copy", moved / result["limits"]["copy_tbps"], copy_target(record))
+
+    return below_target(("case", "routing", "operation", "against"), shares())
 
 
-def below_target(result: Result) -> list[Table]:
-    """Where a ratio is below what is aimed at; no table where none is."""
-    rows: list[tuple[str, ...]] = []
-    for record in result["records"]:
-        for name, reached, wanted in _shares(record, result["limits"]):
-            if reached < wanted:
-                case = record["case"]
-                rows.append((case["name"], case["routing"], record["op"], name, f"{reached:.3f}", f"{wanted:.2f}"))
-    header = ("case", "routing", "operation", "against", "ratio", "target")
-    return [Table("Below the target", header, rows)] if rows else []
-
-
-def forward_tables(result: Result) -> list[Table]:
-    """Operators, then what is below its target."""
-    return [*op_tables(result), *below_target(result)]
-
-
-def half_empty_table(records: list[dict[str, Any]]) -> list[Table]:
+def _half_empty(result: Result) -> list[Table]:
     """Half of the experts empty, against the same rows over all experts: the same useful FLOP."""
-    times = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in records}
-    rows: list[tuple[str, ...]] = []
-    for (name, op, routing), us in times.items():
-        even = times.get((name, op, "uniform"))
-        if routing == "half-empty" and even:
-            rows.append((name, op, microseconds(even), microseconds(us), f"{us / even:.2f}"))
-    header = ("case", "operation", "all experts us", "half empty us", "half / all")
-    return [Table("Half of the experts empty, the same number of rows", header, rows)] if rows else []
-
-
-def backward_tables(result: Result) -> list[Table]:
-    return [*op_tables(result), *half_empty_table(result["records"]), *below_target(result)]
-
-
-def host_tables(result: Result) -> list[Table]:
-    """Host time of each item, then the differences that decide."""
-    rows: list[tuple[str, ...]] = []
-    differences: list[tuple[str, ...]] = []
-    for record in result["records"]:
-        if "derived" in record:
-            differences = [(name, f"{value:.2f}") for name, value in record["derived"].items()]
-        else:
-            fields = (record["median_us"], record["low_us"], record["high_us"])
-            rows.append((record["item"], *(f"{value:.2f}" for value in fields)))
-    return [
-        Table("Host time of a call", ("item", "median us", "10 %", "90 %"), rows),
-        Table("Differences of the medians", ("what", "us"), differences),
+    us = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in result["records"]}
+    pairs = ((key, us.get((*key[:2], "uniform")), value) for key, value in us.items() if key[2] == "half-empty")
+    rows: list[tuple[str, ...]] = [
+        (*key[:2], microseconds(even), microseconds(half), number(half / even)) for key, even, half in pairs if even
     ]
+    header = ("case", "operation", "all experts us", "half empty us", "half / all")
+    return rows_table("Half of the experts empty, the same number of rows", header, rows)
 
 
-def _graph_row(record: dict[str, Any], names: list[str]) -> tuple[str, ...]:
-    cells = (microseconds(record["times"][name]["median_us"]) for name in names)
-    return (Case(**record["case"]).label, record["case"]["routing"], *cells, str(record["replays_equal_to_eager"]))
+def _memory(result: Result) -> list[Table]:
+    """Peak above what was allocated before, gradients included, and what forward saves for backward, x included."""
+
+    def gigabytes(record: Record, what: str, name: str) -> str:
+        return number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
+
+    records = [record for record in result["records"] if "peak_bytes" in record]
+    names = names_of(records, "peak_bytes")
+    needed: Column = ("x, h and s", lambda r: number(r["needed_bytes"] * 1e-9 if "needed_bytes" in r else None))
+    columns: list[Column] = [
+        ("case", lambda record: f"{label(record)}, {record['case']['routing']}"),
+        *columns_of(names, gigabytes, " peak", what="peak_bytes"),
+        *columns_of(names, gigabytes, " saved", what="saved_bytes"),
+        needed,
+    ]
+    return table("Memory of forward and backward, GB", records, columns)
 
 
-def graph_tables(result: Result) -> list[Table]:
+def _host(result: Result) -> list[Table]:
+    """Host time of each item, then the differences that decide."""
+    found = (item for record in result["records"] if record["op"] != HOST for item in record["times"].items())
+    rows: list[tuple[str, ...]] = [(name, number(time["median_us"])) for name, time in found]
+    items = host_table("Host time of a call", result, 2)
+    return [*items, Table("Differences of the medians", ("what", "us"), rows)]
+
+
+def _graph(result: Result) -> list[Table]:
     """Wall time a layer, eager and replayed."""
-    names = list(dict.fromkeys(name for record in result["records"] for name in record["times"]))
-    header = ("case", "routing", *(f"{name} us" for name in names), "replays equal to eager")
-    return [Table("Wall time an MLP layer", header, [_graph_row(record, names) for record in result["records"]])]
+    times = columns_of(names_of(result["records"]), us_cell)
+    columns = [CASE, ("routing", field("case", "routing")), *times]
+    equal: Column = ("replays equal to eager", field("replays_equal_to_eager"))
+    return table("Wall time an MLP layer", result["records"], [*columns, equal])
 
 
-def _transformers_row(record: dict[str, Any], peers: list[str]) -> tuple[str, ...]:
+def _error_cell(record: Record) -> str:
+    """Our error against float32, and the best of the others'."""
     errors = record.get("errors", {})
     best = min((error for name, error in errors.items() if name != OURS), default=None)
-    error = "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
-    what = (record["model"], str(record["tokens"]), record["mode"])
-    return (*what, our_cell(record), *(peer_cell(record, name) for name in peers), error)
+    return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
 
 
-def transformers_tables(result: Result) -> list[Table]:
-    """Blocks first, then a decoding step. Errors: ours and the best of transformers', against float32."""
-    titles = {True: "One MoE block", False: "A decoding step, experts dominating"}
-    tables = []
-    for is_block, title in titles.items():
+def _transformers(result: Result) -> list[Table]:
+    """Blocks first, then a decoding step."""
+    tables: list[Table] = []
+    head: list[Column] = [(name, field(name)) for name in ("model", "tokens", "mode")]
+    for is_block, title in {True: "One MoE block", False: "A decoding step, experts dominating"}.items():
         records = [record for record in result["records"] if ("errors" in record) is is_block]
-        peers = peers_of(records)
-        header = ("model", "tokens", "mode", "glulam us", *(f"{name} us" for name in peers), "error (best of others)")
-        tables.append(Table(title, header, [_transformers_row(record, peers) for record in records]))
-    return [table for table in tables if table.rows]
+        columns = [*head, OUR_TIME, *columns_of(peers_of(records)), ("error (best of others)", _error_cell)]
+        tables += table(title, records, columns)
+    return tables
 
 
-def _gigabytes(values: dict[str, float], names: list[str]) -> tuple[str, ...]:
-    return tuple(f"{values[name] * 1e-9:.2f}" if name in values else "-" for name in names)
-
-
-def memory_table(result: Result) -> list[Table]:
-    """Peak above what was allocated before, gradients included, and what forward saves for backward, x included."""
-    records = [record for record in result["records"] if "peak_bytes" in record]
-    names = list(dict.fromkeys(name for record in records for name in record["peak_bytes"]))
-    header = ("case", *(f"{name} peak" for name in names), *(f"{name} saved" for name in names), "x, h and s")
-    rows = []
-    for record in records:
-        saved = _gigabytes(record.get("saved_bytes", {}), names)
-        (needed,) = _gigabytes({"all": record["needed_bytes"]} if "needed_bytes" in record else {}, ["all"])
-        case = record["case"]
-        label = f"{Case(**case).label}, {case['routing']}"
-        rows.append((label, *_gigabytes(record["peak_bytes"], names), *saved, needed))
-    return [Table(MEMORY_TITLE, header, rows)] if rows else []
-
-
-def train_tables(result: Result) -> list[Table]:
-    """A layer's training, its memory, and the host's time of a small layer."""
-    measured = [record for record in result["records"] if "times" in record]
-    items = [record for record in result["records"] if "item" in record]
-    rows = [(r["item"], *(f"{r[name]:.1f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
-    return [
-        *op_tables(result),
-        *memory_table(result),
-        Table("Host time of forward and backward, tiny layer", ("item", "median us", "10 %", "90 %"), rows),
-        *below_target({**result, "records": measured}),
-    ]
-
-
-def _curve_row(record: dict[str, Any]) -> tuple[str, ...]:
-    apart = [f"{value:.1e}" for value in record["distance"].values()] if "distance" in record else ["-", "-"]
-    return (
-        record["run"],
-        f"{record['loss_at_end']:.4f}",
-        f"{record['held_out']:.4f}",
-        f"{record['step_ms']:.1f}",
-        *apart,
-    )
-
-
-def curves_tables(result: Result) -> list[Table]:
-    """One row a training run; distances are those of its smoothed loss from the first run's."""
+def _curves(result: Result) -> list[Table]:
+    """A row a training run; distances are those of its smoothed loss from the first run's."""
     *runs, shared = result["records"]
     size, setup = shared["setup"]["size"], shared["setup"]
     ranks = f" on {shared['ranks']} GPUs" if "ranks" in shared else ""
@@ -210,116 +152,134 @@ def curves_tables(result: Result) -> list[Table]:
         f"bytes in {setup['dtype']} (L {size['layers']}, H {size['width']}, I {size['intermediate']}, "
         f"E {size['experts']}, K {size['top_k']}){ranks}; losses in nats a byte, means over {shared['window']} steps"
     )
-    header = ("run", "loss at the end", "held-out loss", "ms a step", "mean distance", "largest distance")
-    return [Table(title, header, [_curve_row(record) for record in runs])]
+
+    def apart(which: str) -> Callable[[Record], str]:
+        return lambda run: f"{run['distance'][which]:.1e}" if "distance" in run else "-"
+
+    columns: list[Column] = [
+        ("run", field("run")),
+        ("loss at the end", lambda run: number(run["loss_at_end"], 4)),
+        ("held-out loss", lambda run: number(run["held_out"], 4)),
+        ("ms a step", lambda run: number(run["step_ms"], 1)),
+        ("mean distance", apart("mean")),
+        ("largest distance", apart("largest")),
+    ]
+    return table(title, runs, columns)
 
 
-def _compare_cells(record: dict[str, Any], name: str, limits: dict[str, float]) -> tuple[str, ...]:
-    times = record["times"]
-    if name not in times:
+def _compare_cells(record: Record, name: str, limits: Limits) -> tuple[str, ...]:
+    us, is_dense = median(record, name), name == DENSE
+    if us is None:
         return ("-", "-", "-")
-    us = times[name]["median_us"]
-    best = min(time["median_us"] for other, time in times.items() if other != DENSE)
-    mark = "*" if us == best and name != DENSE else ""
-    of_dense = f"{times[DENSE]['median_us'] / us:.3f}" if DENSE in times and name != DENSE else "-"
+    best = min(time["median_us"] for other, time in record["times"].items() if other != DENSE)
+    mark = "*" if us == best and not is_dense else ""
+    of_dense = "-" if is_dense else number(ratio(record, DENSE, name), 3)
     return (f"{microseconds(us)}{mark}", of_dense, bound(record["flop"] / us, record["bytes"] / us, limits))
 
 
-def compare_tables(result: Result) -> list[Table]:
-    """One table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+def _compare(result: Result) -> list[Table]:
+    """A table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
+    groups: dict[str, list[Record]] = {}
     for record in result["records"]:
-        groups.setdefault((record["op"], record["form"], Case(**record["case"]).label), []).append(record)
+        groups.setdefault(f"{record['op']}: {label(record)}, {record['form']}", []).append(record)
     tables = []
-    for (op, form, label), records in groups.items():
+    for title, records in groups.items():
         routings = (f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})" for r in records)
         header = ("tile", *(cell for routing in routings for cell in (f"{routing} us", "of dense", "rate (of limit)")))
-        names = dict.fromkeys(name for record in records for name in record["times"])
-        rows = [
-            (name, *(cell for r in records for cell in _compare_cells(r, name, result["limits"]))) for name in names
-        ]
-        tables.append(Table(f"{op}: {label}, {form}", header, rows))
+        cells = {name: [_compare_cells(r, name, result["limits"]) for r in records] for name in names_of(records)}
+        rows = [(name, *(cell for of_routing in row for cell in of_routing)) for name, row in cells.items()]
+        tables.append(Table(title, header, rows))
     return tables
 
 
-def _quantize_row(record: dict[str, Any], limits: dict[str, float]) -> tuple[str, ...]:
-    ours = summary_of(record["times"][OURS])
-    tbps = record["bytes"] / ours.median_us * 1e-6
-    form = (record["dtype"], record["axis"], record["block"], record["scale_layout"])
-    reached = f"{tbps:.2f} TB/s ({100 * tbps / limits['copy_tbps']:.0f} %)"
-    return (record["label"], *form, our_cell(record), reached, peer_cell(record, "copy"))
-
-
-def quantize_tables(result: Result) -> list[Table]:
+def _quantize(result: Result) -> list[Table]:
     """Every form of the quantiser against the copy limit, and against a copy of as many bytes."""
-    header = ("matrix", "dtype", "axis", "block", "scales", "glulam us", "rate (of copy limit)", "equal copy us")
-    rows = [_quantize_row(record, result["limits"]) for record in result["records"]]
-    return [Table("Quantising to MXFP8 (`quantize_mxfp8`; of weights, `prepare_mxfp8_weight`)", header, rows)]
+
+    def reached(record: Record) -> str:
+        tbps = record["bytes"] / record["times"][OURS]["median_us"] * 1e-6
+        return f"{tbps:.2f} TB/s ({100 * tbps / result['limits']['copy_tbps']:.0f} %)"
+
+    named = {"matrix": "label", "dtype": "dtype", "axis": "axis", "block": "block", "scales": "scale_layout"}
+    columns: list[Column] = [(heading, field(name)) for heading, name in named.items()]
+    columns += [OUR_TIME, ("rate (of copy limit)", reached), ("equal copy us", lambda r: peer_cell(r, "copy"))]
+    title = "Quantising to MXFP8 (`quantize_mxfp8`; of weights, `prepare_mxfp8_weight`)"
+    return table(title, result["records"], columns)
 
 
-def _tile_row(tile: str, records: list[dict[str, Any]], sizes: list[int]) -> tuple[str, ...]:
-    """How much longer than the fastest a tile takes, geometric mean over the models and routings, by rows an expert."""
-    cells = []
-    for size in sizes:
-        here = [r["us"] for r in records if r["rows_per_expert"] == size and tile in r["us"]]
-        logs = [math.log(us[tile] / min(us.values())) for us in here]
-        cells.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "-")
-    return (tile, *cells)
+def _power(result: Result) -> list[Table]:
+    """What clock each contestant earns alone, and how busy it keeps the tensor cores at it."""
+    rows: list[tuple[str, ...]] = []
+    for record in result["records"]:
+        for name, alone in record["times"].items():
+            per_us = record["flop"] / alone["median_us"]
+            peak = FLOP_PER_CYCLE * int(result["stamp"]["sms"]) * alone["mhz"]
+            numbers = (number(value, 0) for value in (alone["median_us"], per_us * 1e-6, alone["mhz"], alone["watts"]))
+            rows.append((label(record), record["op"], name, *numbers, f"{alone['capped']:.0%}", number(per_us / peak)))
+    title = "Each contestant alone: the clock that power leaves it, and the share of the tensor cores' peak there"
+    header = ("case", "op", "contestant", "us", "TF/s", "SM MHz", "W", "power-capped", "of peak")
+    return [Table(title, header, rows)]
 
 
-def tiles_tables(result: Result) -> list[Table]:
-    """One table an operation: tiles by rows an expert, time over the fastest tile's."""
+def _over_fastest(tile: str, records: list[Record]) -> str:
+    """How much longer than the fastest a tile takes, geometric mean over records."""
+    logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
+    return number(math.exp(sum(logs) / len(logs)) if logs else None)
+
+
+def _tiles(result: Result) -> list[Table]:
+    """A table an operation: tiles by rows an expert, time over the fastest tile's."""
     tables = []
     for op in dict.fromkeys(record["op"] for record in result["records"]):
         records = [record for record in result["records"] if record["op"] == op]
         sizes = sorted({record["rows_per_expert"] for record in records})
-        tiles = dict.fromkeys(tile for record in records for tile in record["us"])
+        by_size = [[record for record in records if record["rows_per_expert"] == size] for size in sizes]
         title = f"{op}: time over the fastest tile's, mean over models and routings, by rows an expert"
-        tables.append(Table(title, ("tile", *map(str, sizes)), [_tile_row(tile, records, sizes) for tile in tiles]))
+        rows = [(tile, *(_over_fastest(tile, of_size) for of_size in by_size)) for tile in names_of(records, "us")]
+        tables.append(Table(title, ("tile", *map(str, sizes)), rows))
     return tables
 
 
-TABLES: dict[str, Callable[[Result], list[Table]]] = {
-    "forward": forward_tables,
-    "decode": forward_tables,
-    "rows": forward_tables,
-    "skew": forward_tables,
-    "backward": backward_tables,
-    "train": train_tables,
-    "host": host_tables,
-    "graph": graph_tables,
-    **dict.fromkeys(TRAINING, curves_tables),
-    "quantize": quantize_tables,
-    "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
-    "frozen": lambda result: [Table(*frozen_part(result["records"]))],
-    "serving": serving_tables,
-    "lora": lambda result: [Table(*lora_part(result["records"]))],
-    "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
-    "portable": lambda result: [
-        Table(*parts) for parts in portable_parts(result["records"], result["limits"]["copy_tbps"])
-    ],
-    "transformers": transformers_tables,
-    "distributed": distributed_tables,
-    "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
-    "layer": layer_tables,
-    "compare": compare_tables,
-    "tiles": tiles_tables,
-}
-
-
-def limits_table(result: Result) -> Table:
+def _limits(result: Result) -> list[Table]:
+    """The machine's limits, where they were measured."""
     limits = result["limits"]
     rows: list[tuple[str, ...]] = [
         ("cuBLAS BF16 8192 x 8192 x 8192", f"{limits['cublas_8192_tflops']:.0f} TF/s"),
         ("device copy, read plus written", f"{limits['copy_tbps']:.2f} TB/s"),
         ("host time of one launch", f"{limits['launch_us']:.2f} us"),
-    ]
-    return Table("The machine's limits, same run", ("limit", "measured"), rows)
+    ] if limits else []  # fmt: skip
+    return rows_table("The machine's limits, same run", ("limit", "measured"), rows)
+
+
+def _layer_host(result: Result) -> list[Table]:
+    return host_table("Host time of forward and backward, tiny layer", result, 1)
+
+
+Make = Callable[[Result], list[Table]]
+TABLES: dict[str, tuple[Make, ...]] = {
+    **dict.fromkeys(("forward", "decode", "rows", "skew"), (_operators, _missed)),
+    "backward": (_operators, _half_empty, _missed),
+    "train": (_operators, _memory, _layer_host, _missed),
+    "host": (_host,),
+    "graph": (_graph,),
+    **dict.fromkeys(TRAINING, (_curves,)),
+    "quantize": (_quantize,),
+    "power": (_power,),
+    "frozen": (frozen_tables,),
+    "serving": (serving_tables,),
+    "lora": (lora_tables,),
+    "fp8": (fp8_tables,),
+    "portable": (portable_tables,),
+    "transformers": (_transformers,),
+    "distributed": (distributed_tables,),
+    "mhc": (mhc_tables,),
+    "layer": (layer_tables,),
+    "compare": (_compare,),
+    "tiles": (_tiles,),
+}
 
 
 def tables_of(result: Result) -> list[Table]:
-    """A result's tables, the machine's limits last where they were measured. Raises ValueError for an unknown suite."""
+    """A result's tables, the machine's limits last. Raises ValueError for an unknown suite."""
     if result["suite"] not in TABLES:
         raise ValueError(f"no tables for suite {result['suite']!r}; there are: {', '.join(TABLES)}")
-    limits = [limits_table(result)] if result["limits"] else []
-    return [*TABLES[result["suite"]](result), *limits]
+    return [made for make in (*TABLES[result["suite"]], _limits) for made in make(result)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from .cases import BYTES_PER_ELEMENT, Case
-from .problem import offsets
+from .contest import or_left_out
+from .problem import normals, offsets
 from .quack import Quack
 from .routing import group_sizes
 
@@ -71,9 +71,7 @@ def make_data(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cu
     experts, hidden, inner, rows = case.experts, case.hidden, case.intermediate, case.rows
     generator = torch.Generator(device).manual_seed(case.seed)
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, scale, generator=generator)
-
+    random = normals(generator, dtype)
     row_scale = torch.empty(rows, device=device).uniform_(0.1, 1.0, generator=generator)
     sizes = group_sizes(case)
     offs = offsets(sizes, device)
@@ -286,10 +284,6 @@ def competing(d: TrainingData, op: str, quack: Quack | None = None) -> dict[str,
         layout = Quack.glu_layout if quack and name == quack.name else "concat"
         if layout not in wanted:
             wanted[layout] = expected(d, op, layout)
-        try:
+        with or_left_out(f"{op}: {name}", required=name == OURS):
             chosen[name] = call, check(d, op, name, call, wanted[layout])
-        except Exception as error:  # whatever a foreign package raises must not cost the run
-            if name == OURS:
-                raise
-            warnings.warn(f"{op}: {name} is left out: {error}", stacklevel=2)
     return chosen

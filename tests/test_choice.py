@@ -26,7 +26,7 @@ from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read
 
 ARCH = "sm_90a"
-RESULT = read(RESULTS / "tiles-h200.json")
+RESULT = read(RESULTS / "tiles-h200.csv")
 RECORDS: list[dict[str, Any]] = RESULT["records"]
 FITTED = {"Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3 EP1", "DeepSeek-V3 EP8", "gpt-oss-120b"}
 MODELS = {record["model"] for record in RECORDS}
@@ -212,7 +212,7 @@ class TestTable:
 
     def test_only_a_result_of_the_sweep_makes_a_table(self, tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="a result of suite 'forward'"):
-            choices.write_table(RESULTS / "forward-h200.json", tmp_path)
+            choices.write_table(RESULTS / "forward-h200.csv", tmp_path)
         path = choices.write_table(path=tmp_path / "new" / "measured.json")
         assert path.read_text() == policy.MEASURED.read_text()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 import runpy
 from pathlib import Path
@@ -16,7 +15,7 @@ import ffi_bridge
 import glulam
 import glulam.distributed
 from ffi_bridge import toolchain
-from perf import report
+from perf import report, results
 
 INDEX = DOCS / "README.md"
 PAGES = [page for pattern in ("*.md", "docs/**/*.md", "perf/**/*.md") for page in sorted(REPOSITORY.glob(pattern))]
@@ -116,8 +115,7 @@ def known_versions(file: str) -> list[str]:
 
 
 def test_versions_of_torch_are_named() -> None:
-    stamps = [json.loads(file.read_text())["stamp"] for file in (REPOSITORY / "perf/results").glob("*.json")]
-    measured = {stamp["versions"]["torch"].partition("+")[0] for stamp in stamps}
+    measured = {result["stamp"]["versions"]["torch"].partition("+")[0] for result in results.read_all()}
     needed, tested = rows_of_versions()["torch"]
     assert all(version in tested for version in {pins()["torch"], *measured})
     oldest = re.search(r'"torch>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())

@@ -11,7 +11,7 @@ from support import fake_gpu
 
 from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
-from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, operands_of, to_dict
+from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, operands_of, to_dict
 from perf import tables
 from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
 from perf.operations import OPERATIONS, bytes_moved, flop
@@ -78,7 +78,6 @@ def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
         record = compare._record(CASE, op, spec, group, 1.0)
         assert len(record["errors"]) == len(group)
         assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
-        assert [from_dict(data) for data in record["specs"].values()] == [candidate.spec for candidate in group]
 
 
 def test_all_operations_of_a_layer_are_there():
@@ -108,7 +107,7 @@ def test_a_kernel_that_raises_is_left_out(untimed):
         raise RuntimeError("too much shared memory")
 
     group = [compare.Candidate("t", GroupedMmSpec(), fails)]
-    with pytest.warns(UserWarning, match="is left out: too much shared memory"):
+    with pytest.warns(UserWarning, match="is left out: .*too much shared memory"):
         assert compare._record(CASE, "fc2", GroupedMmSpec(), group, 1.0) is None
 
 
@@ -158,7 +157,7 @@ def test_table_marks_the_fastest_and_shows_the_share_of_dense(untimed):
         compare._record(dataclasses.replace(case, routing=routing), "fc2", spec, group, 1.0)
         for routing in ("uniform", "dirichlet")
     ]
-    (table,) = tables.compare_tables({"suite": "compare", "limits": LIMITS, "records": records})
+    table, _ = tables.tables_of({"suite": "compare", "limits": {**LIMITS, "launch_us": 1.0}, "records": records})
     assert table.title == "fc2: small (E 5, H 64, I 128, T 320), grouped_mm_bf16_nt_sm_90a"
     assert [row[0] for row in table.rows] == [LARGE.name, SMALL.name, "dense"]
     assert [row[1:3] for row in table.rows] == [("100*", "1.020"), ("101", "1.010"), ("102", "-")]

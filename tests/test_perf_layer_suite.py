@@ -160,7 +160,7 @@ def test_who_cannot_be_captured_is_left_out_of_replays(untimed, monkeypatch):
         raise RuntimeError("capture failed")
 
     monkeypatch.setattr(suite, "capture", no_capture)
-    with pytest.warns(UserWarning, match="forward, graph: torch is left out: capture failed"):
+    with pytest.warns(UserWarning, match="forward, graph: torch is left out: RuntimeError: capture failed"):
         records = suite.run_layer(Options(ops=("forward",)))
     graph = [r for r in records if r["mode"] == "graph"]
     assert graph and all(r["times"] == {} and r["left_out"][layer.OURS] for r in graph)

@@ -117,7 +117,7 @@ class TestCandidates:
     def test_pruning_keeps_the_best_of_measured_tiles(self) -> None:
         """Of eight tiles measured on ten models, those among the candidates hold one that is nearly the best."""
         losses = []
-        for record in read(RESULTS / "tiles-h200.json")["records"]:
+        for record in read(RESULTS / "tiles-h200.csv")["records"]:
             gated = record["op"] == "fc1"
             problem = Problem(
                 op="grouped_glu" if gated else "grouped_mm", dtype="bfloat16", experts=record["experts"],

@@ -2,7 +2,7 @@
 
 Time = launch + the slower of moving the bytes and computing the tiles in rounds of a persistent grid. The host does not
 know group sizes, so two routings stand for all: even, and Dirichlet(0.5), where an expert's rows are distributed like
-the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.json;
+the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.csv;
 tests/test_choice.py checks the choices on the other half.
 """
 

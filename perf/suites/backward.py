@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from rich.progress import track
-
 from ..cases import Case, backward_cases, select
+from ..contest import make_record, numbered, or_left_out, records_of
 from ..contestants import find_quack
 from ..options import Options, select_ops
 from ..quack import Quack
-from ..routing import skew
+from ..results import Record
 from ..timing import Call, measure_device
-from ..training import KERNELS, Contestant, TrainingData, bytes_moved, competing, flop, make_data
+from ..training import KERNELS, TrainingData, bytes_moved, competing, flop, make_data
 
 ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
-
-
-def _numbered(call: Contestant, data: TrainingData) -> Call:
-    return lambda number: call(data)
-
-
-def _tuned(quack: Quack | None, data: TrainingData, op: str) -> tuple[Quack | None, dict[str, Any]]:
-    """QuACK with the configuration for these tensors, and what was chosen; without QuACK where that fails."""
-    if quack is None:
-        return None, {}
-    try:
-        return quack, {quack.name: quack.prepare_backward(data, op)}
-    except Exception as error:  # whatever a foreign package raises must not cost the run
-        warnings.warn(f"{op}: {quack.name} is left out: {error}", stacklevel=2)
-        return None, {}
 
 
 class Contest(NamedTuple):
@@ -45,39 +27,28 @@ class Contest(NamedTuple):
 
 
 def contest(data: TrainingData, op: str, quack: Quack | None) -> Contest:
-    peer, tunings = _tuned(quack, data, op)
+    peer, tunings = None, {}
+    if quack:
+        with or_left_out(f"{op}: {quack.name}"):
+            tunings = {quack.name: quack.prepare_backward(data, op)}
+            peer = quack
     chosen = competing(data, op, peer)
-    calls = {name: _numbered(call, data) for name, (call, _) in chosen.items()}
+    calls = numbered({name: partial(call, data) for name, (call, _) in chosen.items()})
     return Contest(calls, {name: error for name, (_, error) in chosen.items()}, tunings)
 
 
-def _record(case: Case, data: TrainingData, op: str, quack: Quack | None, budget_s: float) -> dict[str, Any]:
-    calls, errors, tunings = contest(data, op, quack)
-    times = measure_device(calls, budget_s, ENQUEUE_US)
-    return {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(data.sizes)),
-        "op": op,
-        "flop": flop(case, op),
-        "bytes": bytes_moved(case, op, sum(size > 0 for size in data.sizes)),
-        "errors": errors,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-        "tuning": tunings,
-    }
-
-
-def _measure(case: Case, ops: tuple[str, ...], quack: Quack | None, budget_s: float) -> list[dict[str, Any]]:
+def _measure(case: Case, ops: tuple[str, ...], quack: Quack | None, budget_s: float) -> Iterator[Record]:
     data = make_data(case)
-    record = partial(_record, case, data, quack=quack, budget_s=budget_s / len(ops))
-    records = [record(op) for op in ops]
-    del data, record
-    torch.cuda.empty_cache()
-    return records
+    for op in ops:
+        calls, errors, tuning = contest(data, op, quack)
+        times = measure_device(calls, budget_s / len(ops), ENQUEUE_US)
+        moved = bytes_moved(case, op, sum(size > 0 for size in data.sizes))
+        work = {"flop": flop(case, op), "bytes": moved}
+        yield make_record(case, times, data.sizes, op=op, **work, errors=errors, tuning=tuning)
 
 
-def run_backward(options: Options) -> list[dict[str, Any]]:
+def run_backward(options: Options) -> list[Record]:
     """One record for each (case, kernel): dglu, dgrad, dw1, dw2."""
     cases, ops = select(backward_cases(), options.case), select_ops(KERNELS, options.ops)
-    quack = find_quack(options.quack)
-    share = options.budget_s / len(cases)
-    return [record for case in track(cases, "backward") for record in _measure(case, ops, quack, share)]
+    quack, share = find_quack(options.quack), options.budget_s / len(cases)
+    return records_of("backward", cases, lambda case: _measure(case, ops, quack, share))

@@ -9,24 +9,24 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import track
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
+from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
 from glulam.choose.shipped import family_of
 
 from ..cases import EVEN_AND_SKEWED, Case, compare_cases
+from ..contest import Wrong, make_record, or_left_out, records_of
 from ..operations import OPERATIONS, Operation, bytes_moved, flop
 from ..options import Options, select_ops
 from ..problem import MAX_COPIES, ROTATION_BYTES
-from ..routing import group_sizes, skew
+from ..results import Record
+from ..routing import group_sizes
 from ..timing import Call, measure_device
 from ..training import relative_error
 
@@ -119,16 +119,12 @@ def checked(sets: list[Operation], competing: list[Candidate]) -> dict[str, floa
     for candidate in competing:
         for result in sets[0].results:
             result.fill_(torch.nan)
-        try:
+        with or_left_out(candidate.spec.name):
             candidate.function(*sets[0].values)
             error = relative_error(sets[0].results, wanted)
-        except (RuntimeError, ValueError, TypeError) as failure:
-            warnings.warn(f"{candidate.spec.name} is left out: {failure}", stacklevel=2)
-            continue
-        if error <= MAX_RELATIVE_ERROR:
+            if not error <= MAX_RELATIVE_ERROR:
+                raise Wrong(f"its relative error is {error:.2g}")
             errors[candidate.name] = error
-        else:
-            warnings.warn(f"{candidate.spec.name} is left out: its relative error is {error:.2g}", stacklevel=2)
     return errors
 
 
@@ -145,7 +141,7 @@ def _dense(sets: list[Operation], number: int) -> object:
     return sets[number % len(sets)].dense()
 
 
-def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float) -> dict[str, Any] | None:
+def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float) -> Record | None:
     sets = make_sets(case, op, spec)
     errors = checked(sets, competing)
     calls = calls_of(sets, [c for c in competing if c.name in errors])
@@ -155,28 +151,21 @@ def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_
         calls[DENSE] = partial(_dense, sets)
     times = measure_device(calls, budget_s)
     sizes = group_sizes(case)
-    return {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(sizes)),
-        "op": op,
-        "form": form_name(spec),
-        "flop": flop(sets[0], case.rows),
-        "bytes": bytes_moved(sets[0], sum(size > 0 for size in sizes)),
-        "specs": {c.name: to_dict(c.spec) for c in competing if c.name in errors},
-        "errors": errors,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
+    moved = bytes_moved(sets[0], sum(size > 0 for size in sizes))
+    work = {"flop": flop(sets[0], case.rows), "bytes": moved}
+    return make_record(case, times, sizes, op=op, form=form_name(spec), **work, errors=errors)
 
 
-def run_compare(options: Options) -> list[dict[str, Any]]:
+def run_compare(options: Options) -> list[Record]:
     """One record for each (case, operation, form)."""
     if not options.specs:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
     competing = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
     cases = compare_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
     todo = [(case, *contest) for contest in competing for case in cases]
-    records = []
-    for contest in track(todo, "compare"):
-        records.append(_record(*contest, options.budget_s / len(todo)))
-        torch.cuda.empty_cache()
-    return [record for record in records if record]
+
+    def measure(contest: tuple[Case, str, Spec, list[Candidate]]) -> list[Record]:
+        record = _record(*contest, options.budget_s / len(todo))
+        return [record] if record else []
+
+    return records_of("compare", todo, measure)

@@ -210,7 +210,7 @@ def _layers(layer: Layer, tokens: int, eps: dict[str, ExpertParallel]) -> list[d
     for mode, of_mode in modes.items():
         of_graph = mode.endswith("graph")
         found = timed(of_mode, 1 if of_graph else REPEATS)
-        times = {name: value / (IN_GRAPH if of_graph else 1) for name, value in found.items()}
+        times = {name: {"us": value / (IN_GRAPH if of_graph else 1)} for name, value in found.items()}
         made.append({"kind": "layer", "layer": layer.name, "tokens": tokens, "mode": mode, "times": times})
     return made
 

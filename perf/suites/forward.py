@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from rich.progress import track
-
 from ..cases import OPS, Case, decode_cases, forward_cases, rows_cases, skew_cases
-from ..contestants import Dense, Library, Quack, calls, check, libraries
+from ..contest import make_record, or_left_out, records_of
+from ..contestants import Dense, Library, calls, check, libraries
 from ..options import Options, select_ops
 from ..problem import Problem, make_problem
-from ..routing import skew
+from ..quack import Quack
+from ..results import Record
 from ..timing import measure_device
-
-Records = list[dict[str, Any]]
 
 
 def prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...]) -> tuple[list[Library], Any]:
@@ -28,13 +23,10 @@ def prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...])
     for library in contestants:
         if problem.case.decode and isinstance(library, Dense):
             continue
-        if isinstance(library, Quack):
-            try:
+        with or_left_out(f"{problem.case.label}: {library.name}"):
+            if isinstance(library, Quack):
                 tunings[library.name] = library.prepare_forward(problem.sets, ops)
-            except Exception as error:  # whatever a foreign package raises must not cost the run
-                warnings.warn(f"{library.name} is left out of {problem.case.label}: {error}", stacklevel=2)
-                continue
-        chosen.append(library)
+            chosen.append(library)
     return chosen, tunings
 
 
@@ -42,51 +34,31 @@ def checked(contestants: list[Library], op: str, problem: Problem) -> tuple[list
     """Who computes `op`, and each one's error. A peer that fails or is wrong is left out with a warning; we may not."""
     errors = {}
     for library in contestants:
-        try:
+        with or_left_out(f"{problem.case.label}, {op}: {library.name}", required=library is contestants[0]):
             errors[library.name] = check(library, op, problem.sets[0])
-        except Exception as error:
-            if library is contestants[0]:
-                raise
-            warnings.warn(f"{problem.case.label}, {op}: {library.name} is left out: {error}", stacklevel=2)
     return [library for library in contestants if library.name in errors], errors
 
 
-def _record(problem: Problem, op: str, contestants: list[Library], budget_s: float) -> dict[str, Any]:
-    competing, errors = checked(contestants, op, problem)
-    times = measure_device({library.name: calls(library, op, problem.sets) for library in competing}, budget_s)
-    return {
-        "case": dataclasses.asdict(problem.case),
-        "skew": dataclasses.asdict(skew(problem.sizes)),
-        "active_experts": problem.active_experts,
-        "copies": len(problem.sets),
-        "op": op,
-        "errors": errors,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
-
-
-def _measure(case: Case, ops: tuple[str, ...], contestants: list[Library], budget_s: float) -> Records:
+def _measure(case: Case, ops: tuple[str, ...], contestants: list[Library], budget_s: float) -> Iterator[Record]:
     problem = make_problem(case)
-    competing, tunings = prepared(contestants, problem, ops)
-    records = [_record(problem, op, competing, budget_s / len(ops)) for op in ops]
-    for record in records:
-        record["tuning"] = tunings
-    del problem
-    torch.cuda.empty_cache()
-    return records
+    able, tuning = prepared(contestants, problem, ops)
+    for op in ops:
+        competing, errors = checked(able, op, problem)
+        calls_of = {library.name: calls(library, op, problem.sets) for library in competing}
+        times = measure_device(calls_of, budget_s / len(ops))
+        yield make_record(case, times, problem.sizes, op=op, errors=errors, tuning=tuning)
 
 
-def forward_suite(name: str, cases: Callable[[str | None], list[Case]]) -> Callable[[Options], Records]:
+def forward_suite(name: str, cases: Callable[[str | None], list[Case]]) -> Callable[[Options], list[Record]]:
     """A suite: one record for each (case, operator): fused FC1, FC2 and the whole MLP.
 
     cases: from what the user wants of them to the cases.
     """
 
-    def run(options: Options) -> Records:
+    def run(options: Options) -> list[Record]:
         chosen, ops = cases(options.case), select_ops(OPS, options.ops)
-        contestants = libraries(options.quack)
-        share = options.budget_s / len(chosen)
-        return [r for case in track(chosen, name) for r in _measure(case, ops, contestants, share)]
+        contestants, share = libraries(options.quack), options.budget_s / len(chosen)
+        return records_of(name, chosen, lambda case: _measure(case, ops, contestants, share))
 
     return run
 

@@ -6,13 +6,11 @@ the GEMM of 16-bit weights then reads. "bf16" is that GEMM alone.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 import glulam
@@ -21,9 +19,11 @@ from glulam.formats.prepared import PREPARED
 from glulam.ops.quantized_weights import FORMS
 
 from ..cases import Case, fp8_cases
+from ..contest import check_error, make_record, numbered, records_of
 from ..options import Options
 from ..problem import Buffers, make_problem
 from ..quantised import quantised
+from ..results import Record
 from ..targets import BF16
 from ..timing import measure_device
 
@@ -44,13 +44,6 @@ def dequantising(w: Any) -> Callable[[], Tensor]:
         warnings.warn(f"dequantising is not compiled: {type(error).__name__}", stacklevel=2)
         return lambda: w.dequantize(torch.bfloat16)
     return compiled
-
-
-def check_gradient(what: str, got: Tensor, exact: Tensor) -> None:
-    """Raise RuntimeError if a gradient is another one."""
-    error = float((got.float() - exact.float()).norm() / exact.float().norm())
-    if not error <= MAX_RELATIVE_ERROR:
-        raise RuntimeError(f"{what}: relative error {error:.2g}; nothing was timed")
 
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Call]:
@@ -84,38 +77,29 @@ def _of_step(name: str, b: Buffers) -> dict[str, Call]:
     }
 
 
-def _measure(case: Case, name: str, budget_s: float) -> list[dict[str, Any]]:
+def _measure(case: Case, budget_s: float) -> Iterator[Record]:
     problem = make_problem(case)
     b = problem.sets[0]
-    calls = {
-        "dx through w1": _of_weight(name, b.w1, torch.randn(len(b.x), b.w1.shape[1], device="cuda").to(b.x), b.offs),
-        "dx through w2": _of_weight(name, b.w2, b.x, b.offs),
-        "forward and backward": _of_step(name, b),
-    }
-    records = []
-    for op, competing in calls.items():
-        exact = competing[BF16]()
-        check_gradient(f"{op}, {name}", competing[name](), exact)
-        del exact
-        numbered = {each: lambda number, call=call: call() for each, call in competing.items()}
-        times = measure_device(numbered, budget_s / len(calls))
-        records.append({
-            "case": dataclasses.asdict(case), "op": op, "recipe": name, "active_experts": problem.active_experts,
-            "times": {each: dataclasses.asdict(summary) for each, summary in times.items()},
-        })  # fmt: skip
-    return records
+    for name in RECIPES:
+        if FORMS[name].of_gate(2 * case.intermediate) != FORMS[name]:  # a grid of scales for each half: no gradient
+            continue
+        torch._dynamo.reset()  # else it gives up after so many shapes
+        dh = torch.randn(len(b.x), b.w1.shape[1], device="cuda").to(b.x)
+        contests = {
+            "dx through w1": _of_weight(name, b.w1, dh, b.offs),
+            "dx through w2": _of_weight(name, b.w2, b.x, b.offs),
+            "forward and backward": _of_step(name, b),
+        }
+        for op, competing in contests.items():
+            check_error(f"{op}, {name}", competing[name](), competing[BF16](), MAX_RELATIVE_ERROR)
+            times = measure_device(numbered(competing), budget_s / len(RECIPES) / len(contests))
+            yield make_record(case, times, problem.sizes, op=op, recipe=name)
+        del contests, competing
+        PREPARED.clear()
+        torch.cuda.empty_cache()
 
 
-def run_frozen(options: Options) -> list[dict[str, Any]]:
+def run_frozen(options: Options) -> list[Record]:
     """One record a case, recipe and operation."""
     cases = fp8_cases(options.case)
-    records: list[dict[str, Any]] = []
-    for case in track(cases, "frozen"):
-        for name in RECIPES:
-            if FORMS[name].of_gate(2 * case.intermediate) != FORMS[name]:  # a grid of scales for each half: no gradient
-                continue
-            torch._dynamo.reset()  # else it gives up after so many shapes
-            records += _measure(case, name, options.budget_s / len(cases) / len(RECIPES))
-            PREPARED.clear()
-            torch.cuda.empty_cache()
-    return records
+    return records_of("frozen", cases, lambda case: _measure(case, options.budget_s / len(cases)))

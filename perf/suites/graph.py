@@ -7,17 +7,18 @@ eager call bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from ..cases import Case, graph_cases, select
+from ..contest import make_record, records_of
 from ..contestants import Library, check, libraries
 from ..options import Options
 from ..problem import Buffers, make_problem, offsets
-from ..routing import ROUTINGS, group_sizes, skew
+from ..results import Record
+from ..routing import ROUTINGS, group_sizes
 from ..timing import Summary, host_sampler, interleave
 
 LAYERS = 32
@@ -75,34 +76,24 @@ def _samplers(library: Library, sets: list[Buffers]) -> dict[str, Callable[[], f
     }
 
 
-def of_each(summary: Summary, count: int) -> dict[str, Any]:
+def of_each(summary: Summary, count: int) -> Summary:
     """The times of one of `count` calls that were timed together."""
-    found = dataclasses.asdict(summary)
-    return {key: value / count if key.endswith("_us") else value for key, value in found.items()}
+    return Summary(summary.median_us / count, summary.low_us / count, summary.high_us / count, summary.samples)
 
 
-def _measure(case: Case, contestants: list[Library], budget_s: float) -> dict[str, Any]:
+def _measure(case: Case, contestants: list[Library], budget_s: float) -> Iterator[Record]:
     problem = make_problem(case)
     for library in contestants:
         check(library, "mlp", problem.sets[0])
     replays = _check_replays(contestants[0], case, problem.sets[0])
     samplers = {name: s for library in contestants for name, s in _samplers(library, problem.sets).items()}
-    times = interleave(samplers, budget_s)
-    return {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(problem.sizes)),
-        "layers": LAYERS,
-        "replays_equal_to_eager": replays,
-        "times": {name: of_each(summary, LAYERS) for name, summary in times.items()},
-    }
+    times = {name: of_each(summary, LAYERS) for name, summary in interleave(samplers, budget_s).items()}
+    yield make_record(case, times, problem.sizes, op="mlp", layers=LAYERS, replays_equal_to_eager=replays)
 
 
-def run_graph(options: Options) -> list[dict[str, Any]]:
+def run_graph(options: Options) -> list[Record]:
     """One record a case; times are wall time a layer."""
     cases = select(graph_cases(), options.case)
     contestants = [library for library in libraries("off") if library.name in COMPETING]
-    records = []
-    for case in track(cases, "graph"):
-        records.append(_measure(case, contestants, options.budget_s / 2 / len(cases)))
-        torch.cuda.empty_cache()
-    return records
+    share = options.budget_s / 2 / len(cases)
+    return records_of("graph", cases, lambda case: _measure(case, contestants, share))

@@ -7,7 +7,6 @@ grouped_mlp is the floor of a call that makes two launches.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -27,10 +26,13 @@ from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.tuner.tensors import call_with
 
 from ..cases import TINY
-from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
+from ..cells import HOST
+from ..contest import as_times
+from ..contestants import Glulam, Library, TorchGrouped, check, libraries
 from ..limits import launch_nothing
 from ..options import Options
 from ..problem import Buffers, make_problem
+from ..quack import Quack
 from ..targets import HOST_OURS
 from ..timing import Summary, host_sampler, interleave, no_garbage_collection
 
@@ -140,7 +142,7 @@ def derived(times: dict[str, Summary]) -> dict[str, float]:
 
 
 def run_host(options: Options) -> list[dict[str, Any]]:
-    """One record an item, then one with the differences."""
+    """A record of all items, then one of the differences."""
     buffers = make_problem(TINY).sets[0]
     contestants = libraries(options.quack)
     for library in contestants:
@@ -156,5 +158,5 @@ def run_host(options: Options) -> list[dict[str, Any]]:
     }
     with no_garbage_collection():
         times = interleave({name: host_sampler(item) for name, item in items.items()}, options.budget_s / 4)
-    records: list[dict[str, Any]] = [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
-    return [*records, {"derived": derived(times)}]
+    differences = {name: {"median_us": value} for name, value in derived(times).items()}
+    return [{"op": HOST, "times": as_times(times)}, {"op": "differences", "times": differences}]

@@ -7,28 +7,26 @@ each call has tokens of its own, a graph one call for each of them: experts' wei
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import track
 
 import glulam
 
+from ..contest import make_record, numbered, or_left_out, records_of
 from ..layer import FLOOR, Admitted, Contestant, admitted, contestants
 from ..layer_cases import FORWARD, GRAPH_TOKENS, PUBLISHED, TRAIN, LayerCase, layer_cases
 from ..layer_data import LayerData, make_layer
 from ..layer_parts import Part, layer_parts, routing_parts
 from ..layer_stages import Stages, stages
 from ..options import Options, select_ops
-from ..routing import skew
+from ..results import Record
 from ..timing import Sampler, device_sampler, host_sampler, interleave, measure_device, no_garbage_collection
 from ..training import MAX_RELATIVE_ERROR, relative_error
 from .graph import capture
@@ -41,8 +39,6 @@ MAX_CALLS = 50
 MIN_ROUNDS = 3  # of calls of up to 60 ms each
 ENQUEUE_US = 400.0  # more than the host needs for a step
 PART_CALLS = 20  # of a part in a graph
-
-Record = dict[str, Any]
 
 
 def memory(contestant: Contestant, d: LayerData, op: str) -> dict[str, int]:
@@ -114,12 +110,9 @@ def _samplers(
         make = partial(_graph_sampler, pool=torch.cuda.graph_pool_handle())
     found = {}
     for contestant in chosen:
-        try:
+        with or_left_out(f"{d.case.label}, {op}, {mode}: {contestant.name}", noting=(left_out, contestant.name)):
             found[contestant.name] = make(contestant, d, op)
-        except Exception as error:  # whatever a foreign package raises must not cost the run
-            left_out[contestant.name] = " ".join(f"{type(error).__name__}: {error}".split())
-            warnings.warn(f"{d.case.label}, {op}, {mode}: {contestant.name} is left out: {error}", stacklevel=2)
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return found
 
 
@@ -128,24 +121,12 @@ def _time(d: LayerData, op: str, mode: str, who: Admitted, budget_s: float) -> R
     with no_garbage_collection():
         samplers = _samplers(d, op, mode, who.contestants, left_out)
         times = interleave(samplers, budget_s, MIN_ROUNDS) if samplers else {}
-    return {
-        **_head(d, op),
-        "mode": mode,
-        "errors": who.errors,
-        "left_out": left_out,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
+    return make_record(d.case, times, d.loads, **_work(d, op), mode=mode, errors=who.errors, left_out=left_out)
 
 
-def _head(d: LayerData, op: str) -> Record:
+def _work(d: LayerData, op: str) -> Record:
     moved = {"bytes": d.case.bytes(sum(load > 0 for load in d.loads))} if op == FORWARD else {}
-    return {
-        "case": dataclasses.asdict(d.case),
-        "skew": dataclasses.asdict(skew(d.loads)),
-        "op": op,
-        "flop": d.case.flop(op),
-        **moved,
-    }
+    return {"op": op, "flop": d.case.flop(op), **moved}
 
 
 def _measure_op(d: LayerData, op: str, budget_s: float) -> list[Record]:
@@ -163,14 +144,8 @@ def _measure_stages(d: LayerData, budget_s: float) -> list[Record]:
 
 
 def _stages_record(d: LayerData, op: str, steps: Stages, budget_s: float) -> Record:
-    calls = {name: partial(_ignoring_number, call) for name, call in steps.items()}
-    times = measure_device(calls, budget_s, ENQUEUE_US, MIN_ROUNDS)
-    medians = {name: summary.median_us for name, summary in times.items()}
-    return {**_head(d, op), "op": STAGES, "of": op, "stages": medians}
-
-
-def _ignoring_number(call: Callable[[], object], number: int) -> object:
-    return call()
+    times = measure_device(numbered(steps), budget_s, ENQUEUE_US, MIN_ROUNDS)
+    return make_record(d.case, times, d.loads, **{**_work(d, op), "op": STAGES}, of=op)
 
 
 def _agreed(part: Part) -> float:
@@ -192,27 +167,19 @@ def _listed(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _part_record(part: Part, budget_s: float) -> Record | None:
-    try:
-        error = _agreed(part)
-    except Exception as failure:
-        warnings.warn(f"{part.case.label}: {failure}", stacklevel=2)
+    errors: list[float] = []
+    with or_left_out(f"{part.case.label}: {part.name}"):
+        errors.append(_agreed(part))
+    if not errors:
         return None
     if part.replayed:
         (name, call), *_ = part.calls.items()
         run = partial(_repeat, call)
         times = interleave({name: _replay_sampler(run, PART_CALLS, None)}, budget_s)
     else:
-        calls = {name: partial(_ignoring_number, call) for name, call in part.calls.items()}
-        times = measure_device(calls, budget_s, ENQUEUE_US)
-    return {
-        "case": dataclasses.asdict(part.case),
-        "op": PARTS,
-        "part": part.name,
-        "flop": part.flop,
-        "bytes": part.bytes,
-        "difference": error,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
+        times = measure_device(numbered(part.calls), budget_s, ENQUEUE_US)
+    work: Record = {"flop": part.flop, "bytes": part.bytes}
+    return make_record(part.case, times, op=PARTS, part=part.name, **work, difference=errors[0])
 
 
 def _repeat(call: Callable[[], object]) -> None:
@@ -246,8 +213,5 @@ def run_layer(options: Options) -> list[Record]:
     cases = layer_cases(options.case, options.routings, options.published)
     share = options.budget_s / (len(cases) + 1)
     glulam.preload()  # other packages may bring another version of the DSL's run-time library: the first one serves all
-    records = []
-    for case in track(cases, "layer"):
-        records += _measure(case, ops, share)
-        torch.cuda.empty_cache()
+    records = records_of("layer", cases, lambda case: _measure(case, ops, share))
     return records + (_measure_parts(routing_parts(), share) if PARTS in ops else [])

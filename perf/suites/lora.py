@@ -7,25 +7,27 @@ first, in one compiled kernel where torch.compile works, and multiplies with the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor
 
 import glulam
 from glulam import ExpertLora
 
 from ..cases import OTHER_MODELS, QWEN3, select
+from ..contest import check_error, make_record, numbered, records_of
 from ..layer_cases import LayerCase, layer_of
 from ..memory import peak_bytes
 from ..options import Options
+from ..problem import normals
 from ..quantised import quantised
+from ..results import Record
 from ..targets import BF16
 from ..timing import measure_device
-from .frozen import DEQUANTISED, check_gradient, dequantising
+from .frozen import DEQUANTISED, MAX_RELATIVE_ERROR, dequantising
 
 RANK, SCALE, TOKENS = 16, 2.0, 4096
 ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
@@ -72,9 +74,7 @@ class Data:
 def make_data(case: LayerCase) -> Data:
     generator = torch.Generator("cuda").manual_seed(case.seed)
 
-    def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0.0, scale, generator=generator)
-
+    random = normals(generator)
     experts, hidden, inner = case.experts, case.hidden, case.intermediate
     shapes = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
     a1, b1, a2, b2 = (random(experts, *shape, scale=shape[1] ** -0.5).requires_grad_() for shape in shapes)
@@ -128,23 +128,18 @@ def _steps(d: Data) -> dict[str, dict[str, Step]]:
     }
 
 
-def run_lora(options: Options) -> list[dict[str, Any]]:
+def _measure(case: LayerCase, budget_s: float) -> Iterator[Record]:
+    d = make_data(case)
+    for recipe, steps in _steps(d).items():
+        _, adapted, other = steps
+        for got, exact in zip(steps[adapted](), steps[other](), strict=True):
+            check_error(f"a gradient, {recipe}", got, exact, MAX_RELATIVE_ERROR)
+        peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
+        times = measure_device(numbered(steps), budget_s / 2, ENQUEUE_US)
+        yield make_record(case, times, recipe=recipe, rank=RANK, peak_bytes=peaks)
+
+
+def run_lora(options: Options) -> list[Record]:
     """One record a case and recipe."""
     cases = select(CASES, options.case)
-    records: list[dict[str, Any]] = []
-    for case in track(cases, "lora"):
-        d = make_data(case)
-        for recipe, steps in _steps(d).items():
-            _, adapted, other = steps
-            for got, exact in zip(steps[adapted](), steps[other](), strict=True):
-                check_gradient(f"a gradient, {recipe}", got, exact)
-            peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
-            numbered = {name: lambda number, step=step: step() for name, step in steps.items()}
-            times = measure_device(numbered, options.budget_s / len(cases) / 2, ENQUEUE_US)
-            records.append({
-                "case": dataclasses.asdict(case), "recipe": recipe, "rank": RANK, "peak_bytes": peaks,
-                "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-            })  # fmt: skip
-        del d, steps, numbered
-        torch.cuda.empty_cache()
-    return records
+    return records_of("lora", cases, lambda case: _measure(case, options.budget_s / len(cases)))

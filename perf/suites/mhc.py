@@ -14,12 +14,10 @@ Sinkhorn is measured on many more matrices, too: what bounds it then is instruct
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
@@ -31,6 +29,8 @@ from glulam.mhc import reference
 from glulam.mhc.mixing import AggregateCall, PostMixCall
 from glulam.mhc.sinkhorn import SinkhornCall
 
+from ..cells import HOST
+from ..contest import as_times, records_of
 from ..options import Options
 from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
 
@@ -287,7 +287,7 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> dict[st
         "bytes": count(size),
         "warp_instructions": least[direction == "backward"] * size.tokens // WARP,
         "difference": error,
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+        "times": as_times(times),
     }
 
 
@@ -331,18 +331,13 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     items["glulam.nn.HyperConnection around nothing, forward"] = lambda: layer(streams)
     with no_garbage_collection(), torch.no_grad():
         times = interleave({name: host_sampler(item) for name, item in items.items()}, budget_s)
-    return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+    return [{"op": HOST, "times": as_times(times)}]
 
 
 def run_mhc(options: Options) -> list[dict[str, Any]]:
     """One record for each (operator, direction), then one for each item of the host's time."""
     functorch_config.donated_buffer = False  # or backward could run only once
     cases = [case for case in CASES if not options.case or options.case in case.op]
-    runs = [(case, size) for case in cases for size in case.sizes]
-    share = options.budget_s / (2 * len(runs) + 1)
-    records = []
-    for case, size in track(runs, "mhc"):
-        for direction in ("forward", "backward"):
-            records.append(_measure(case, size, direction, share))
-            torch.cuda.empty_cache()
-    return [*records, *_measure_host(share)]
+    runs = [(case, size, way) for case in cases for size in case.sizes for way in ("forward", "backward")]
+    share = options.budget_s / (len(runs) + 1)
+    return [*records_of("mhc", runs, lambda run: [_measure(*run, share)]), *_measure_host(share)]

@@ -6,7 +6,6 @@ contestant is captured while its architecture serves, and then all take turns.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,18 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.progress import track
 
 from glulam.host import device as devices
 from glulam.host.plans import forget_plans
 
 from .. import mma_sync
 from ..cases import DECODE, DEEPSEEK, MIXTRAL, QWEN3, Case, select
+from ..contest import make_record, records_of
 from ..contestants import TorchGrouped
 from ..fp8 import Mlp, check, make
 from ..options import Options
 from ..problem import Buffers, Problem, make_problem
-from ..routing import skew
+from ..results import Record
 from ..targets import BF16, MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8, TORCH
 from ..timing import Call, measure_device
 from .graph import capture
@@ -63,30 +62,19 @@ def _contestant(name: str, problem: Problem) -> tuple[Call, float]:
         return _replays(mlp, problem.sets), check(RECIPES[name], mlp, problem.sets[0])
 
 
-def _measure(case: Case, alone: Callable[[int], Any], budget_s: float) -> dict[str, Any]:
+def _measure(case: Case, alone: Callable[[int], Any], budget_s: float) -> list[Record]:
     problem = make_problem(case)
     names = (PORTABLE, NATIVE, PORTABLE_MXFP8) if case.decode else (PORTABLE, NATIVE)
     made = {name: _contestant(name, problem) for name in names}
     calls: dict[str, Call] = {name: call for name, (call, _) in made.items()}
     calls |= {TORCH: _replays(TorchGrouped().mlp, problem.sets), MMA_ALONE: alone}
     times = measure_device(calls, budget_s)
-    return {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(problem.sizes)),
-        "active_experts": problem.active_experts,
-        "copies": len(problem.sets),
-        "op": "mlp",
-        "errors": {name: error for name, (_, error) in made.items()},
-        "mma_flop": mma_sync.flop(torch.cuda.get_device_properties("cuda").multi_processor_count),
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
+    errors = {name: error for name, (_, error) in made.items()}
+    flop = mma_sync.flop(torch.cuda.get_device_properties("cuda").multi_processor_count)
+    return [make_record(case, times, problem.sizes, op="mlp", errors=errors, mma_flop=flop)]
 
 
-def run_portable(options: Options) -> list[dict[str, Any]]:
+def run_portable(options: Options) -> list[Record]:
     """One record a case."""
     cases, (alone, _) = select(CASES, options.case), mma_sync.make()
-    records = []
-    for case in track(cases, "portable"):
-        records.append(_measure(case, alone, options.budget_s / len(cases)))
-        torch.cuda.empty_cache()
-    return records
+    return records_of("portable", cases, lambda case: _measure(case, alone, options.budget_s / len(cases)))

@@ -7,21 +7,20 @@ multiplications earn, which tells how much of a difference is energy and how muc
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from rich.progress import track
 
 from ..cases import Case, forward_cases
+from ..contest import make_record, records_of
 from ..contestants import Library, calls, libraries
 from ..options import Options, select_ops
 from ..problem import make_problem
 from ..quack import Quack
 from ..readings import Readings, follow_gpu
+from ..results import Record
 from ..training import KERNELS, flop, make_data
 from .backward import Contest, contest
 from .forward import checked, prepared
@@ -46,7 +45,7 @@ def run_alone(call: Callable[[int], object], seconds: float, readings: Readings)
         stop.synchronize()
         if time.monotonic() > settled:
             samples.append(start.elapsed_time(stop) * 1e3 / CALLS_PER_SAMPLE)
-    return {"us": statistics.median(samples), **readings.mean(settled, time.monotonic())._asdict()}
+    return {"median_us": statistics.median(samples), **readings.mean(settled, time.monotonic())._asdict()}
 
 
 def _forward(case: Case, contestants: list[Library]) -> Contest:
@@ -56,16 +55,11 @@ def _forward(case: Case, contestants: list[Library]) -> Contest:
     return Contest({library.name: calls(library, FORWARD, problem.sets) for library in competing}, errors, tunings)
 
 
-def _record(case: Case, op: str, who: Contest, seconds: float, readings: Readings) -> dict[str, Any]:
+def _record(case: Case, op: str, who: Contest, seconds: float, readings: Readings) -> Record:
     share = seconds / len(who.calls)
-    return {
-        "case": dataclasses.asdict(case),
-        "op": op,
-        "flop": case.flop(op) if op == FORWARD else flop(case, op),
-        "errors": who.errors,
-        "tuning": who.tunings,
-        "alone": {name: run_alone(call, share, readings) for name, call in who.calls.items()},
-    }
+    work = case.flop(op) if op == FORWARD else flop(case, op)
+    alone = {name: run_alone(call, share, readings) for name, call in who.calls.items()}
+    return {**make_record(case, {}, op=op, flop=work, errors=who.errors, tuning=who.tunings), "times": alone}
 
 
 def _contests(
@@ -78,17 +72,17 @@ def _contests(
         yield from ((op, contest(data, op, quack)) for op in kernels)
 
 
-def run_power(options: Options) -> list[dict[str, Any]]:
+def run_power(options: Options) -> list[Record]:
     """One record for each case and operation."""
     cases = [case for case in forward_cases(options.case) if case.routing == "uniform"]
     ops = select_ops(OPS, options.ops)
     contestants = libraries(options.quack)
     quack = next((library for library in contestants if isinstance(library, Quack)), None)
     seconds = options.budget_s / (len(cases) * len(ops))
-    records = []
     with follow_gpu() as readings:
-        for case in track(cases, "power"):
+
+        def measure(case: Case) -> Iterator[Record]:
             for op, who in _contests(case, ops, contestants, quack):
-                records.append(_record(case, op, who, seconds, readings))
-            torch.cuda.empty_cache()
-    return records
+                yield _record(case, op, who, seconds, readings)
+
+        return records_of("power", cases, measure)

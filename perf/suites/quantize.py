@@ -11,15 +11,16 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 import glulam
 from glulam.formats.mxfp8 import MXFP8Tensor
 
 from ..cases import DECODE, DEEPSEEK, GPT_OSS, MIXTRAL, QWEN3, Case, select
+from ..contest import as_times, records_of
 from ..options import Options
 from ..problem import MAX_COPIES, ROTATION_BYTES
+from ..results import Record
 from ..timing import Call, Summary, measure_device
 
 CASES = [MIXTRAL, QWEN3, DEEPSEEK, GPT_OSS, DECODE[0]]
@@ -48,8 +49,19 @@ class Form:
         return elements * width + copies * (elements + elements // BLOCK)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows, self.columns
+
+    @property
     def options(self) -> dict[str, Any]:
         return {"axis": self.axis, "block": self.block, "scale_layout": self.scale_layout}
+
+    @property
+    def operator(self) -> str:
+        return "quantize_mxfp8"
+
+    def call(self, x: Tensor, **given: Any) -> Any:
+        return getattr(glulam, self.operator)(x, **self.options, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +77,18 @@ class Fold(Form):
         elements = self.rows * self.columns
         width: int = getattr(torch, self.dtype).itemsize
         return elements * (width + 1) + (self.rows if self.axis == "row" else self.experts * self.columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts, self.rows // self.experts, self.columns
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"axis": self.axis, "report": False}
+
+    @property
+    def operator(self) -> str:
+        return "prepare_mxfp8_weight"
 
 
 def folds_of(case: Case) -> list[Fold]:
@@ -90,65 +114,35 @@ def _copies(result: Any) -> tuple[MXFP8Tensor, ...]:
 
 
 def check(form: Form, x: Tensor) -> None:
-    """Raises RuntimeError where the first rows are not what the CPU reference makes of them."""
-    part = x[:CHECKED_ROWS]
-    got = glulam.quantize_mxfp8(part, **form.options)
-    wanted = glulam.quantize_mxfp8(part.cpu(), **form.options)
-    for one, other in zip(_copies(got), _copies(wanted), strict=True):
+    """Raise RuntimeError if the first rows, of w the first expert's, are not what the CPU reference makes of them."""
+    part = x[:1, :CHECKED_ROWS] if isinstance(form, Fold) else x[:CHECKED_ROWS]
+    got, wanted = (_copies(form.call(each)) for each in (part, part.cpu()))
+    for one, other in zip(got, wanted, strict=True):
         for mine, reference in ((one.data, other.data), (one.scale, other.scale)):
             if not torch.equal(mine.cpu().view(torch.uint8), reference.view(torch.uint8)):
-                raise RuntimeError(f"quantize_mxfp8 is wrong: {form}")
-
-
-def check_fold(form: Fold, w: Tensor) -> None:
-    """The same of the first rows of the first expert of w."""
-    part = w[:1, :CHECKED_ROWS]
-    got = glulam.prepare_mxfp8_weight(part, axis=form.axis, report=False)
-    wanted = glulam.prepare_mxfp8_weight(part.cpu(), axis=form.axis, report=False)
-    for mine, reference in ((got.data, wanted.data), (got.scale, wanted.scale)):
-        if not torch.equal(mine.cpu().view(torch.uint8), reference.view(torch.uint8)):
-            raise RuntimeError(f"prepare_mxfp8_weight is wrong: {form}")
-
-
-def _fold_contestants(form: Fold) -> dict[str, Call]:
-    count = min(math.ceil(ROTATION_BYTES / form.bytes), MAX_COPIES)
-    shape = form.experts, form.rows // form.experts, form.columns
-    ws = [torch.randn(shape, dtype=getattr(torch, form.dtype), device="cuda") for _ in range(count)]
-    check_fold(form, ws[0])
-    halves = [torch.empty(2, form.bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
-    return {
-        "glulam": lambda n: glulam.prepare_mxfp8_weight(ws[n % count], axis=form.axis, report=False),
-        "copy": lambda n: halves[n % count][0].copy_(halves[n % count][1]),
-    }
+                raise RuntimeError(f"{form.operator} is wrong: {form}")
 
 
 def _contestants(form: Form) -> dict[str, Call]:
     """Calls into caches that the calls before have swept, each with its own buffers."""
-    if isinstance(form, Fold):
-        return _fold_contestants(form)
-    dtype = getattr(torch, form.dtype)
     count = min(math.ceil(ROTATION_BYTES / form.bytes), MAX_COPIES)
-    xs = [torch.randn(form.rows, form.columns, device="cuda").to(dtype) for _ in range(count)]
+    xs = [torch.randn(form.shape, device="cuda").to(getattr(torch, form.dtype)) for _ in range(count)]
     check(form, xs[0])
-    outs = [glulam.quantize_mxfp8(x, **form.options) for x in xs]
+    outs = [{} if isinstance(form, Fold) else {"out": form.call(x)} for x in xs]
     halves = [torch.empty(2, form.bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
     return {
-        "glulam": lambda n: glulam.quantize_mxfp8(xs[n % count], out=outs[n % count], **form.options),
+        "glulam": lambda n: form.call(xs[n % count], **outs[n % count]),
         "copy": lambda n: halves[n % count][0].copy_(halves[n % count][1]),
     }
 
 
-def make_record(form: Form, times: dict[str, Summary]) -> dict[str, Any]:
-    summaries = {name: dataclasses.asdict(summary) for name, summary in times.items()}
-    return {**dataclasses.asdict(form), "bytes": form.bytes, "times": summaries}
+def record_of(form: Form, times: dict[str, Summary]) -> Record:
+    return {**dataclasses.asdict(form), "op": "quantize", "bytes": form.bytes, "times": as_times(times)}
 
 
-def run_quantize(options: Options) -> list[dict[str, Any]]:
+def run_quantize(options: Options) -> list[Record]:
     """One record a form."""
     cases = select(CASES, options.case)
     forms = [form for case in cases for form in [*forms_of(case), *folds_of(case)]]
-    records = []
-    for form in track(forms, "quantize"):
-        records.append(make_record(form, measure_device(_contestants(form), options.budget_s / len(forms))))
-        torch.cuda.empty_cache()
-    return records
+    share = options.budget_s / len(forms)
+    return records_of("quantize", forms, lambda form: [record_of(form, measure_device(_contestants(form), share))])

@@ -7,8 +7,6 @@ a warning, and we may not be.
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from ..cases import select
+from ..contest import make_record, or_left_out
 from ..options import Options, select_ops
+from ..results import Record
 from ..serving_cases import CASES, RECIPES, ServingCase
 from ..serving_data import Batch, Call, Contestant, check, expected, in_format, make_batch, make_weights
 from ..serving_peers import find_peers, ours
@@ -48,15 +48,9 @@ class Model:
         mine = ours(recipe)
         found: Competing = [(mine, mine.make(self.case, *self.weights(recipe)[1]))]
         for peer in (one for one in peers if recipe in one.recipes):
-            try:
+            with or_left_out(f"{self.case.name}: {peer.name}"):
                 found.append((peer, peer.make(self.case, *self.weights(peer.weights)[0])))
-            except Exception as error:  # whatever a foreign package raises must not cost the run
-                _leave_out(peer, self.case.name, error)
         return found
-
-
-def _leave_out(peer: Contestant, what: str, error: Exception) -> None:
-    warnings.warn(f"{peer.name} is left out of {what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
 def _captured(
@@ -83,38 +77,30 @@ def _checked(model: Model, competing: Competing, b: Batch, label: str) -> dict[s
         weights = contestant.weights
         if weights not in references:
             references[weights] = expected(b, *model.weights(weights)[0])
-        try:
+        with or_left_out(f"{label}: {contestant.name}", required=contestant is competing[0][0]):
             found[contestant.name] = _captured(contestant, call, b, references[weights], pool)
-        except Exception as error:
-            if contestant is competing[0][0]:
-                raise
-            _leave_out(contestant, label, error)
     return found
 
 
-def _record(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> dict[str, Any]:
+def _record(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> Record:
     b = make_batch(case)
     found = _checked(model, competing, b, f"{case.label}, {recipe}")
     times = interleave({name: flushed_sampler(replay) for name, (_, replay) in found.items()}, budget_s)
     here = b.here
-    return {
-        "case": dataclasses.asdict(case),
-        "op": recipe,
-        **case.work(recipe, here.numel(), here.unique().numel()),
-        "errors": {name: error for name, (error, _) in found.items()},
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-    }
+    errors = {name: error for name, (error, _) in found.items()}
+    work: Record = case.work(recipe, here.numel(), here.unique().numel())
+    return make_record(case, times, op=recipe, **work, errors=errors)
 
 
 @torch.no_grad()
-def run_serving(options: Options) -> list[dict[str, Any]]:
+def run_serving(options: Options) -> list[Record]:
     """One record a case and recipe."""
     cases, recipes = select(CASES, options.case), select_ops(RECIPES, options.ops)
     budget_s = options.budget_s / len(cases) / len(recipes)
     by_model: dict[str, list[ServingCase]] = {}
     for case in cases:
         by_model.setdefault(case.name, []).append(case)
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     with Progress() as progress:
         bar = progress.add_task("compiling peers' kernels", total=len(cases) * len(recipes))
         peers = find_peers([of_model[0] for of_model in by_model.values()], recipes)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from .. import train_host
 from ..cases import BYTES_PER_ELEMENT, TINY, Case, select, train_cases
+from ..cells import HOST
+from ..contest import as_times, make_record, numbered, records_of
 from ..memory import peak_bytes
 from ..options import Options
-from ..routing import skew
-from ..timing import Call, Summary, host_sampler, interleave, measure_device, no_garbage_collection
+from ..results import Record
+from ..timing import Summary, host_sampler, interleave, measure_device, no_garbage_collection
 from ..training import (
     LAYER,
     Contestant,
@@ -60,10 +60,6 @@ def needed_bytes(case: Case) -> int:
     return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
 
 
-def _numbered(call: Contestant, data: TrainingData) -> Call:
-    return lambda number: call(data)
-
-
 def _memory(case: Case, data: TrainingData) -> dict[str, Any]:
     """Before anything else ran, so that buffers which a library keeps for the next call count."""
     layers = contestants(LAYER)
@@ -74,28 +70,18 @@ def _memory(case: Case, data: TrainingData) -> dict[str, Any]:
     }
 
 
-def _measure(case: Case, budget_s: float) -> dict[str, Any]:
+def _measure(case: Case, budget_s: float) -> list[Record]:
     data = make_data(case)
     memory = _memory(case, data)
     chosen = competing(data, LAYER)
     data.forget_gradients()
-    calls = {name: _numbered(call, data) for name, (call, _) in chosen.items()}
+    calls = numbered({name: partial(call, data) for name, (call, _) in chosen.items()})
     times = measure_device(calls, budget_s, ENQUEUE_US)
-    record = {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(data.sizes)),
-        "op": LAYER,
-        "flop": flop(case, LAYER),
-        "errors": {name: error for name, (_, error) in chosen.items()},
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
-        **memory,
-    }
-    del data, calls, chosen
-    torch.cuda.empty_cache()
-    return record
+    errors = {name: error for name, (_, error) in chosen.items()}
+    return [make_record(case, times, data.sizes, op=LAYER, flop=flop(case, LAYER), errors=errors, **memory)]
 
 
-def _measure_host(budget_s: float) -> list[dict[str, Any]]:
+def _measure_host(budget_s: float) -> list[Record]:
     data = make_data(TINY)
     competing(data, LAYER)
     with no_garbage_collection():
@@ -105,12 +91,11 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     rounds = next(iter(times.values())).samples
     for name, value in train_host.differences(times).items():
         times[name] = Summary(value, value, value, rounds)  # a difference of medians has no percentiles
-    return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+    return [{"op": HOST, "times": as_times(times)}]
 
 
-def run_train(options: Options) -> list[dict[str, Any]]:
+def run_train(options: Options) -> list[Record]:
     """One record a case, then one for each item of the host's time."""
     cases = select(train_cases(), options.case)
     share = options.budget_s / (len(cases) + 1)
-    records = [_measure(case, share) for case in track(cases, "train")]
-    return [*records, *_measure_host(share)]
+    return [*records_of("train", cases, lambda case: _measure(case, share)), *_measure_host(share)]

@@ -43,7 +43,7 @@ def test_every_layer_passes_the_check_and_is_replayed(case, op):
     found = layer.admitted(d, op, layer.contestants()[:4])  # ours and torch's
     assert len(found.contestants) == 4 and found.left_out == {}
     record = suite._time(d, op, suite.GRAPH, found, 0.0)
-    assert len(record["times"]) == 4 and record["left_out"] == {}
+    assert len(record["times"]) == 4 and not record["left_out"]
     kept = suite.memory(found.contestants[0], d, TRAIN)["kept"]
     assert kept >= 2 * (case.rows * 2 * case.intermediate + case.tokens * case.hidden)  # preactivation and result
 
@@ -53,7 +53,7 @@ def test_steps_and_parts_of_a_layer_run(case):
     d = make_layer(case)
     for op in (FORWARD, TRAIN):
         record = suite._stages_record(d, op, layer_stages.stages(d, op), 0.0)
-        assert min(record["stages"].values()) > 0
+        assert min(times["median_us"] for times in record["times"].values()) > 0
     with torch.no_grad():
         parts = list(layer_parts.layer_parts(d))
         assert len(parts) >= 2 and all(suite._part_record(part, 0.0) for part in parts)

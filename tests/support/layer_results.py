@@ -34,7 +34,7 @@ def timed(case: LayerCase, op: str, mode: str, left_out: dict[str, str] | None =
 
 
 def _stages(case: LayerCase, op: str) -> Any:
-    return {**timed(case, op, "eager"), "op": "stages", "of": op, "stages": STEPS[op]}
+    return {**timed(case, op, "eager", **STEPS[op]), "op": "stages", "of": op}
 
 
 def _part(name: str, case: LayerCase, **more: Any) -> Any:

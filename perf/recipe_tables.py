@@ -1,0 +1,173 @@
+"""Tables of suites whose contestants are recipes, or kernels beside them: fp8, frozen, lora, portable, serving."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from .cells import (
+    CASE,
+    Column,
+    Table,
+    below_target,
+    case_of,
+    columns_of,
+    field,
+    label,
+    median,
+    number,
+    our_cell,
+    our_rate,
+    peers_of,
+    ratio,
+    ratios_cell,
+    rows_table,
+    table,
+    us_cell,
+)
+from .results import Record, Result
+from .targets import (
+    BF16,
+    FP4_COPY,
+    FP8_RECIPES,
+    MMA_ALONE,
+    NATIVE,
+    PORTABLE,
+    PORTABLE_MXFP8,
+    TORCH,
+    TORCH_FP8,
+    WEIGHT_BITS,
+    fp8_targets,
+    portable_targets,
+)
+
+
+def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
+    """An MLP's bytes, weights as a recipe stores them, of a device copy's bytes a second."""
+    us = median(record, name)
+    moved = case_of(record).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe or name])
+    return moved / us * 1e-6 / copy_tbps if us else None
+
+
+def fp8_tables(result: Result) -> list[Table]:
+    """Every case; of decoding the share of a copy's rate; then what is below what is aimed at, if any."""
+    records, copy_tbps = result["records"], result["limits"]["copy_tbps"]
+    recipes = [recipe for recipe in FP8_RECIPES if any(recipe in record["times"] for record in records)]
+    decoding = [record for record in records if case_of(record).decode]
+    first = FP8_RECIPES[0]
+
+    def tflops(record: Record) -> str:
+        us = median(record, first)
+        return number(case_of(record).flop("mlp") / us * 1e-6 if us else None, 0)
+
+    def copy_cell(record: Record, name: str) -> str:
+        return number(of_copy(record, name, copy_tbps))
+
+    def shares() -> Iterator[tuple[Any, ...]]:
+        for record in records:
+            name = record["case"]["name"]
+            yield from ((name, ours, peer, ratio(record, peer, ours), aim) for ours, peer, aim in fp8_targets(name))
+        for record in decoding:
+            reached = ((recipe, of_copy(record, recipe, copy_tbps), aim) for recipe, aim in FP4_COPY.items())
+            yield from ((record["case"]["name"], recipe, "device copy", *pair) for recipe, *pair in reached)
+
+    title = (
+        f"The whole MLP in MXFP8 (`grouped_mlp`), quantising x included; in brackets {BF16}'s time, then {TORCH_FP8}'s "
+        "(`torch._scaled_grouped_mm`, row-wise scales, unfused), over the recipe's"
+    )
+    columns = [CASE, *columns_of(recipes, ratios_cell, peers=(BF16, TORCH_FP8)), (f"{first} TF/s", tflops)]
+    copied = "Decoding, of a device copy's bytes a second: weights as they are stored, rows and results"
+    return [
+        *table(title, records, [*columns, *columns_of((BF16, TORCH_FP8), us_cell)]),
+        *table(copied, decoding, [CASE, *columns_of((*recipes, BF16), copy_cell, "")]),
+        *below_target(("case", "recipe", "against"), shares()),
+    ]
+
+
+def frozen_tables(result: Result) -> list[Table]:
+    """Gradients through frozen weights, by recipe."""
+    found = {(label(r), r["op"], r["recipe"]): r for r in result["records"]}
+    recipes = list(dict.fromkeys(recipe for _, _, recipe in found))
+
+    def cell(key: tuple[str, str], recipe: str) -> str:
+        record = found.get((*key, recipe))
+        return ratios_cell(record, recipe, ("dequantised", BF16)) if record else "-"
+
+    rows = [(*key, *(cell(key, recipe) for recipe in recipes)) for key in dict.fromkeys(key[:2] for key in found)]
+    title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
+    return rows_table(title, ("case", "operation", *(f"{recipe} us" for recipe in recipes)), rows)
+
+
+def lora_tables(result: Result) -> list[Table]:
+    """Steps of adapters: the layer alone, with adapters, the third contestant over that, and peak memory."""
+
+    def contestant(record: Record, place: int) -> str:
+        return list(record["times"])[place]
+
+    def other(record: Record) -> str:
+        alone, adapted, name = record["times"]
+        return f"{name} {number(ratio(record, name, adapted), 2, 'x')}"
+
+    columns: list[Column] = [
+        CASE,
+        ("weights", field("recipe")),
+        ("alone us", lambda r: us_cell(r, contestant(r, 0))),
+        ("lora us", lambda r: us_cell(r, contestant(r, 1))),
+        ("of alone", lambda r: number(ratio(r, contestant(r, 1), contestant(r, 0)))),
+        ("without lora=", other),
+        ("peaks MiB", lambda r: " / ".join(number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
+    ]
+    title = f"Forward and backward with adapters of rank {result['records'][0]['rank']} on frozen experts"
+    return table(title, result["records"], columns)
+
+
+def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
+    """What portable kernels reach in a case, by what it is measured by."""
+    us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
+    if not case_of(record).decode:
+        return {MMA_ALONE: case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}
+    of_itself = ratio(record, PORTABLE, PORTABLE_MXFP8) or 0.0
+    return {"device copy": of_copy(record, PORTABLE, copy_tbps, BF16), PORTABLE_MXFP8: of_itself}
+
+
+def portable_tables(result: Result) -> list[Table]:
+    """Every case, then what is below what is aimed at, if any."""
+    find = partial(reached, copy_tbps=result["limits"]["copy_tbps"])
+    title = (
+        "The MLP on portable kernels (cp.async, mma.sync) compiled for Hopper: the time of Hopper's own kernels and of "
+        "torch over theirs, their share of what mma.sync reaches alone and of a device copy's rate, and their time in "
+        "16 bits over that with weights in MXFP8"
+    )
+    columns: list[Column] = [
+        CASE,
+        ("us", lambda r: number(median(r, PORTABLE), 1)),
+        *columns_of((NATIVE, TORCH), lambda r, name: number(ratio(r, name, PORTABLE)), ""),
+        (f"of {MMA_ALONE}", lambda r: number(find(r).get(MMA_ALONE))),
+        ("of a copy", lambda r: number(find(r).get("device copy"))),
+        ("weights in MXFP8", lambda r: number(find(r).get(PORTABLE_MXFP8))),
+    ]
+    shares = (
+        (record["case"]["name"], what, value, portable_targets(record["case"]["name"]).get(what))
+        for record in result["records"]
+        for what, value in find(record).items()
+    )
+    return [*table(title, result["records"], columns), *below_target(("case", "of"), shares)]
+
+
+def serving_tables(result: Result) -> list[Table]:
+    """A table a recipe, then each peer's times over ours."""
+    tables: list[Table] = []
+    summary: list[tuple[str, ...]] = []
+    for recipe in dict.fromkeys(record["op"] for record in result["records"]):
+        records = [record for record in result["records"] if record["op"] == recipe]
+        peers = peers_of(records)
+        columns = [("experts", label), ("glulam us", our_cell), our_rate(result["limits"]), *columns_of(peers)]
+        tables += table(f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{recipe}`", records, columns)
+        for name in peers:
+            ratios = [found for record in records if (found := ratio(record, name)) is not None]
+            ahead = f"{sum(one >= 1.0 for one in ratios)} of {len(ratios)}"
+            summary.append((recipe, name, number(min(ratios)), number(statistics.median(ratios)), ahead))
+    header = ("recipe", "peer", "least", "median", "not slower")
+    return [*tables, *rows_table("Peers' times over ours", header, summary)]
