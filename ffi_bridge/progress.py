@@ -166,7 +166,7 @@ class _AndTerminal(io.TextIOBase):
 
 @contextlib.contextmanager
 def shown_past_pip() -> Iterator[None]:
-    """Copy standard error to the terminal: pip hides what a build writes unless called with -v."""
+    """Copy standard error to the terminal: pip hides a build's output unless called with -v."""
     try:
         terminal = open("/dev/tty", "w")  # noqa: SIM115 - closed below
     except OSError:  # there is none, as in a log
