@@ -47,7 +47,7 @@ def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> No
 def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
     """Load a shared library as a TVM-FFI module. No other function executes code of a bundle."""
     runtime, ffi = toolchain.runtime_library(), toolchain.tvm_ffi_library()
-    import tvm_ffi  # imports torch where it is installed
+    import tvm_ffi  # imports torch if torch is installed
 
     _check_symbols(_load_runtime(runtime), toolchain.DSL, needs[toolchain.DSL])
     _check_symbols(ctypes.CDLL(str(ffi)), toolchain.TVM_FFI, needs[toolchain.TVM_FFI])

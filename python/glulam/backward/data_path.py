@@ -186,7 +186,7 @@ class DataPath(Path):
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """Return `copies` for `given`, the call's arguments or the saved tensors; a planned step has decided it."""
+        """Return True if GEMMs read copies; `given`: arguments or saved tensors. A planned step has decided it."""
         if self.launches is None:
             return self.copies(x, given.get("row_of"), given.get("w2"))
         return self.is_copied and given.get("w2") is not None

@@ -298,7 +298,7 @@ def _check_expert(
     if is_weight and not name.startswith("out"):
         _refuse_transposed(op, name, tensor)
     _check_contiguous(op, name, tensor)
-    # torch calls a tensor contiguous whatever the stride of a dimension with one element is, but kernels divide it.
+    # torch calls a tensor contiguous whatever the stride of a dimension with one element; kernels divide it by `unit`.
     unit = min(ALIGNMENT_ELEMENTS, ALIGNMENT_BYTES // tensor.itemsize)
     if is_weight and runs_kernels(tensor) and any(stride % unit for stride in tensor.stride()[:-1]):
         raise ValueError(

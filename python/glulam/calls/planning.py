@@ -55,7 +55,7 @@ class Launching(Arguments):
         return tuple([one for one in made if one.wanted or is_none])
 
     def makes(self, made: Made) -> bool:
-        """Return True if this call makes one of its definition's results."""
+        """Return True if this call makes `made`, a result of its definition."""
         has_model = not made.like or getattr(self, made.like) is not None
         return has_model and (not made.when or bool(getattr(self, made.when)))
 

@@ -24,7 +24,7 @@ from ..choose import records, specs
 from ..errors import UnsupportedDevice
 from .terminal import PlainConsole, printable
 
-_PIPE_WIDTH = 120  # columns where the output is not a terminal
+_PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 
 class _OneLineErrors(TyperGroup):

@@ -196,7 +196,7 @@ class GradientsCall(Call):
         made = super().made()
         if self.row_of is None:
             return made
-        dpreact, act, dx, d_row_scale = made  # dx of rows is scratch; the result is the sums by token
+        dpreact, act, dx, d_row_scale = made  # dx of rows is not returned, the sums by token are
         sums = Made("out", "dx_tokens", ("tokens", "out_features"))
         return dpreact, act, dx._replace(name="dx", returned=False), sums, d_row_scale
 

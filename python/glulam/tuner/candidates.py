@@ -22,7 +22,7 @@ from ..choose.shipped import shipped_specs, spec_on
 
 DEFAULT_COUNT = 8
 ALIKE = 2
-"""Most candidates that differ only in cluster and schedule, which the model distinguishes least."""
+"""Largest number of candidates that differ only in cluster and schedule, which the model distinguishes least."""
 
 Model = Callable[[Gemm, TileConfig], float]
 

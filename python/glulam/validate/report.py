@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .run import FAILED, PASSED, Outcome
 
 MOST_LINES = 200
-"""Most lines about functions that did not pass: an issue takes at most 65536 characters."""
+"""Largest number of functions listed that did not pass: an issue takes at most 65536 characters."""
 
 
 class Machine(NamedTuple):

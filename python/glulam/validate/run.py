@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     Attributes:
         name: the function's name.
         state: PASSED, FAILED or UNREACHED.
-        detail: the failure, or the number of calls.
+        detail: the failure, or how the function was tried.
         called: functions that the process called.
     """
 
