@@ -1,7 +1,7 @@
-"""From kernel specs to callables: compile, export, link, verify, load, cache.
+"""Turn kernel specs into callables: compile, export, link, verify, load, cache.
 
-Importing this imports neither torch nor cutlass. `load` serves a precompiled bundle; `ffi_bridge.jit`
-compiles what a bundle lacks, in a helper process; `ffi_bridge.build` makes bundles.
+Importing this package imports neither torch nor cutlass. `load` loads a precompiled bundle; `ffi_bridge.jit` compiles
+kernels that a bundle lacks in a helper process; `ffi_bridge.build` makes bundles.
 """
 
 from ._version import __version__

@@ -1,7 +1,7 @@
-"""A Python file's code: what is left of it without comments, docstrings and layout, which no object has a trace of.
+"""Hashes of a Python file's code without comments, docstrings and line layout, which leave no trace in an object.
 
-A module of tables, dictionaries that are written out with strings as keys, can be told apart further: into rows, each
-with the definitions that it uses, and the rest.
+A module of tables (dictionary literals with string keys) can be hashed in parts: each row with the definitions that the
+row uses, and the rest of the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Statements = Iterable[ast.stmt]
 
 
 def _is_text(node: object) -> bool:
-    """Return True if a statement is a string alone: a docstring, or words about the statement before."""
+    """Return True if a statement is only a string: a docstring, or the description of the statement before."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -60,7 +60,7 @@ def _names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines; empty if it may do more than that."""
+    """Return the names that a module's statement defines; empty if the statement may do more than define names."""
     if any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
         return set()
     if isinstance(statement, _DEFINITIONS):
@@ -74,7 +74,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _rows(statement: ast.stmt) -> dict[str, ast.expr]:
-    """The rows of a table by their keys; empty if the statement is no table."""
+    """Return the rows of a table by their keys; empty if the statement is not a table."""
     value = getattr(statement, "value", None) if _bound(statement) else None
     if not isinstance(value, ast.Dict):
         return {}
@@ -97,7 +97,11 @@ class Code:
         return sha256(map(plain, self._statements))
 
     def attributes(self, module: str) -> set[str] | None:
-        """The attributes that the file uses of a module that it imports under this name; None if it may use others."""
+        """Return the attributes of an imported module that the file uses; None if the file may use others.
+
+        Args:
+            module: the name under which the file imports the module.
+        """
         nodes = [node for statement in self._statements for node in ast.walk(statement)]
         found, times = set[str](), 0
         for node in nodes:
@@ -111,7 +115,7 @@ class Code:
         return None if times else found
 
     def row_names(self) -> tuple[str, ...]:
-        """The keys of all tables in their order."""
+        """Return the keys of all tables in their order."""
         return tuple(key for statement in self._statements for key in _rows(statement))
 
     def hash_of_row(self, key: str) -> str:
@@ -120,9 +124,9 @@ class Code:
         return sha256([f"{self.row_names().index(key)}", *map(plain, values), *self._texts(self._reached(values))])
 
     def hash_of_rest(self, names: Collection[str]) -> str:
-        """Return the hash of some names' definitions with all that these use, and of statements that define nothing.
+        """Return one hash of the definitions of `names`, of all definitions they use, and of statements without names.
 
-        Rows of a table are left out, unless another of these statements uses the table.
+        A table is left out unless one of the hashed statements uses the table.
         """
         asked = [statement for name in names for statement in self._by_name.get(name, ())]
         loose = [statement for statement in self._statements if not _bound(statement)]
@@ -130,7 +134,7 @@ class Code:
         return sha256([*sorted(names), *self._texts({*others, *self._reached(others)})])
 
     def _reached(self, nodes: Iterable[ast.AST]) -> set[ast.stmt]:
-        """Return the statements that define what some nodes use, directly or through other definitions."""
+        """Return the statements that define the names used by `nodes`, directly or through other definitions."""
         reached, waiting = set[ast.stmt](), _names(nodes)
         while waiting:
             new = {one for name in waiting for one in self._by_name.get(name, ())} - reached

@@ -1,4 +1,4 @@
-"""What can go wrong between a kernel's source and a callable. Every message ends in the command that mends it."""
+"""Errors of compiling, linking and loading kernels. Every message ends in the command that mends the error."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ from cute_kernels.architectures import ARCHS
 
 
 def remedy(place: Path, options: str = "") -> str:
-    """Name the command that builds a bundle anew. `place`: its folder <root>/<arch>, or a file in that folder.
+    """Return the advice to run the command that builds a bundle anew.
 
-    Without `--arch` a build makes the bundle for the machine it runs on, which may be another one.
+    The command has `--arch` where the path tells the architecture: without `--arch`, a build is for the architecture
+    of the machine that it runs on.
+
+    Args:
+        place: the bundle's folder <root>/<arch>, or a file in that folder.
+        options: further options of the command, with a leading space.
     """
     arch = next((f" --arch {name}" for name in (place.name, place.parent.name) if name in ARCHS), "")
     return f"run `glulam build{arch}{options}`"
 
 
 class BundleError(RuntimeError):
-    """A bundle that cannot be used. Nothing of it was loaded."""
+    """A bundle that cannot be used. No part of the bundle was loaded."""
 
 
 class BundleMissing(BundleError):
-    """No bundle for this architecture, or no such function in it."""
+    """There is no bundle for this architecture, or the bundle has no function of this name."""
 
 
 class BundleDamaged(BundleError):
-    """The manifest cannot be read, or the library is not the one that it describes."""
+    """The manifest cannot be read, or the library does not match the manifest."""
 
 
 class BundleForeign(BundleError):
-    """Files that `glulam build` did not make, or made for another architecture, or that another user may write."""
+    """Files not made by `glulam build`, or made for another architecture, or writable by another user."""
 
 
 class BundleOutdated(BundleError):
-    """Built by, or for, other versions of Glulam, of its toolchain or of its kernels' sources."""
+    """A bundle built by or for other versions of Glulam, its toolchain or its kernel sources."""
 
 
 class BundleBusy(BundleError):
@@ -41,8 +46,8 @@ class BundleBusy(BundleError):
 
 
 class ToolchainError(RuntimeError):
-    """A tool or a library that is needed to build or to load is not on this machine."""
+    """A tool or library that building or loading needs is missing on this machine."""
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile, or compiled to code that the build refuses (spills, serialised wgmma)."""
+    """A kernel did not compile, or the build refuses its code (spills, serialised wgmma)."""

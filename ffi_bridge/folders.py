@@ -1,4 +1,4 @@
-"""Folders made and opened so that no other user can turn them elsewhere, and nobody else can write what was made."""
+"""Safe folders: no other user can replace them by another folder or a link, or write into folders made here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make(folder: Path) -> None:
-    """Make a folder and its parents where they are missing. Whatever the umask, others cannot write what is made."""
+    """Make a folder and its missing parents. Other users cannot write into new folders, whatever the umask is."""
     try:
         os.mkdir(folder, MODE)
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def make(folder: Path) -> None:
 
 
 def only_ours(folder: Path) -> bool:
-    """True if nobody except this user and root can rename or replace what lies in `folder`, or a folder on the way.
+    """Return True if only this user and root can rename or replace entries of `folder` and of its parents.
 
     Args:
         folder: an absolute path without symbolic links.
@@ -44,7 +44,12 @@ def only_ours(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(folder: Path | str, at: int | None = None) -> Iterator[int]:
-    """Give a descriptor of a folder; with `at`, of the folder of that name in the open one, which may not be a link."""
+    """Open a folder and yield its descriptor.
+
+    Args:
+        folder: a path; with `at`, a name in the open folder `at`, which may not be a link.
+        at: descriptor of an open folder. None: `folder` is a path, links are followed.
+    """
     handle = os.open(folder, _FLAGS if at is None else _FLAGS | os.O_NOFOLLOW, dir_fd=at)
     try:
         yield handle
@@ -54,11 +59,16 @@ def opened(folder: Path | str, at: int | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def made(name: str, at: int, mode: int = MODE) -> Iterator[int]:
-    """Make a folder in the open folder `at`, of this mode whatever the umask, and give a descriptor of it.
+    """Make a folder in the open folder `at` and yield the new folder's descriptor.
+
+    Args:
+        name: name of the new folder.
+        at: descriptor of the open folder.
+        mode: mode of the new folder, whatever the umask is.
 
     Raises:
-        PermissionError: something else has taken its place.
-        OSError: it cannot be made, say because it exists.
+        PermissionError: another user replaced the new folder, or the file system does not keep owners.
+        OSError: the folder cannot be made, for example because it exists.
     """
     os.mkdir(name, mode & MODE, dir_fd=at)
     with opened(name, at) as handle:
@@ -70,7 +80,7 @@ def made(name: str, at: int, mode: int = MODE) -> Iterator[int]:
 
 
 def write(name: str, at: int, content: bytes) -> None:
-    """Make a file in the open folder `at` that everybody can read and its owner can write. Raises OSError."""
+    """Write a new file in the open folder `at`: all users can read it, its owner can write it. Raises OSError."""
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
     with open(handle, "wb") as file:
         file.write(content)
@@ -78,7 +88,7 @@ def write(name: str, at: int, content: bytes) -> None:
 
 
 def empty(at: int) -> None:
-    """Remove all that lies in the open folder `at`; links are removed, never followed. Raises OSError."""
+    """Remove all entries of the open folder `at`; links are removed, never followed. Raises OSError."""
     for name in os.listdir(at):
         try:
             os.unlink(name, dir_fd=at)

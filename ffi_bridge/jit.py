@@ -1,6 +1,6 @@
 """Kernels that the bundle lacks: compiled in a helper process, kept on disk, shared by processes.
 
-What the cache holds and how an entry is found is in `cache.py`; this is how an entry is made.
+This module makes entries of the cache; `cache.py` finds and loads them.
 """
 
 from __future__ import annotations
@@ -35,39 +35,43 @@ _functions: dict[tuple[Spec, str | None, tuple[str, ...]], Callable[..., Any]] =
 def get(
     spec: Spec, *, tracer: str | None = None, worker: Worker | None = None, strict: bool = False
 ) -> Callable[..., Any]:
-    """The compiled function of `spec`, from memory, from the disk cache, or compiled now in a helper process.
+    """Return the compiled function of `spec`: from memory, from the disk cache, or compiled now in a helper process.
 
-    Compiling takes seconds and needs a C compiler; other processes that want the same kernel wait for it. A
-    damaged entry is put aside and rebuilt. Where the cache cannot be written, a RuntimeWarning says so and
-    the kernel serves this process only.
+    Compiling takes seconds and needs a C compiler; other processes that want the same kernel wait. A damaged cache
+    entry is put aside and rebuilt. If the cache cannot be written, a RuntimeWarning says so and only this process can
+    use the kernel.
 
     Args:
-        spec: any spec; whether the bundle has it is not asked.
-        tracer: "module:function", spec -> (jitted function, fake arguments); default, the kernels' own for this spec.
-        worker: the compile process to use, of this tracer; by default one is started for this spec.
+        spec: any spec; the bundle is not searched.
+        tracer: "module:function", spec -> (jitted function, fake arguments). None: the kernels' own for this spec.
+        worker: a compile process for this tracer. None: one is started for this spec.
         strict: refuse code that spills registers or whose wgmma the compiler serialised, instead of warning.
+
+    Returns:
+        The exported function.
 
     Raises:
         CompileError: the kernel does not compile, or is refused.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
-        OSError: neither the cache nor the folder for temporary files takes it, say because both disks are full.
+        OSError: the kernel fits neither into the cache nor into the folder for temporary files, for example because
+            both disks are full.
     """
     wanted = (spec, tracer, plain_in(spec.arch))
-    if wanted not in _functions:  # threads that race here are told apart by the entry's file lock
+    if wanted not in _functions:  # threads that race here wait at the entry's file lock
         _functions[wanted] = cache.find(spec, tracer) or _compile(spec, tracer, Maker(tracer, worker, strict))
     return _functions[wanted]
 
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """How a kernel is made; the fields are `get`'s arguments."""
+    """Compiles kernels; the fields are arguments of `get`."""
 
     tracer: str | None
     worker: Worker | None
     strict: bool
 
     def compile_into(self, work: Path, spec: Spec) -> Path:
-        """A folder in `work` with <arch>/, a bundle of this one spec."""
+        """Compile `spec` and return a folder in `work` that holds <arch>/, a bundle of this spec alone."""
         build.check_prerequisites()
         store = Store(self.tracer, quiet=True)
         folder, objects = cache.make_entry(work, spec.arch), work / "objects"
@@ -95,7 +99,7 @@ def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]
         cache.make_root(root)
         with cache.exclusive(root, key):
             return _fill(spec, key, root, maker)
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         warnings.warn(
             f"the kernel cache {root} cannot be used ({error}): {spec.name} is compiled for this process alone; "
             f"set {ENV_CACHE} to a folder that can be written",
@@ -107,13 +111,13 @@ def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]
 
 
 def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
-    """Makes entry `root`/`key` unless it is there and sound, and loads it. The caller holds the key's lock."""
+    """Load the cache entry `root`/`key`; make it first if it is missing or damaged. The caller holds its lock."""
     entry = root / key
     try:
         return cache.load(entry, spec, maker.tracer)
     except BundleMissing:
         with contextlib.suppress(FileNotFoundError):
-            cache.discard(entry)  # half an entry is none
+            cache.discard(entry)  # it may be half written
     except BundleError as error:
         _quarantine(entry, error)
     sweep(root, COMPILING)
@@ -127,7 +131,11 @@ def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
 
 
 def _quarantine(entry: Path, error: BundleError) -> None:
-    """Puts a damaged entry aside, where a person can look at it; one per key is kept. Another user's stays: OSError."""
+    """Rename a damaged entry so that a person can look at it; one per key is kept.
+
+    Raises:
+        PermissionError: the entry belongs to another user; it stays.
+    """
     if entry.lstat().st_uid != os.geteuid():
         raise PermissionError(str(error)) from error
     aside = entry.with_name(f"{entry.name}{DAMAGED}")

@@ -26,12 +26,12 @@ _HOST = "\n  func.func @"
 
 
 def entries(text: str) -> list[str]:
-    """The names of the kernels in a PTX text, sorted."""
+    """Return the names of the kernels in a PTX text, sorted."""
     return sorted(_ENTRY.findall(text))
 
 
 def launched(text: str) -> list[str]:
-    """The names of the kernels that a host function launches, sorted."""
+    """Return the names of the kernels that a host function launches, sorted."""
     return sorted(set(_LAUNCH.findall(text)))
 
 
@@ -52,7 +52,7 @@ class Dump:
         self.environment = {"CUTE_DSL_KEEP": "ir,ptx", "CUTE_DSL_DUMP_DIR": str(self._folder)}
 
     def clear(self) -> None:
-        """Remove what an earlier function, or one that failed, left."""
+        """Remove the files of functions compiled earlier, including functions that failed."""
         for file in self._folder.iterdir():
             file.unlink()
 
@@ -60,7 +60,7 @@ class Dump:
         """Write the texts of an artifact beside its object.
 
         Raises:
-            CompileError: there is not one dump of each kind, or it has other kernels than the object.
+            CompileError: there is not exactly one dump of each kind, or a dump has other kernels than the object.
         """
         ptx, module = (self._only(artifact.name, suffix) for suffix in SUFFIXES)
         host = _host_function(module)

@@ -1,4 +1,4 @@
-"""From a bundle on disk to callables: verified first, loaded second, never a compiler."""
+"""Load a bundle from disk: verify it first, then load its functions. No compiler is ever called."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _lock = threading.Lock()
 
 @functools.cache
 def _load_runtime(path: Path) -> ctypes.CDLL:
-    """The DSL's run-time library, global: a bundle finds it by its soname. Kept for the life of the process."""
+    """Load the DSL's run-time library globally, for the life of the process: a bundle finds it by its soname."""
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> None:
-    """What a bundle needs of a run-time library is there, whatever version that is."""
+    """Raise ToolchainError if a run-time library lacks a symbol that a bundle needs; its version does not matter."""
     if lacking := [symbol for symbol in symbols if not hasattr(library, symbol)]:
         version = toolchain.versions()[package] or "of an unknown version"
         raise ToolchainError(
@@ -45,9 +45,9 @@ def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> No
 
 
 def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
-    """The TVM-FFI module of a shared library. The only place that executes anything of a bundle."""
+    """Load a shared library as a TVM-FFI module. No other function executes code of a bundle."""
     runtime, ffi = toolchain.runtime_library(), toolchain.tvm_ffi_library()
-    import tvm_ffi  # imports torch where it is installed
+    import tvm_ffi  # imports torch if torch is installed
 
     _check_symbols(_load_runtime(runtime), toolchain.DSL, needs[toolchain.DSL])
     _check_symbols(ctypes.CDLL(str(ffi)), toolchain.TVM_FFI, needs[toolchain.TVM_FFI])
@@ -56,10 +56,10 @@ def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
 
 @contextlib.contextmanager
 def _named(handle: int, library: Path) -> Iterator[Path]:
-    """A path to the open file `handle`: TVM-FFI wants one that ends in .so, and no one else may turn it elsewhere.
+    """Yield a path that ends in .so, as TVM-FFI needs, and leads to the open file `handle`, whoever replaces the file.
 
-    Without a place for temporary files or without /proc it is the library's own: only this user and root could have
-    changed what is there since.
+    Without a place for temporary files or without /proc the path is the library's own: only this user and root can
+    have changed the file since the checks.
     """
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else None
     try:
@@ -79,12 +79,12 @@ class Bundle:
     """A loaded bundle of one architecture.
 
     Attributes:
-        folder: where the library and its manifest lie.
-        manifest: what they contain.
-        given_out: names of the functions that were asked for.
+        folder: the folder of the library and its manifest.
+        manifest: the description of the library.
+        given_out: names of the functions that `function` has returned.
 
     Raises:
-        BundleForeign, BundleDamaged: the library is another user's, not the manifest's, or does not load.
+        BundleForeign, BundleDamaged: the library is another user's, does not match the manifest, or does not load.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -103,7 +103,7 @@ class Bundle:
                 raise BundleDamaged(told) from error
 
     def names(self) -> list[str]:
-        """Every function's name, sorted."""
+        """Return the names of all functions, sorted."""
         return list(self.manifest.functions)
 
     def has(self, name: str) -> bool:
@@ -115,11 +115,11 @@ class Bundle:
         return "compile it with `glulam.compile`"
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function exported under a spec's name: positional arguments only, asynchronous on the current stream.
+        """Return the function exported under a spec's name: positional arguments only, runs on the current stream.
 
         Raises:
             BundleMissing: the bundle has no such function.
-            BundleDamaged: its manifest lists the function, its library lacks it.
+            BundleDamaged: the manifest lists the function, but the library lacks it.
         """
         if not self.has(name):
             raise BundleMissing(f"no function {name!r} in the bundle {self.folder}; {self._remedy(name)}")
@@ -133,10 +133,10 @@ class Bundle:
 
 
 def bundle_root(directory: Path | str | None = None) -> Path:
-    """Where bundles are looked for: `directory`, else $GLULAM_BUNDLE, else inside the installed package.
+    """Return the folder that holds bundles: `directory`, else $GLULAM_BUNDLE, else inside the installed package.
 
     Raises:
-        BundleMissing: neither of the first two is given and the package is not installed.
+        BundleMissing: `directory` and $GLULAM_BUNDLE are not given, and the package is not installed.
     """
     if directory is not None:
         return Path(directory)
@@ -146,7 +146,7 @@ def bundle_root(directory: Path | str | None = None) -> Path:
 
 
 def packaged_root() -> Path:
-    """The bundle folder of the installed package, whether or not it exists yet."""
+    """Return the bundle folder of the installed package, which may not exist yet. Raises BundleMissing."""
     for folder in toolchain.package_folders("glulam"):
         return folder / "_bundle"
     raise BundleMissing(f"no bundle: the package glulam is not installed; `pip install` it, or set {ENV_BUNDLE}")
@@ -158,16 +158,19 @@ def load(
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
 ) -> Bundle:
-    """The bundle of `arch`, verified and loaded once a process for each place.
+    """Return the bundle of `arch`, verified and loaded once per process and folder.
 
     Args:
-        arch: as "sm_90a".
-        directory: the folder that holds `arch`/; default as `bundle_root` says, read at each call.
-        sources, spec: as of `manifest.verify`.
+        arch: an architecture, for example "sm_90a".
+        directory: the folder that holds `arch`/. None: `bundle_root()`, read at each call.
+        sources, spec: see `manifest.verify`.
+
+    Returns:
+        The loaded bundle.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded; the message says
-            what does not fit and which command mends it.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded; the message names the
+            mismatch and the command that mends it.
         ToolchainError: a run-time library (the DSL's or TVM-FFI's) is not installed.
     """
     root = bundle_root(directory)
@@ -176,6 +179,6 @@ def load(
         if key not in _loaded:
             bundle = checked(Bundle, root / arch, arch, sources, spec)
             if spec:
-                bundle.function(spec.name)  # one that lacks it is not kept: it will be made anew
+                bundle.function(spec.name)  # a bundle that lacks it is not kept: it will be made anew
             _loaded[key] = bundle
         return _loaded[key]

@@ -1,4 +1,4 @@
-"""Locks between processes, on files that another user may have put there."""
+"""File locks between processes; another user may have put the lock file there."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from .folders import OTHERS_WRITE
 
 @contextlib.contextmanager
 def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Let one process at a time go on for the lock file `path`; a process that dies lets go.
+    """Hold the lock file `path`, which one process at a time can hold; a process that dies releases it.
 
-    The file stays: a process that waits holds it open already, and would lock another file than one that comes later.
+    The lock file is never removed: a waiting process has it open already, and would hold a different file than a
+    process that comes later.
+
+    Args:
+        path: the lock file, made if missing.
+        timeout: seconds to wait. Negative: no limit.
 
     Raises:
-        filelock.Timeout: after `timeout` seconds; negative: never.
-        OSError: the file cannot be opened, is a link, or is not empty: filelock empties the file that it locks.
+        filelock.Timeout: another process held the lock for `timeout` seconds.
+        OSError: the file cannot be opened, is a link, or is not empty (filelock empties the file that it locks).
     """
     import filelock
 
@@ -34,7 +39,7 @@ def locked(path: Path, timeout: float = -1) -> Iterator[None]:
 
 
 def _make(path: Path) -> None:
-    """Make a missing lock file. Whatever the umask, others can write the file only if they can write its folder."""
+    """Make a missing lock file; whatever the umask is, only users who can write its folder can write the file."""
     mode = 0o644 | path.parent.stat().st_mode & OTHERS_WRITE
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))

@@ -1,4 +1,4 @@
-"""What ships of an architecture, by profile, and what its kernels may complain of."""
+"""The specs that ship for an architecture, by profile, and the compiler complaints allowed for its kernels."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from cute_kernels.chains import stages_of
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec
 
-# An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
+# An architecture is a folder of cute_kernels; its configs list the shipped specs and the allowed complaints.
 CONFIGS = {arch: f"cute_kernels.{each.folder}.configs" for arch, each in ARCHS.items()}
 DEFAULT = "sm_90a"
-"""Whose kernels are built where nobody says otherwise, and there is no GPU."""
+"""The architecture to build for if none is named and there is no GPU."""
 
 Allowed = Mapping[str, tuple[str, ...]]
 
 
 def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) -> list[Spec]:
-    """The specs of a profile of `arch`.
+    """Return the specs of a profile of `arch`.
 
     Args:
-        only: patterns of names, as "grouped_mm_bf16_*": those that match one of them.
+        only: patterns of spec names, for example "grouped_mm_bf16_*"; specs that match none are left out. Empty: all.
 
     Raises:
-        ValueError: an unknown architecture or profile, with the choices, or a pattern that matches nothing.
+        ValueError: unknown architecture or profile (the message lists the choices), or a pattern that matches nothing.
     """
     if arch not in CONFIGS:
         raise ValueError(f"arch={arch!r} has no kernels; choose one of: {', '.join(CONFIGS)}")
@@ -39,7 +39,7 @@ def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) ->
 
 
 def _profiles_with(arch: str, pattern: str) -> str:
-    """Say how many functions of each profile match a pattern."""
+    """Return advice for an error message: how many functions of each profile match a pattern."""
     configs = importlib.import_module(CONFIGS[arch])
     names = {profile: [spec.name for spec in configs.shipped_specs(arch, profile)] for profile in configs.PROFILES}
     found = {profile: len(fnmatch.filter(names[profile], pattern)) for profile in names}
@@ -55,11 +55,13 @@ def matching(
     where: str,
     instead: Callable[[str], str] = lambda pattern: "see `glulam info`",
 ) -> list[Spec]:
-    """Those whose names match one of the patterns, or all where there is none.
+    """Return the specs whose names match a pattern of `only`, or all specs if `only` is empty.
 
     Args:
-        where: the place of the specs, for the message.
-        instead: the message's advice about a pattern that matches nothing.
+        specs: the specs to choose from.
+        only: patterns of names.
+        where: the place of the specs, for the error message.
+        instead: pattern -> the error message's advice about a pattern that matches nothing.
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -71,7 +73,7 @@ def matching(
 
 
 def profile_of(arch: str, name: str) -> str | None:
-    """The smallest profile whose bundle has a function; None where none has it."""
+    """Return the smallest profile whose bundle has a function; None if no profile has it."""
     for profile in importlib.import_module(CONFIGS[arch]).PROFILES if arch in CONFIGS else ():
         specs = shipped_specs(arch, profile)
         if any(spec.name == name for spec in (*specs, *all_stages(specs))):
@@ -80,9 +82,9 @@ def profile_of(arch: str, name: str) -> str | None:
 
 
 def allowed_diagnostics(arch: str) -> Allowed:
-    """Complaints ('spills', 'C7510', ...) that the build of `arch` lets pass, by spec name.
+    """Return the complaints ('spills', 'C7510', ...) that the build of `arch` allows, by spec name.
 
-    A build without a construct (`cute_kernels/plain.py`) may spill: it serves to find a fault, not to be fast.
+    A build that leaves out a construct (`cute_kernels/plain.py`) may spill: its purpose is to find a fault, not speed.
     """
     allowed: Allowed = getattr(importlib.import_module(CONFIGS[arch]), "ALLOWED_DIAGNOSTICS", {})
     if plain_in(arch):
@@ -92,5 +94,5 @@ def allowed_diagnostics(arch: str) -> Allowed:
 
 
 def all_stages(specs: Iterable[Spec]) -> list[Spec]:
-    """What is to be compiled for `specs`: each stage once."""
+    """Return the stages to compile for `specs`, each once."""
     return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))

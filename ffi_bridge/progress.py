@@ -1,4 +1,4 @@
-"""Signs of life of a build: in a terminal a bar; in a log a line at the start, every few seconds, and at the end."""
+"""Progress of a build: a bar in a terminal; in a log a line at the start, every few seconds, and at the end."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _BAR_COLUMNS = 30
 
 
 def _minutes(seconds: float) -> str:
-    """As 0:07, 12:30, 1:02:30."""
+    """Format seconds as 0:07, 12:30 or 1:02:30."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Progress:
-    """How many of `total` things are done, which are being made, and how long the rest takes. Thread-safe.
+    """Counts finished kernels out of `total`, lists the running ones and estimates the time left. Thread-safe.
 
-    What finishes without having started was there before: it counts as done, and not in the estimate.
+    A kernel that finishes without having started was compiled earlier: it counts as done, but not in the estimate.
     """
 
     def __init__(self, title: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class Progress:
 
     @property
     def times(self) -> str:
-        """Elapsed and, once something was made, left at the pace so far."""
+        """Elapsed time and, once a kernel was compiled, the time left at the pace so far."""
         with self._lock:
             now = self._clock()
             told = f"{_minutes(now - self._begin)} elapsed"
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def running(self) -> str:
-        """What has been compiling longest, and how many others are; empty where nothing is."""
+        """The kernel that has been compiling longest, and the number of others; empty if none is compiling."""
         with self._lock:
             names = list(self._running)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -82,7 +82,7 @@ class Progress:
 
 @contextlib.contextmanager
 def shown(title: str, total: int, wanted: bool = True, period_s: float = PERIOD_S) -> Iterator[Progress]:
-    """A Progress to report to, shown on standard error while the block runs."""
+    """Yield a Progress to report to, and show it on standard error while the block runs."""
     progress = Progress(title, total)
     with _display(progress, period_s) if wanted else contextlib.nullcontext():
         yield progress
@@ -99,7 +99,7 @@ def _display(progress: Progress, period_s: float) -> contextlib.AbstractContextM
 
 
 def _row(progress: Progress) -> Table:
-    """The bar's line; what is compiling is cut to what the terminal has left."""
+    """Return the bar's line; the names of compiling kernels are cut to the space that the terminal has left."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -120,11 +120,14 @@ def _bar(progress: Progress, console: Console) -> contextlib.AbstractContextMana
 
 @contextlib.contextmanager
 def _log(progress: Progress, period_s: float) -> Iterator[None]:
-    """Lines from a thread of their own: one slow kernel must not silence them. Only a success has a last line."""
+    """Write log lines from a separate thread, so that a slow kernel does not delay them.
+
+    The last line is written only after a success.
+    """
     ended = threading.Event()
 
     def say() -> None:
-        with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
+        with contextlib.suppress(OSError, ValueError):  # the reader of the log may have gone
             sys.stderr.write(f"{progress.line}\n")
             sys.stderr.flush()
 
@@ -154,7 +157,7 @@ class _AndTerminal(io.TextIOBase):
             if os.tcgetpgrp(self._terminal.fileno()) == os.getpgrp():
                 self._terminal.write(self._start + text)
                 self._terminal.flush()
-                self._start = "\r"  # over the wheel that pip turns at the beginning of the line
+                self._start = "\r"  # overwrite pip's spinner at the beginning of the line
         return self._stream.write(text)
 
     def flush(self) -> None:
@@ -163,7 +166,7 @@ class _AndTerminal(io.TextIOBase):
 
 @contextlib.contextmanager
 def shown_past_pip() -> Iterator[None]:
-    """Standard error goes to the terminal, too: pip keeps what a build writes to itself, unless it is asked (-v)."""
+    """Copy standard error to the terminal: pip hides a build's output unless called with -v."""
     try:
         terminal = open("/dev/tty", "w")  # noqa: SIM115 - closed below
     except OSError:  # there is none, as in a log

@@ -1,8 +1,8 @@
-"""What one compiled host function costs on the device, read from what the compiler said about it.
+"""Registers, spills and shared memory of the kernels of a compiled host function, read from the compiler's output.
 
-ptxas' report comes as remark text, wrapped and coloured for a terminal; the dynamic shared memory of each
-launch is a constant of the lowered host code. A kernel that either source does not mention is an error: no
-report must never pass for a clean one.
+The report of ptxas comes as remark text, wrapped and coloured for a terminal; the dynamic shared memory of each launch
+is a constant in the lowered host code. A kernel that either source does not mention is an error, so that a missing
+report never passes for a clean one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMEM_FIELD = re.compile(
     r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 )
 _STORE = re.compile(r"llvm\.store (%\w+), (%\w+) : i64")
-# Shared memory that the host function computes from its arguments, and what stands for it.
+# Shared memory that the host function computes from its arguments, and the number recorded in its place.
 _COMPUTED = re.compile(r"(%\w+) = llvm\.(?:sext|zext|add|mul) ")
 SIZED_AT_LAUNCH = 0
 _KERNEL_SYMBOL = re.compile(r"(%\w+) = llvm\.mlir\.addressof @kernels_(\w+)")
@@ -50,12 +50,12 @@ class KernelResources:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What a build refuses unless the spec's name allows it: 'spills', and each C75xx code."""
+        """Complaints that a build refuses unless allowed for the spec's name: 'spills', and each C75xx code."""
         spills = ("spills",) if self.spill_stores or self.spill_loads else ()
         return spills + self.diagnostics
 
     def describe(self, complaint: str) -> str:
-        """One complaint in words; spills with their size."""
+        """Return a complaint as text; spills with their size."""
         if complaint == "spills":
             return f"spills ({self.spill_stores} bytes stored, {self.spill_loads} loaded)"
         return complaint
@@ -70,13 +70,13 @@ def _one_line(remarks: str) -> str:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """ptxas' words about each entry function, by kernel name."""
+    """Return the report of ptxas on each entry function, by kernel name."""
     _, *pieces = _SECTION.split(text)
     return dict(zip(pieces[0::2], pieces[1::2], strict=True))
 
 
 def _diagnostics(text: str, kernels: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """C75xx codes by kernel; one that names no kernel of ours counts against each of them."""
+    """Return C75xx codes by kernel; a code that names none of `kernels` counts for all of them."""
     found: dict[str, set[str]] = {name: set() for name in kernels}
     for match in _DIAGNOSTIC.finditer(text):
         code, blamed = match.group(1) or match.group(3), match.group(2)
@@ -86,7 +86,7 @@ def _diagnostics(text: str, kernels: Sequence[str]) -> dict[str, tuple[str, ...]
 
 
 def dynamic_smem(host_ir: str) -> dict[str, int]:
-    """Bytes of dynamic shared memory by kernel, the largest of its launches, from the lowered host module's text."""
+    """Return bytes of dynamic shared memory by kernel, the maximum over its launches, from the lowered host module."""
     result: dict[str, int] = {}
     values: dict[str, int] = {}
     computed: set[str] = set()
@@ -116,15 +116,15 @@ def dynamic_smem(host_ir: str) -> dict[str, int]:
 
 
 def read_resources(kernels: Iterable[str], remarks: str, host_ir: str) -> tuple[KernelResources, ...]:
-    """The resources of each kernel of one host function, in the order given.
+    """Return the resources of each kernel of a host function, in the order of `kernels`.
 
     Args:
         kernels: names of the device kernels.
-        remarks: what the compiler printed under `remarks{ptx}`.
+        remarks: the compiler's output under `remarks{ptx}`.
         host_ir: text of the lowered host module.
 
     Raises:
-        CompileError: a kernel's registers, spills or shared memory are nowhere to be found.
+        CompileError: a kernel's registers, spills or shared memory are missing.
     """
     names = list(kernels)
     text = _one_line(remarks)

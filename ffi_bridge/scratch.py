@@ -1,4 +1,4 @@
-"""Folders that work in progress lies in, what is left of them where a process was killed, and disks that are full."""
+"""Temporary folders for work in progress, removal of those that killed processes left, and errors of full disks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from . import folders
 from .errors import CompileError
 
 MARKER = ".glulam-scratch"
-"""An empty file in each of these folders; a folder without it is somebody else's."""
+"""Name of an empty file in each scratch folder; a folder without the file was not made here and is never removed."""
 ABANDONED_S = 3600.0
-"""Nothing is written for this long by a process that lives: compiling one kernel takes seconds."""
+"""Seconds without a write after which a scratch folder counts as abandoned: compiling one kernel takes seconds."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE_BYTES = 1 << 20
@@ -27,7 +27,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def scratch(root: Path, prefix: str) -> Iterator[Path]:
-    """A new folder of `root` that only this user can enter, removed at the end."""
+    """Make a folder in `root` that only this user can enter, yield it, and remove it at the end."""
     folder = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
     try:
         (folder / MARKER).touch()
@@ -38,9 +38,9 @@ def scratch(root: Path, prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
-    """A `scratch` folder that no other user can exchange for another.
+    """Make a `scratch` folder that no other user can replace by another folder.
 
-    It lies in `root`, or in the folder for temporary files if others may rename what lies in `root`.
+    The folder lies in `root`, or in the folder for temporary files if other users may rename entries of `root`.
     """
     place = Path(os.path.realpath(root))
     if not folders.only_ours(place):
@@ -51,7 +51,9 @@ def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
 
 
 def _place_for_temporary_files() -> Path:
-    """The first place that others cannot exchange, else the first: in a user namespace "/" may have no known owner."""
+    """Return the first temporary folder that others cannot replace; if there is none, as in a user namespace where "/"
+    may have no known owner, the first one.
+    """
     places = [Path(os.path.realpath(place)) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")]
     return next((place for place in places if place.is_dir() and folders.only_ours(place)), places[0])
 
@@ -59,8 +61,11 @@ def _place_for_temporary_files() -> Path:
 def install(made: Path, target: Path, prefix: str) -> None:
     """Move `made`, a folder of folders of files in a `private_scratch` of the target's folder, to `target`.
 
-    If others may rename what lies in the target's folder, `made` is copied to it: each name is made inside the open
-    folder above it, so that all that is written lies in folders of this user's. Raises OSError.
+    If other users may rename entries of the target's folder, `made` is copied instead: each file and folder is made
+    inside its opened parent, so that everything is written into folders of this user.
+
+    Raises:
+        OSError: `made` cannot be moved or copied.
     """
     root = Path(os.path.realpath(target.parent))
     if made.parent.parent == root:
@@ -97,13 +102,13 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _last_written(folder: Path) -> float:
-    """When an entry of the folder, or of a folder in it, was last made, renamed or removed."""
+    """Return the time when an entry of the folder, or of a folder in it, was last made, renamed or removed."""
     inner = [path.lstat().st_mtime for path in folder.iterdir() if path.is_dir()]
     return max(folder.stat().st_mtime, *inner, 0.0)
 
 
 def sweep(root: Path, prefix: str) -> None:
-    """Removes this user's `scratch` folders of `root` that killed processes left. Others may be in use: old ones go."""
+    """Remove this user's old `scratch` folders in `root`, left by killed processes; new ones may be in use."""
     for folder in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if _is_ours(folder) and time.time() - _last_written(folder) > ABANDONED_S:
@@ -112,7 +117,7 @@ def sweep(root: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns whatever a full disk makes of work in `folder` into one OSError (ENOSPC) that names folder and remedy."""
+    """Turn any error of the block that a full disk caused into an OSError (ENOSPC) with `folder` and `remedy`."""
     try:
         yield
     except (OSError, CompileError) as error:
@@ -122,7 +127,11 @@ def full_disk_told(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def _is_full(folder: Path, error: Exception) -> bool:
-    """Compiler and linker report a full disk in their own words, or in none and have removed what did not fit."""
+    """Return True if a full disk caused `error`.
+
+    Compiler and linker report a full disk in their own words, or not at all after removing the file that did not fit;
+    so if the text does not tell, 1 MiB is written to see whether it fits.
+    """
     if isinstance(error, OSError):
         return error.errno in _FULL
     if any(os.strerror(code) in str(error) for code in _FULL):

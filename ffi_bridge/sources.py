@@ -1,12 +1,12 @@
-"""What a kernel is made of: the module that traces it and what that imports of its package, found without running any.
+"""The source files of a kernel: the module that traces it and that module's imports, found without running any code.
 
-A hash over these files is what a cached function's key has of the sources, so that an edit makes those anew that it can
-reach. Where it is not clear what an import means, it means everything: a file too many costs a compile, one too few
-serves a kernel of old sources.
+The key of a cached function contains a hash over these files, so that an edit recompiles exactly the kernels that it
+can reach. An import whose meaning is unclear counts as an import of everything: one file too many costs a compile, one
+too few would serve a kernel of old sources.
 
-Objects are kept by what these files say (`definitions`): without comments, docstrings and layout, which leave no trace
-in an object, and of activations only those that the kernel computes. That takes longer to find out, 0.7 s for all
-files, for which nobody but a compile has to wait.
+Stored objects have a finer key, the hash of the files' code (`definitions`): without comments, docstrings and line
+layout, which leave no trace in an object, and with only those activations that the kernel computes. This hash takes
+longer, 0.7 s for all files, and is computed only before a compile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Import(NamedTuple):
 
 
 EVERYTHING = Import(0, "", "*")
-"""Of a file that may import what it does not name."""
+"""The import of a file that may import modules without naming them."""
 
 
 def _imports_in(nodes: Iterator[ast.AST]) -> Iterator[Import]:
@@ -61,7 +61,7 @@ def _parsed(text: str) -> Iterator[Import]:
 
 
 def imports(text: str) -> frozenset[Import]:
-    """Every import of a Python file, wherever it stands: in functions and under TYPE_CHECKING as well."""
+    """Return every import of a Python file, including imports in functions and under TYPE_CHECKING."""
     if _AT_RUN_TIME.search(text):
         return frozenset([EVERYTHING])
     with contextlib.suppress(
@@ -69,23 +69,28 @@ def imports(text: str) -> frozenset[Import]:
     ):  # prose in a docstring, or a statement that a comment's parenthesis cut short
         if not _INSIDE_A_LINE.search(text):
             return frozenset(_parsed("\n".join(_STATEMENT.findall(text))))
-    with contextlib.suppress(SyntaxError):  # it will not run, and be another file when it does
+    with contextlib.suppress(SyntaxError):  # such a file cannot run; once corrected, it is another file
         return frozenset(_parsed(text))
     return frozenset()
 
 
 @functools.cache
 def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
-    """sha256 and imports of a file as it was when `source` was listed."""
+    """Return sha256 and imports of a file as it was when `source` was listed."""
     content = Path(source.path).read_bytes()
     return hashlib.sha256(content).digest(), imports(content.decode(errors="replace"))
 
 
 @functools.cache
 def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
-    """The answer of a method of Code, for a file as it was when `source` was listed; None where it is no Python.
+    """Call a method of Code on a file as it was when `source` was listed; return None if the file is not Python.
 
-    Syntax trees are not kept: those of a kernel's files would take 20 MB of the process that asks for it.
+    Results are cached, syntax trees are not: the trees of a kernel's files would take 20 MB.
+
+    Args:
+        source: the file.
+        question: the method.
+        about: its arguments.
     """
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):
         return question(Code(Path(source.path).read_text(encoding="utf-8")), *about)
@@ -93,7 +98,7 @@ def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
 
 
 class Sources:
-    """The Python files of a top-level package or module, as they were listed at one moment; read when asked for."""
+    """The Python files of a top-level package or module, listed at one moment and read on demand."""
 
     def __init__(self, package: str, files: list[Source]) -> None:
         self.files = files
@@ -108,7 +113,7 @@ class Sources:
         self._code_hashes: dict[tuple[str, tuple[str, ...] | None], str] = {}
 
     def closure(self, module: str) -> list[Source]:
-        """The files of `module` and of every module of the package that importing and running it may import, sorted.
+        """Return the files of `module` and of all modules of the package that it may import, sorted.
 
         Raises:
             ToolchainError: there is no such module.
@@ -125,7 +130,7 @@ class Sources:
         return self._closures[module]
 
     def hash_of(self, module: str) -> str:
-        """sha256 over names and contents of the files of `closure`; where they lie does not matter."""
+        """Return sha256 over names and contents of the files of `closure`; their folder does not matter."""
         if module not in self._hashes:
             digest = hashlib.sha256()
             for file in self.closure(module):
@@ -134,10 +139,11 @@ class Sources:
         return self._hashes[module]
 
     def hash_of_code(self, module: str, formulas: tuple[str, ...] | None = None) -> str:
-        """sha256 over names and code of the files of `closure`.
+        """Return sha256 over names and code of the files of `closure`.
 
         Args:
-            formulas: the rows of `stages.FORMULAS` that count; None: the whole file.
+            module: the module whose closure is hashed.
+            formulas: the rows of `stages.FORMULAS` that are hashed. None: the whole file.
         """
         key = module, formulas
         if key not in self._code_hashes:
@@ -150,15 +156,17 @@ class Sources:
         return self._code_hashes[key]
 
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
-        """Return hashes of rows of `stages.FORMULAS`, if the closure of `module` computes any, and of what else the
-        closure uses of that file; nothing if the parts of the file cannot be told apart.
+        """Return hashes of the parts of `stages.FORMULAS` that the closure of `module` uses.
+
+        These are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure uses.
+        Empty if the parts of the file cannot be separated.
         """
         files = self.closure(module)
         of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))
         if len(of_formulas) != 1 or of_formulas[0] not in files:
             return []
         source = of_formulas[0]
-        if _ask(source, Code.row_names) != ACTIVATIONS:  # `formulas` are of what this process imported
+        if _ask(source, Code.row_names) != ACTIVATIONS:  # `formulas` are rows of the file as imported by this process
             return []
         names = set[str]()
         for name, listed in self._modules.items():
@@ -172,7 +180,7 @@ class Sources:
         return [_ask(source, *question) for question in asked]
 
     def _used(self, module: str, file: Source) -> set[str] | None:
-        """Return the names of `stages.FORMULAS` that a module's file uses; None if it may use any."""
+        """Return the names of `stages.FORMULAS` that a module's file uses; None if the file may use any."""
         names, last = set[str](), stages.FORMULAS.rpartition(".")[2]
         for imported in _read(file)[1]:
             if stages.FORMULAS not in self._meant(imported, _importing(module, file)):
@@ -187,7 +195,10 @@ class Sources:
         return names
 
     def _on_the_way(self, name: str) -> Iterator[str]:
-        """The modules that `import <name>` runs: the packages that it is in, and itself. `name` may be no module's."""
+        """Yield the modules that `import <name>` runs: the parent packages and the module itself.
+
+        `name` need not be the name of a module.
+        """
         parts = name.split(".")
         for length in range(1, len(parts) + 1):
             if (module := ".".join(parts[:length])) in self._modules:
@@ -199,7 +210,7 @@ class Sources:
                 yield from self._meant(imported, _importing(module, file))
 
     def _meant(self, imported: Import, package: str) -> Iterator[str]:
-        """The modules that an import in a module of `package` runs."""
+        """Yield the modules that an import in a module of `package` runs."""
         if imported == EVERYTHING:
             yield from self._modules
             return
@@ -214,7 +225,7 @@ class Sources:
 
 
 def _importing(module: str, file: Source) -> str:
-    """The package from which relative imports of a module's file start."""
+    """Return the package from which relative imports of a module's file start."""
     return module if file.name.endswith("__init__.py") else _parent(module)
 
 
@@ -226,7 +237,7 @@ _known: dict[str, Sources] = {}
 
 
 def of(package: str) -> Sources:
-    """The sources of a package now; the same object as long as no file was added, removed or written.
+    """Return the current sources of a package; the same object until a file is added, removed or written.
 
     Raises:
         ToolchainError: there is no such package.
@@ -239,18 +250,18 @@ def of(package: str) -> Sources:
 
 
 def tracer_of(spec: Spec, tracer: str | None = None) -> str:
-    """The "module:function" that traces a spec: `tracer`, or where that is None the one that the kernels name."""
+    """Return the "module:function" that traces a spec: `tracer`, or if that is None the kernels' own for this spec."""
     return tracer or stages.tracer_of(spec)
 
 
 def package_of(tracer: str | None) -> str:
-    """The top-level package of a tracer; of None, the kernels'."""
+    """Return the top-level package of a tracer. None: the package of the kernels."""
     return (tracer or stages.__name__).partition(":")[0].partition(".")[0]
 
 
 @functools.cache
 def _makers() -> str:
-    """sha256 over the part of this package that turns a traced function into an object; as old as this process."""
+    """Return sha256 over the modules that turn a traced function into an object, read once per process."""
     digest = hashlib.sha256()
     for module in _MAKERS:
         digest.update(Path(str(module.__file__)).read_bytes())
@@ -263,17 +274,20 @@ def _code_of_makers() -> str:
 
 
 def behind(tracer: str, known: Sources) -> dict[str, str]:
-    """All that a tracer's kernels are made of, hashed, by name: its closure, and what compiles it.
+    """Return hashes, by name, of all that a tracer's kernels depend on: the tracer's closure and the compiling modules.
 
     Args:
         tracer: "module:function".
-        known: the sources of its package.
+        known: the sources of the tracer's package.
     """
     return {tracer.replace(":", "."): known.hash_of(tracer.partition(":")[0]), compiler.__name__: _makers()}
 
 
 def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes of the code that a stage's object is made of; as `behind`, without words (`definitions`)."""
+    """Return hashes, by name, of the code that a stage's object depends on.
+
+    Like `behind`, but without comments and docstrings (`definitions`).
+    """
     module = tracer.partition(":")[0]
     formulas = stages.formulas_of(spec) if module.startswith(f"{package_of(None)}.") else None
     return {tracer.replace(":", "."): known.hash_of_code(module, formulas), compiler.__name__: _code_of_makers()}

@@ -1,4 +1,4 @@
-"""The folder <root>/<arch> that a build replaces the bundle in: only what Glulam wrote there is replaced or removed."""
+"""Replace the bundle in a folder <root>/<arch>: only files that Glulam wrote are replaced or removed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NAMED = re.compile(rb'"library": "([!-~]{1,255})"')
 
 
 def check(folder: Path) -> None:
-    """Raise now if no bundle can be published in `folder`, rather than after minutes of compiling.
+    """Check that a bundle can be published in `folder`, so that a build fails now and not after minutes of compiling.
 
     Raises:
-        BundleForeign: others can write there, or something lies there that Glulam did not write.
-        OSError: it cannot be read, or is a link.
+        BundleForeign: other users can write the folder, or it has a bundle's file that Glulam did not write.
+        OSError: the folder cannot be read, or is a link.
     """
     asked = trust.of(folder.parent)
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
@@ -36,13 +36,13 @@ def check(folder: Path) -> None:
 
 
 def publish(new: Path, target: Path, manifest: Manifest) -> None:
-    """Moves the bundle in folder `new` to folder `target`, on the same file system; readers never find half of it.
+    """Move the bundle in folder `new` to folder `target` on the same file system; readers never see half a bundle.
 
-    The library gets a name of its own, then the manifest takes the place of the old one at once. Only then do
-    libraries go that no manifest describes; who has loaded one keeps it.
+    The library has a name of its own, so it is moved first. Then the manifest atomically replaces the old manifest.
+    Last, the libraries of earlier builds are removed; processes that have loaded one keep it.
 
     Raises:
-        BundleForeign: something lies in `target` that Glulam did not write. Nothing was replaced.
+        BundleForeign: `target` has a bundle's file that Glulam did not write. Nothing was replaced.
     """
     target.mkdir(mode=0o755, exist_ok=True)
     old = _libraries(target)
@@ -55,7 +55,7 @@ def publish(new: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _libraries(folder: Path) -> list[Path]:
-    """The libraries of earlier builds. Raises BundleForeign if one of them, or the manifest, is not Glulam's."""
+    """Return the libraries of earlier builds. Raises BundleForeign if a library or the manifest is not Glulam's."""
     described = _described(folder)
     found = [path for path in sorted(folder.iterdir()) if manifests.LIBRARY.fullmatch(path.name)]
     for path in found:
@@ -65,7 +65,7 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _described(folder: Path) -> str:
-    """The library that the manifest in `folder` names; empty if there is no manifest, or no more than half of one."""
+    """Return the library that the manifest in `folder` names; empty if the manifest is missing or incomplete."""
     path = folder / manifests.FILE
     if not os.path.lexists(path):
         return ""

@@ -1,4 +1,7 @@
-"""Whose files are loaded. A library runs as its caller, so no other user may have written it, or put it where it is."""
+"""Owners and permissions that a bundle's files must have.
+
+A library runs with its caller's rights, so no other user may have written the library or put it in its place.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from .folders import OTHERS_WRITE
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """What is asked of a bundle's folders and files.
+    """Requirements on a bundle's folders and files.
 
     Attributes:
-        owners: user ids that may own them; None: anybody.
-        shared: write bits of the group and of others that are let pass.
-        follows: whether the names below the bundle's root may be symbolic links.
+        owners: user ids that may own them. None: any owner.
+        shared: write bits of group and others that are allowed.
+        follows: names below the bundle's root may be symbolic links.
     """
 
     owners: frozenset[int] | None
@@ -29,7 +32,7 @@ class Trust:
     follows: bool = False
 
     def check(self, path: Path, found: os.stat_result) -> None:
-        """Raises BundleForeign where another user owns `path`, whose status is `found`, or may write it."""
+        """Raise BundleForeign if `found`, the status of `path`, shows that another user owns it or may write it."""
         if self.owners is not None and found.st_uid not in self.owners:
             raise BundleForeign(
                 f"foreign bundle: {path} belongs to uid {found.st_uid}, neither to this user (uid {os.geteuid()}) "
@@ -43,13 +46,18 @@ class Trust:
 
     @contextlib.contextmanager
     def opened(self, path: Path, at: int | None = None, *, folder: bool = False) -> Iterator[int]:
-        """A descriptor of a checked file or folder; with `at`, of the last part of `path` in that open folder.
+        """Open a file or folder, check it, and yield its descriptor.
+
+        Args:
+            path: the file or folder.
+            at: descriptor of the open folder in which the last part of `path` is opened. None: open the whole path.
+            folder: True for a folder, False for a regular file.
 
         Raises:
             BundleForeign: another user owns it or may write it.
-            OSError: it cannot be opened, is a symbolic link, or is no regular file (no folder).
+            OSError: it cannot be opened, is of the other kind, or is a symbolic link in `at` that may not be followed.
         """
-        kind = os.O_DIRECTORY if folder else os.O_NONBLOCK  # the latter: a FIFO has no writer to wait for
+        kind = os.O_DIRECTORY if folder else os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO would wait for a writer
         links = 0 if at is None or self.follows else os.O_NOFOLLOW
         handle = os.open(path if at is None else path.name, os.O_RDONLY | os.O_CLOEXEC | kind | links, dir_fd=at)
         try:
@@ -63,15 +71,15 @@ class Trust:
 
 
 def ours() -> Trust:
-    """Ask that this user or root owns the files, and that nobody else can write them."""
+    """Return the requirement that this user or root owns the files and nobody else can write them."""
     return Trust(frozenset((os.geteuid(), 0)))
 
 
 def of(root: Path) -> Trust:
-    """What is asked of the bundle in `root`: this user's or root's, written by nobody else.
+    """Return the requirements on the bundle in `root`: owned by this user or root, and writable by nobody else.
 
-    The bundle inside the installed package is as good as the Python files beside it, which run already: whoever
-    owns the package's folder may own it, and it may be as writable.
+    The bundle inside the installed package needs no more trust than the package's Python files, which run already: its
+    owner may also be the owner of the package's folder, and it may have the same write bits as that folder.
     """
     for package in toolchain.package_folders("glulam"):
         if os.path.realpath(root) == os.path.realpath(package / "_bundle"):
@@ -81,21 +89,22 @@ def of(root: Path) -> Trust:
 
 
 def anybodys(root: Path) -> Trust:
-    """Ask nothing about owners: for files below `root` that are described to the user, and never loaded."""
+    """Return requirements that allow any owner and any writer, for files below `root` that are shown, never loaded."""
     return dataclasses.replace(of(root), owners=None, shared=OTHERS_WRITE)
 
 
 @contextlib.contextmanager
 def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Give a descriptor of `root`/<names>: folders of `ours`, each opened in the one above, and none of them a link.
+    """Yield a descriptor of `root`/<names>; each folder is opened in its parent, checked as `ours`, and not a link.
 
     Args:
-        root: may be shared, and may be a link.
+        root: a folder that may be shared, and may be a link.
+        names: folders below `root`, one inside the other.
         make: make the folders that are missing.
 
     Raises:
         BundleForeign: another user owns one of the folders below the root, or may write it.
-        OSError: a folder is missing, is a link, or cannot be opened or made.
+        OSError: a folder is missing, is a link (except `root`), or cannot be opened or made.
     """
     with contextlib.ExitStack() as stack:
         at = stack.enter_context(folders.opened(root))
@@ -110,9 +119,14 @@ def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(file: Path, asked: Trust | None = None) -> Iterator[int]:
-    """A descriptor of <root>/<arch>/<name>, each of the three checked and opened inside the one before.
+    """Yield a descriptor of the file <root>/<arch>/<name>: the three are checked, each opened inside its parent.
 
-    `asked`: default, what `of` the root asks. Raises as `Trust.opened`.
+    Args:
+        file: the path.
+        asked: the requirements. None: `of(root)`.
+
+    Raises:
+        BundleForeign, OSError: see `Trust.opened`.
     """
     folder = file.parent
     trust = asked or of(folder.parent)

@@ -1,11 +1,12 @@
 """The gradient of grouped_mlp, and of moe: h = x w1_e^T + b1_e; m = act(h) s; y = m w2_e^T + s b2_e.
 
-Forward saves x, h and s; m is computed again by the kernel that makes the gradient of h. With `recompute` it saves x
-and s, and backward makes h again. Where w2 alone is trained, m serves it and neither h nor a data gradient is made.
+Forward saves x, h and s; the kernel that computes the gradient of h recomputes m. With `recompute` forward saves x and
+s, and backward recomputes h. If only w2 is trained, forward saves m, and neither h nor a data gradient is made.
 
-A step of launches has one for forward and one for the gradients of h, x and s, if weights lie as nn.Linear's do; else
-each GEMM is a part of its own. What is quantised, in a recipe that does, is this: the rows of both directions and the
-weights that they meet. Gradients of weights are GEMMs of what is stored in 16 bits, or that in MXFP8 (`wgrad_recipe`).
+A planned step has one launch for forward and one for the gradients of h, x and s, if weights lie as nn.Linear's do;
+otherwise each GEMM is a part of its own. A recipe that quantises does so with the rows of both directions and the
+weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16 bits, or of these
+tensors in MXFP8 (`wgrad_recipe`).
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from .parts import Targets, contracted, scale_of_bias_grad
 from .path import Declared, Path
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
-"""Arguments whose gradients need that of the activation."""
+"""Arguments whose gradients are computed from the gradient of the activation."""
 
 
 class Tokens(NamedTuple):
-    """Between a layer's tokens and its rows, of which `row_of` tells the place.
+    """Functions between a layer's N tokens and its T rows; `row_of`, int32 [N, K], holds the rows of each token.
 
     Attributes:
-        copies: of tokens, row_of and I: whether GEMMs read copies of rows, and do not read tokens by index.
-        rows: of tokens and row_of: the copies.
-        sums: of rows, row_of, a residual and a buffer: the tokens' sums.
+        copies: (tokens, row_of, I) -> True if GEMMs read copies of rows instead of tokens by index.
+        rows: (tokens, row_of) -> the copies, one for each row.
+        sums: (rows, row_of, residual or None, buffer or None) -> the sum of each token's rows.
     """
 
     copies: Callable[[Tensor, Tensor, int], bool]
@@ -55,17 +56,21 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPath(Path):
-    """In 16 bits.
+    """The path in 16 bits.
 
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
-        copies_forward: whether forward reads copies of rows where backward does.
-        reads_by_index: whether GEMMs can; fuses: whether a direction's data path may be one launch.
+        copies_forward: forward reads copies of rows if backward does.
+        reads_by_index: GEMMs can read tokens by index.
+        fuses: the data path of a direction may be one launch.
         form: the activation and its numbers, as keywords of the operators.
-        recompute: see `grouped_mlp`. tokens: of a layer.
-        kind: of the call, and `problem`, of a planned step; is_copied: whether GEMMs read copies of a layer's rows;
-            is_small: whether forward's activation is. has_fused_gradients: whether the gradients of h, x and row_scale
-            are one launch.
+        recompute: see `grouped_mlp`.
+        tokens: functions of a layer. None: a call of grouped_mlp.
+        kind: the kind of call, in a planned step.
+        problem: the problem, in a planned step.
+        is_copied: GEMMs of a planned step read copies of a layer's rows.
+        is_small: forward's activation has at most SMALL_BYTES, in a planned step.
+        has_fused_gradients: one launch of a planned step computes the gradients of h, x and row_scale.
     """
 
     inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
@@ -84,7 +89,10 @@ class DataPath(Path):
     has_fused_gradients: bool = False
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> DataPath:
-        """Tokens with padding, which the kernel that copies does not know, are read by index where kernels can."""
+        """Return this path with launches; see `Path.planned`.
+
+        Tokens that are not contiguous are read by index if GEMMs can: the kernel that copies rows takes no padding.
+        """
         may_copy = call.x.is_contiguous() or not self.reads_by_index
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
@@ -98,7 +106,7 @@ class DataPath(Path):
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is saved besides is "preact", or else "act"."""
+        """Compute the result, and "preact" or else "act" to save for backward; see `Path.forward`."""
         keep_preact = not (self.recompute or wanted.isdisjoint(self.need_preact))
         keep_act = "w2" in wanted and not self.recompute
         if self.tokens is not None and self.copies_forward and self.reads_copies(given["x"], given):
@@ -136,10 +144,10 @@ class DataPath(Path):
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        """The preactivation leaves `saved`.
+        """Compute gradients by name, and remove the preactivation from `saved`; see `Path.gradients`.
 
-        The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
-        weight gradient is allocated, its gradient before the last.
+        The data path comes first, then the weights, so that each intermediate is freed as soon as nothing needs it: h
+        before any weight gradient is allocated, the gradient of h before the last weight gradient.
         """
         (d_result,) = dy
         d_y = self._gathered(saved, d_result)
@@ -172,19 +180,19 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Whether GEMMs read a copy of each row's token; where no data gradient needs w2, they do not."""
+        """Return True if GEMMs read a copy of each row's token; never without w2 (no data gradient needs it)."""
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """`copies`, of arguments or of what was saved."""
+        """Return True if GEMMs read copies; `given`: arguments or saved tensors. A planned step has decided it."""
         if self.launches is None:
             return self.copies(x, given.get("row_of"), given.get("w2"))
         return self.is_copied and given.get("w2") is not None
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """dy as the GEMMs read it, and what was saved as well, in place."""
+        """Return dy as the GEMMs read it, copied if they read copies; then also replace the saved x by copies."""
         if self.tokens is None or not self.reads_copies(dy, saved):
             return dy
         saved["rows"] = None
@@ -195,7 +203,7 @@ class DataPath(Path):
     def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """`d_result`: the incoming gradient; `dy`: as `_gathered` returned it."""
+        """Compute the data gradients. `d_result`: the incoming gradient; `dy`: the result of `_gathered` for it."""
         if self.tokens is None:
             return self._gradients(saved, targets, dy, wanted)
         made = self._gradients(saved, None, dy, wanted)
@@ -225,14 +233,14 @@ class DataPath(Path):
         return made
 
     def _take_preact(self, saved: dict[str, Any]) -> Tensor:
-        """h, which leaves `saved`, or is made again."""
+        """Remove h from `saved` and return it, or recompute it."""
         preact: Tensor | None = saved.pop("preact", None)
         return self._new_preact(saved) if preact is None else preact
 
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of rows."""
+        """Compute the results [T, .] of rows, and the tensors to keep for backward."""
         made = self._glu("glu", given, keep_preact)
         act, *preact = made if keep_preact else (made,)
         bias = given["b2"]
@@ -251,12 +259,12 @@ class DataPath(Path):
         )  # fmt: skip
 
     def _act(self, saved: dict[str, Any]) -> Tensor:
-        """The activation, saved or made again."""
+        """Return the activation, saved or recomputed."""
         act: Tensor = saved["act"] if "act" in saved else self._glu("act", saved)
         return act
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
-        if self.in_halves:  # which grouped_glu alone multiplies in one call
+        if self.in_halves:  # only grouped_glu multiplies a GateUp in one call
             preact: Tensor = self._glu("preact", saved, return_preact=True)[1]
             return preact
         made: Tensor = self.times_w("preact", self.transpose_w)(
@@ -267,7 +275,10 @@ class DataPath(Path):
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Of rows; x's goes where `targets` says, or, without, to a new tensor whose tail is uninitialised."""
+        """Compute the data gradients of rows.
+
+        The gradient of x is written as `targets` says. None: to a new tensor, uninitialised after the last group.
+        """
         groups, dx = saved["groups"], None
 
         def call() -> Declared:
@@ -287,13 +298,13 @@ class DataPath(Path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """In MXFP8. Forward quantises each token once.
+    """The path in MXFP8. Forward quantises each token once.
 
     Attributes:
-        recipe: its name. trained: whether a weight is.
+        form: as in `DataPath`, plus `recipe`, the recipe's name, and `trained`: a weight requires a gradient.
     """
 
-    need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
+    need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # forward never has the activation in 16 bits
     copies_forward = False
     gradients_kind = PreparesColumns
 

@@ -1,4 +1,4 @@
-"""The way from a call to its differentiable form."""
+"""Run a call with a backward: choose the operator's path, check buffers, and use a planned step if there is one."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ PATHS: dict[type[Call], Callable[[Any], Path]] = {
     QuantizedMlpCall: path_of,
     QuantizedMmCall: FrozenMm.of,
 }
-"""How calls are differentiated."""
+"""Functions that make the path of a call, by the kind of call."""
 
 
 def requires_grad(call: Call) -> bool:
-    """Whether an argument of the call requires a gradient."""
+    """Return True if an argument of the call requires a gradient."""
     names = (*call.matrices, *call.weights, *call.biases, *call.scales)
     return any_requires_grad(*(getattr(call, name) for name in names))
 
 
 def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) -> Any:
-    """The result of a call of which an argument requires a gradient, with a backward.
+    """Return the result of a call that has an argument that requires a gradient; the result has a backward.
 
     Args:
-        call: of any operator.
+        call: a call of any operator.
         key: see `Call.answer`.
-        targets: where the result and gradients go; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
+        targets: buffers of the result and gradients; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
         GradientNotSupported: the operator has no gradient, or `out` is given.
@@ -62,10 +62,10 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
     path_of_kind = next((PATHS[kind] for kind in type(call).__mro__ if kind in PATHS), None)
-    if path_of_kind is None or isinstance(call, Quantized):  # whose weights may be frozen
+    if path_of_kind is None or isinstance(call, Quantized):  # weights of a Quantized call may be frozen
         call.refuse_gradients()
     refuse_out(call.op, call.out)
-    assert path_of_kind is not None  # of the others, none was left
+    assert path_of_kind is not None  # refuse_gradients raised for operators without a path
     try:
         if targets is not ORDINARY:
             refuse_dtensors(
@@ -81,7 +81,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         result = planned.run(call, key, targets, path, asked)
         return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:
-        call.judge()  # so that the error names this operator and its arguments, not those that it is made of
+        call.judge()  # so that the error names this operator and its arguments, not those of its parts
         raise
 
 

@@ -1,8 +1,8 @@
-"""Gradients through quantised weights, which are frozen: of rows, row scales and biases.
+"""Gradients of rows, row scales and biases through quantised weights, which are frozen.
 
-Both directions decode the same bytes, and no weight in 16 bits ever lies in memory: dx = dy W is `grouped_mm` with
-transpose_w. A grouped_mlp that is trained this way computes h = x w1^T + b1, the activation and y in three calls and
-keeps h; with `recompute` forward is one call, x is kept, and backward makes h again.
+Both directions decode the same bytes, and no weight is ever stored in 16 bits: dx = dy W is `grouped_mm` with
+transpose_w. A grouped_mlp with frozen weights computes h = x w1^T + b1, the activation and y in three calls and keeps
+h; with `recompute` forward is one call that keeps x, and backward recomputes h.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .path import Declared, Path
 
 @functools.cache
 def part_names(name: str) -> tuple[str, ...]:
-    """Names of the arguments that hold a weight's parts."""
+    """Return the names of the arguments that hold a weight's parts."""
     return tuple(name + suffix for suffix in SUFFIXES)
 
 
@@ -44,12 +44,12 @@ def parts_of(given: dict[str, Any], name: str) -> Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frozen(Path):
-    """GEMMs of 16-bit rows and quantised weights. `recipe`: its name."""
+    """GEMMs of 16-bit rows and quantised weights. `recipe`: the recipe's name."""
 
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """All parts of the weights that the path of 16-bit weights reads."""
+        """Return the arguments that backward reads: if the 16-bit path reads a weight, all parts of that weight."""
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
@@ -57,7 +57,7 @@ class Frozen(Path):
         self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
         bias_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x w_e^T, or `over_rows` x w_e, plus the bias."""
+        """Compute x w_e^T plus the bias; with `over_rows`, x w_e plus the bias."""
 
         def call() -> Declared:
             absent = dict.fromkeys(QuantizedMmCall.names)
@@ -73,8 +73,9 @@ class Frozen(Path):
     def input_gradient(
         self, targets: Targets | None, dy: Tensor, w: Parts, groups: Tensor, over_rows: bool
     ) -> Tensor:  # fmt: skip
-        """`product` of dy, where x's gradient goes, with zeros after the last group; without targets nobody reads what
-        is there.
+        """Compute the `product` of dy in the tensor for x's gradient, with zeros after the last group.
+
+        Without targets the rows after the last group are uninitialised: nobody reads them.
         """
         if targets is None:
             return self.product("x", dy, w, groups, over_rows)
@@ -106,7 +107,7 @@ class FrozenMm(Frozen, MmPath):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenPath(Frozen, DataPath):
-    """The gradient of grouped_mlp with 16-bit rows and quantised weights. GEMMs read copies of a layer's rows."""
+    """The gradient of grouped_mlp with 16-bit rows and quantised weights; GEMMs read copies of a layer's rows."""
 
     need_preact = BEHIND_THE_ACTIVATION - {"w1"}
     reads_by_index = fuses = False
@@ -150,17 +151,21 @@ class FrozenPath(Frozen, DataPath):
         dx = None
         if "x" in wanted:
             w1, factors = without_factors(w1)
-            # Factors of w1's rows, which are added up.
+            # dx = dh w1_e sums over w1's rows, so their factors are applied to dh.
             dh = dpreact if factors is None else times_factors(dpreact, factors, sizes)
             dx = self.input_gradient(targets, dh, w1, groups, over_rows=True)
         return DataGradients(dpreact, d_act, dx, d_scale)
 
 
 def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
-    """w1 with one global scale, 1, where each half of its rows has one: these, float32 [E, 2]; else None.
+    """Separate the global scales of w1's two halves from w1.
+
+    Returns:
+        w1 and None; if each half of w1's rows has a global scale: w1 with the global scale 1, and the scales, float32
+        [E, 2].
 
     Raises:
-        GradientNotSupported: each half has a grid of scales of its own, which no GEMM reads alone.
+        GradientNotSupported: each half has its own grid of scales, which no GEMM can read alone.
     """
     data, scale, global_scale = w1
     if scale is not None and scale.dim() > data.dim():
@@ -174,13 +179,20 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
 
 
 def times_factors(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
-    """Rows [T, 2I], either half of a row's columns times a factor of its expert, [E, 2], plus the expert's bias."""
+    """Multiply the halves of rows [T, 2I] by their expert's two factors and add the expert's bias.
+
+    Args:
+        rows: [T, 2I].
+        factors: [E, 2], one for each half of the columns.
+        groups: group sizes as a keyword, offs or splits.
+        bias: [E, 2I], or a list of E. None: no bias.
+    """
     ends = groups["offs"] if "offs" in groups else groups["splits"].cumsum(0)
     row = torch.arange(rows.shape[0], device=rows.device)
-    expert = torch.searchsorted(ends.long(), row, right=True)  # after the last group E, whose bias nobody trains
+    expert = torch.searchsorted(ends.long(), row, right=True)  # E for rows after the last group
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(1, (2, -1))
     scaled = (wide * factors[expert.clamp(max=len(factors) - 1)][:, :, None]).flatten(1)
     if bias is not None:
         packed_bias = bias if isinstance(bias, Tensor) else torch.stack(bias)
-        scaled += F.pad(packed_bias, (0, 0, 0, 1))[expert]
+        scaled += F.pad(packed_bias, (0, 0, 0, 1))[expert]  # rows after the last group get zeros
     return scaled.to(rows.dtype)

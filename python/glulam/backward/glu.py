@@ -1,7 +1,7 @@
 """The gradient of grouped_glu: act = activation(h) s, h = x w1_e^T + b_e.
 
-Forward keeps h. What its gradient takes besides GEMMs is a kernel of its own: fused into a GEMM it is where another
-GEMM follows, in grouped_mlp.
+Forward keeps h. The gradient of the activation is a separate kernel; in grouped_mlp, where it follows a GEMM, it is
+fused into that GEMM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .path import Declared, Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GluPath(Path):
-    """`form`: the activation, the layout of its gate and their numbers, as keywords."""
+    """The path of grouped_glu. `form`: activation, glu_layout and numbers, as keywords of the operators."""
 
     inputs: ClassVar = ("x", "w1", "bias", "row_scale")
     form: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the backward passes share: where gradients go, groups, weight gradients, and whose name errors have."""
+"""Shared by the backward passes: buffers of gradients, group sizes, bias sums, and operator names in errors."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
-"""Given dy, x and, as keywords of `grouped_wgrad`, groups, indices of rows and the recipe: the gradient of a weight as
-that operator returns it, or None."""
+"""(dy, x, keywords of `grouped_wgrad`: groups, indices of rows, recipe) -> a weight's gradient as `grouped_wgrad`
+returns it, or None."""
 
 
 def contracted(w: Any, transpose_w: bool) -> int:
-    """Columns of the x that a weight is multiplied with."""
+    """Return the number of columns of the x that a weight is multiplied with."""
     columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]
     return columns
 
 
 BIAS_COLUMNS = 8
-"""Rows of a weight that holds a bias in its first: as few as a kernel takes."""
+"""A bias is passed as row 0 of an [8, N] weight, the smallest that a kernel accepts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Where the result and gradients of a call go, if not to tensors of their own.
+    """Buffers for the result and gradients of a call, instead of new tensors.
 
     Attributes:
-        out, grad_input: buffers for the result and for x's gradient, as x is laid out.
-        weights: by the name of a weight, another way to make its gradient.
+        out: buffer for the result. None: a new tensor.
+        grad_input: buffer for x's gradient, with the layout of x. None: a new tensor.
+        weights: functions that compute weight gradients in another way, by the weight's name.
     """
 
     out: Tensor | None = None
@@ -56,13 +57,13 @@ class Targets:
     weights: Mapping[str, WeightGrad] = dataclasses.field(default_factory=dict)
 
     def given_grad_input(self, dy: Tensor) -> Tensor | None:
-        """The buffer for x's gradient, which shares no memory with the incoming one."""
+        """Return the buffer for x's gradient, after checking that it shares no memory with the incoming gradient."""
         if self.grad_input is not None and not gpus.is_traced(dy):
             check_no_overlap("backward", "grad_input", self.grad_input, "the incoming gradient", dy)
         return self.grad_input
 
     def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
-        """[T, columns] for x's gradient, zeros."""
+        """Return [T, columns] for x's gradient, filled with zeros: the buffer or a new tensor."""
         buffer = self.given_grad_input(dy)
         return dy.new_zeros(dy.shape[0], columns) if buffer is None else buffer.zero_()
 
@@ -71,13 +72,13 @@ ORDINARY = Targets()
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()
-"""Addresses of calls whose buffers were found good, as of `memory.check_apart`, by the layouts of all tensors."""
+"""Addresses of calls whose buffers passed the checks, by the layouts of all tensors; compare `memory.check_apart`."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
-    """What checks of a call and of buffers for it depend on, but for addresses and whether tensors are plain.
+    """Return a key of all that checks of a call and its buffers depend on, except addresses and plainness of tensors.
 
-    It has the form of `Plans.look_up`'s keys.
+    The key has the structure of `Plans.look_up`'s keys.
     """
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
@@ -97,12 +98,12 @@ def _layout(value: Any) -> Hashable:
 
 
 def check_targets(call: Any, targets: Targets) -> None:
-    """Buffers that can be written: what an operator asks of `out`, and no part in a graph of their own.
+    """Check the buffers in `targets` as an operator checks `out`, and that they do not require gradients.
 
-    Layouts are looked at once, addresses where they are new.
+    Layouts are checked once per key, addresses if they are new.
 
     Raises:
-        ValueError, TypeError: one does not fit.
+        ValueError, TypeError: a buffer does not fit.
     """
     out, grad_input = targets.out, targets.grad_input
     if out is None and grad_input is None:
@@ -110,7 +111,7 @@ def check_targets(call: Any, targets: Targets) -> None:
     key = key_of(call, out, grad_input), torch.is_grad_enabled()
     try:
         apart = _checked.find(key)
-    except TypeError:  # something that cannot be hashed, and so is no tensor
+    except TypeError:  # an argument that cannot be hashed is not a tensor: the checks name it
         _check_layouts(call, targets)
         raise
     inputs = call.tensors()
@@ -152,7 +153,7 @@ def _check_layouts(call: Any, targets: Targets) -> None:
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
-    """Group sizes as a tensor where forward and backward read it: host splits are copied to the device once."""
+    """Return group sizes as a keyword with a tensor on x's device, so that host splits are copied once per step."""
     if (offs is None) == (splits is None):
         check_groups(op, offs, splits, x, experts=0)  # raises
     if offs is not None:
@@ -167,9 +168,9 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
 
 
 def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
-    """The sum of dy[row] * bias_e over columns, for each row: [T], float32 or dy's wider dtype; zero in the tail.
+    """Sum dy[row] * bias_e over columns for each row: [T], float32 or dy's wider dtype; zero after the last group.
 
-    A GEMM with one weight row an expert, so that neither dy nor the biases are spread in memory.
+    The sum is a GEMM with the bias as a weight row, so that no copy of dy or of biases for each row is needed.
     """
     tensors = bias.tensors if isinstance(bias, ExpertList) else bias
     packed = bias if isinstance(bias, Tensor) else torch.stack(tuple(tensors))
@@ -183,7 +184,7 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def backward_of(op: str) -> Iterator[None]:
-    """Where a backward computes, without a graph: errors of the operators that it is made of name `op`."""
+    """Context of a backward: no graph is recorded, and errors of the operators in it name `op`."""
     with without_graph(), group_sizes.part_of(op):
         try:
             yield

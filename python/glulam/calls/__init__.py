@@ -1,7 +1,6 @@
-"""The mechanism of every operator: what is generated from its parameters and from its class.
+"""The mechanism of every operator: code generated from the operator's parameters and its class.
 
-Read in this order: `front` writes the public function; `arguments` says what parameters mean, by their names, and
-`checks` and `memory` what they must be; `planning` and `launch` make the launch of a checked call; `call` is what
-happens where no plan serves; `addressed` has calls of kernels that take addresses alone; `autograd` what backwards
-share.
+Read in this order: `front` writes the public function; `arguments` derives the meaning of parameters from their names;
+`checks` and `memory` check arguments; `planning` and `launch` make the launch of a checked call; `call` handles calls
+without a plan; `addressed` has calls of kernels that take only addresses; `autograd` is shared by backwards.
 """

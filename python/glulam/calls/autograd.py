@@ -1,4 +1,4 @@
-"""What backwards of all operators do with autograd's tensors: saved ones, incoming gradients, second derivatives."""
+"""Autograd's tensors in the backward of any operator: saved tensors, incoming gradients, second derivatives."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .checks import ALIGNMENT_BYTES, LOWEST_ADDRESS, check_plain, tensors_of
 
 
 def as_result(buffer: Tensor) -> Tensor:
-    """A buffer that a kernel wrote, as a result that autograd can track: the same memory, the same version counter."""
+    """Return a buffer that a kernel wrote as a result that autograd can track: same memory, same version counter."""
     torch.autograd.graph.increment_version(buffer)
     return buffer.detach()
 
 
 def taken(ctx: Any) -> tuple[Any, ...]:
-    """What forward saved; unless the graph is kept, nothing else refers to it from now on, so it can be freed."""
+    """Return the tensors that forward saved, and drop autograd's references to them unless the graph is kept."""
     saved: tuple[Any, ...] = ctx.saved_tensors
-    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
+    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # not every kind of context has it
         clear()
     return saved
 
 
 def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raises ValueError where the storage of what forward saved was freed since. labels: what errors call a name."""
+    """Raise ValueError if the storage of a saved tensor was freed after forward. `labels`: names used in errors."""
     for name, value in saved.items():
         for label, tensor in tensors_of(labels.get(name, name), value):
             if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
@@ -37,7 +37,7 @@ def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) ->
 
 
 def usable(dy: Tensor) -> Tensor:
-    """An incoming gradient as kernels take it: autograd may give an expanded, a lazy or a misaligned one."""
+    """Return an incoming gradient as kernels take it: autograd may pass an expanded, lazy or misaligned tensor."""
     if not gpus.is_traced(dy):
         dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
@@ -48,7 +48,7 @@ def usable(dy: Tensor) -> Tensor:
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Grad mode off, as it is in a backward anyway, unless a graph of the backward is being made."""
+    """Switch grad mode off; in a backward it is off already unless create_graph=True."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
@@ -69,7 +69,7 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Where a graph of the backward is being made, gradients that raise once somebody walks it."""
+    """Return the gradients; under create_graph=True, such that differentiating them raises GradientNotSupported."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(_Once.apply(op, torch.ones((), device="cpu", requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

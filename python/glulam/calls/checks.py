@@ -1,7 +1,7 @@
-"""Checks of arguments, the same for every device: each names the argument, what it got and what it needs.
+"""Checks of arguments, the same for every device; errors name the argument, the value received and the value needed.
 
-They read metadata only (shapes, dtypes, devices, strides), so they also hold for the fake tensors of a trace; `memory`
-looks at memory.
+The checks read only metadata (shapes, dtypes, devices, strides), so they also work on the fake tensors of a trace;
+`memory` checks memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from .memory import is_transformed as is_transformed
 from .memory import tensors_of as tensors_of
 
 MAX_ROWS = 2**26
-ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
+ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: TMA needs row strides that are multiples
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 SPLITS_DTYPES = (torch.int32, torch.int64)
 PLAIN_RECIPE = "bf16"
-"""The name of the one that quantises nothing."""
+"""The name of the recipe that quantises nothing."""
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
-"""Packed, or one tensor an expert; an ExpertList is the latter once it was checked. A GateUp is a sequence of two."""
+"""Experts' tensors: packed, or a sequence with one tensor an expert; an ExpertList is such a sequence after its checks.
+A GateUp is a sequence of two."""
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -56,7 +57,7 @@ def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], wh
 
 
 def any_requires_grad(*arguments: Any) -> bool:
-    """Whether an argument, or a tensor of a list, requires a gradient. What is no tensor is refused elsewhere."""
+    """Return True if an argument, or a tensor in a list, requires a gradient. Non-tensors are refused elsewhere."""
     for argument in arguments:
         for one in argument if isinstance(argument, (list, tuple)) else (argument,):
             if getattr(one, "requires_grad", False):
@@ -65,7 +66,7 @@ def any_requires_grad(*arguments: Any) -> bool:
 
 
 def refuse_gradients(op: str, **arguments: Any) -> None:
-    """Called where grad mode is on, by operators without a gradient; raises GradientNotSupported for what needs one."""
+    """Raise GradientNotSupported if an argument requires a gradient: for operators without one, if grad mode is on."""
     for name, value in arguments.items():
         if any_requires_grad(value):
             raise GradientNotSupported(
@@ -76,14 +77,14 @@ def refuse_gradients(op: str, **arguments: Any) -> None:
 
 
 def refuse_rows(op: str) -> NoReturn:
-    """Raises GradientNotSupported: rows come by index, and an argument requires a gradient."""
+    """Raise GradientNotSupported: `rows=` is given, and an argument requires a gradient."""
     raise GradientNotSupported(
         f"{op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
     )
 
 
 def refuse_out(op: str, out: Any) -> None:
-    """Called where a gradient will be recorded: raises GradientNotSupported, since autograd sees no writes to `out`."""
+    """Raise GradientNotSupported if `out` is given: autograd, which will record a gradient, sees no writes to it."""
     if out is not None:
         raise GradientNotSupported(
             f"{op}: out is given, and an argument requires a gradient; leave out out, or call it under torch.no_grad()"
@@ -91,7 +92,7 @@ def refuse_out(op: str, out: Any) -> None:
 
 
 def check_written(op: str, name: str, out: Tensor) -> None:
-    """Called of outputs that were given. Raises GradientNotSupported where grad mode is on and one is trained."""
+    """Raise GradientNotSupported if grad mode is on and `out`, a buffer that the caller gave, requires a gradient."""
     if torch.is_grad_enabled() and out.requires_grad:
         raise GradientNotSupported(
             f"{op}: {name} requires a gradient, and autograd would not know that it was written; give {name}.detach(), "
@@ -100,7 +101,7 @@ def check_written(op: str, name: str, out: Tensor) -> None:
 
 
 def check_is_tensor(op: str, name: str, value: Any, what: str) -> Tensor:
-    """A tensor of any kind. `what`: what errors ask for."""
+    """Return `value` if it is a tensor of any kind, else raise TypeError. `what`: the error asks for this."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
     return value
@@ -110,13 +111,21 @@ def check_tensor(
     op: str, name: str, value: Any, what: str, like: Tensor | None = None, *, dtypes: Sequence[torch.dtype] = (),
     cast: str = "cast it", shape: Sequence[int] | None = None, why: str = "",
 ) -> Tensor:  # fmt: skip
-    """A contiguous tensor.
+    """Return `value` if it is a contiguous tensor that meets the requirements.
 
     Args:
-        what: what errors ask for where it is no tensor.
-        like: whose device it is on; None: any.
-        dtypes: one of these; empty: any. cast: what errors say to do for one.
-        shape: None: any. why: what it comes from.
+        op, name: the operator and the argument, for errors.
+        value: the argument.
+        what: the error asks for this if `value` is not a tensor.
+        like: a tensor on the required device. None: any device.
+        dtypes: the allowed dtypes. Empty: any.
+        cast: the error's advice for a wrong dtype.
+        shape: the required shape. None: any.
+        why: the error's reason for the shape.
+
+    Raises:
+        TypeError: not a tensor, or a wrong dtype.
+        ValueError: a wrong shape or device, or not contiguous.
     """
     tensor = check_is_tensor(op, name, value, what)
     if dtypes and tensor.dtype not in dtypes:
@@ -136,7 +145,7 @@ def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> 
 
 
 def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bool = False) -> None:
-    """Same dtype and device as x; `wide`: a 16-bit x also goes with float32."""
+    """Check that a tensor has x's dtype and device; with `wide`, float32 is allowed if x is 16-bit."""
     valid = gradient_dtypes(x) if wide else (x.dtype,)
     if tensor.dtype not in valid:
         of, dtypes = leading(op), " or ".join(map(str, valid))
@@ -145,7 +154,7 @@ def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wid
 
 
 def _remedy(name: str) -> str:
-    """Say how to get a contiguous tensor; a copy of an output would not be written."""
+    """Return the error's advice on how to get a contiguous tensor; for an output, a copy would not be written."""
     return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
 
 
@@ -156,7 +165,7 @@ def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
 
 
 def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
-    """Refuse weights that are a transposed view: a contiguous copy may not be what the caller wants to multiply by."""
+    """Raise ValueError if weights are a transposed view: a contiguous copy may not be the matrix the caller means."""
     if not weights.is_contiguous() and weights.mT.is_contiguous():
         raise ValueError(
             f"{op}: {name} is a transposed view (strides {shape_text(weights.stride())}); give the tensor without .mT: "
@@ -170,14 +179,20 @@ def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
-    """None, x's dtype, or float32 where x is 16-bit."""
+    """Check that `dtype` is None, x's dtype, or, if x is 16-bit, float32."""
     if dtype is not None and dtype not in gradient_dtypes(x):
         valid = " or ".join(map(str, gradient_dtypes(x)))
         raise TypeError(f"{op}: out_dtype is {dtype}; it must be {valid}")
 
 
 def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, int]:
-    """x [T, K], or the operand that leads in its place: its rows and columns. `dtypes`: the operator's own."""
+    """Check the leading operand (x, or the argument that leads instead) and return its T and K.
+
+    Args:
+        op: the operator.
+        x: [T, K].
+        dtypes: the allowed dtypes. None: KERNEL_DTYPES on a GPU, REFERENCE_DTYPES elsewhere.
+    """
     name = leading(op)
     x = check_is_tensor(op, name, x, "a tensor [T, K]")
     on_gpu = runs_kernels(x)
@@ -188,7 +203,7 @@ def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> t
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} has shape {shape_text(x.shape)}; give [T, K], as {name}.flatten(0, -2) does")
     rows, columns = x.shape
-    if isinstance(rows, int) and rows >= MAX_ROWS:  # no limit of a program that is traced for any T: calls check
+    if isinstance(rows, int) and rows >= MAX_ROWS:  # a symbolic T of a trace has no limit: calls check it
         raise ValueError(f"{op}: {name} has {rows} rows; at most 2**26 - 1 are possible, so call once for each part")
     check_width(op, name, columns, on_gpu)
     _check_rows(op, name, x)
@@ -196,7 +211,7 @@ def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> t
 
 
 def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
-    """A matrix dimension: positive, and on a GPU a multiple of 8."""
+    """Check a matrix dimension: positive, and on a GPU a multiple of 8."""
     if width == 0:
         raise ValueError(f"{op}: {name} has a dimension of 0 elements; give at least one")
     if on_gpu and width % ALIGNMENT_ELEMENTS:
@@ -207,7 +222,7 @@ def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
 
 
 def _check_rows(op: str, name: str, matrix: Tensor) -> None:
-    """Rows that are dense and do not overlap; on a GPU also 16-byte multiples apart."""
+    """Check that a matrix's rows are dense and do not overlap; on a GPU also that they are 16-byte multiples apart."""
     rows, width = matrix.shape
     stride, inner = matrix.stride()
     if inner != 1 and width > 1:
@@ -224,7 +239,7 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
 
 
 def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
-    """A matrix [T, columns] of x's rows, dtype and device; `columns` None: any number. Its columns."""
+    """Check a matrix [T, columns] with x's T, dtype and device, and return its columns. columns None: any number."""
     matrix = check_is_tensor(op, name, matrix, "a tensor [T, columns]")
     check_like_x(op, name, matrix, x)
     if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
@@ -236,9 +251,14 @@ def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | N
 
 
 def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
-    """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape.
+    """Check experts' tensors, packed [E, ...] or a list of E, and return the packed shape.
 
-    `wide`: float32 will do as well where x is 16-bit.
+    Args:
+        op, name: the operator and the argument, for errors.
+        value: the argument.
+        x: the leading operand; experts have its dtype and device.
+        letters: names of the packed dimensions, for example "E 2I H".
+        wide: float32 is allowed if x is 16-bit.
     """
     if isinstance(value, ExpertList):
         check_like_x(op, name, value, x, wide)
@@ -269,7 +289,7 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
 def _check_expert(
     op: str, name: str, tensor: Tensor, x: Tensor, dims: Sequence[str], is_weight: bool, wide: bool
 ) -> None:
-    """A packed tensor, or one of a list."""
+    """Check a packed tensor, or a tensor of a list. `dims`: the names of its dimensions."""
     if tensor.dim() != len(dims):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
     check_like_x(op, name, tensor, x, wide)
@@ -278,7 +298,7 @@ def _check_expert(
     if is_weight and not name.startswith("out"):
         _refuse_transposed(op, name, tensor)
     _check_contiguous(op, name, tensor)
-    # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by this.
+    # torch calls a tensor contiguous whatever the stride of a dimension with one element; kernels divide it by `unit`.
     unit = min(ALIGNMENT_ELEMENTS, ALIGNMENT_BYTES // tensor.itemsize)
     if is_weight and runs_kernels(tensor) and any(stride % unit for stride in tensor.stride()[:-1]):
         raise ValueError(
@@ -288,7 +308,7 @@ def _check_expert(
 
 
 def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
-    """The shape of either tensor, `letters` naming the dimensions."""
+    """Check a GateUp and return the shape of either tensor. `letters`: names of the dimensions, as "E I H"."""
     for part, tensor in value._asdict().items():
         check_is_tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
     gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
@@ -300,10 +320,14 @@ def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> 
 def check_contraction(
     op: str, name: str, shape: tuple[int, ...], columns: int, transpose_w: bool, over_rows: bool
 ) -> int:
-    """Return the columns of [T, columns] times an expert's weight.
+    """Check that [T, columns] can be multiplied with an expert's weight, and return the columns of the product.
 
     Args:
-        shape: [E, N, K]. over_rows: whether rows are multiplied with w_e, and not with its transpose.
+        op, name: the operator and the weight, for errors.
+        shape: [E, N, K].
+        columns: columns of the leading operand.
+        transpose_w: the call's argument, for the error's advice.
+        over_rows: True: rows are multiplied with w_e; False: with its transpose.
     """
     experts, n, k = shape
     contracted, width = (n, k) if over_rows else (k, n)
@@ -315,7 +339,7 @@ def check_contraction(
 
 
 def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:
-    """Biases [E, width], packed or a list; None passes."""
+    """Check biases [E, width], packed or a list. None: no bias, allowed."""
     if bias is None:
         return
     shape = check_experts(op, name, bias, x, "E N")
@@ -324,7 +348,7 @@ def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: in
 
 
 def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
-    """Weight gradients [E, N, K], packed or a list of E, of x's dtype or, where that is 16-bit, of float32."""
+    """Check buffers of weight gradients [E, N, K], packed or a list of E: x's dtype, or float32 if x is 16-bit."""
     got = check_experts(op, "out", out, x, "E N K", wide=True)
     if got != shape:
         mismatch(op, "out", got, shape, "that is the result's shape")
@@ -338,7 +362,7 @@ def _check_numbers(
     op: str, name: str, value: Any, what: str, x: Tensor, dtypes: Sequence[torch.dtype], count: int | None, why: str,
     cast: str = "cast it",
 ) -> Tensor:  # fmt: skip
-    """A vector where x is; `count` None: of any length, or of any rank."""
+    """Check a vector on x's device and return it. count None: any shape."""
     shape = None if count is None else (count,)
     tensor = check_tensor(op, name, value, what, dtypes=dtypes, cast=cast, shape=shape, why=why)
     _same_device(op, name, tensor, x)
@@ -346,7 +370,7 @@ def _check_numbers(
 
 
 def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
-    """A float32 number for each row; float64 too where x is float64. None passes."""
+    """Check a scale [T] in float32, or also float64 if x is float64. None: no scale, allowed."""
     if scale is not None:
         dtypes = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
         why = f"it holds a number for each row of {leading(op)}"
@@ -354,10 +378,15 @@ def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
 
 
 def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "x", count: int | None = None) -> None:
-    """int32 [T], which of x's rows each row of an operand is. None passes; what they hold is not looked at.
+    """Check indices, int32 [T]: row t of an operand is x[rows[t]]. The values are not checked.
 
     Args:
-        name, of: what errors call the indices, and x. count: T, where something else tells it.
+        op: the operator.
+        rows: the indices. None: no indices, allowed.
+        x: the matrix whose rows are selected.
+        name: errors call the indices so.
+        of: errors call x so.
+        count: T. None: any number.
     """
     if rows is None:
         return
@@ -370,14 +399,14 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
 
 
 def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
-    """bool [E] on x's device; None passes."""
+    """Check a mask, bool [E], on x's device. None: no mask, allowed."""
     if mask is not None:
         why, cast = "there is one flag for each expert", "cast it: whether to add to each group's out"
         _check_numbers(op, "mask", mask, "a bool tensor [E]", x, (torch.bool,), experts, why, cast)
 
 
 def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
-    """E, where no argument but the groups tells it; these are checked."""
+    """Check group sizes and return E, for operators in which no other argument has E."""
     groups = offs if splits is None else splits
     count = len(groups) if isinstance(groups, (list, tuple)) else 0
     if isinstance(groups, Tensor) and groups.dim():
@@ -391,11 +420,15 @@ def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
 def check_groups(
     op: str, offs: Any, splits: Any, x: Tensor, experts: int, counted: str = "", name: str = "offs"
 ) -> None:
-    """Exactly one of offs and splits, for `experts` groups. What they hold is not looked at.
+    """Check that exactly one of offs and splits is given, for `experts` groups. The values are not checked.
 
     Args:
-        counted: the argument that has that many experts, where the groups themselves do not tell.
-        name: what errors call offs.
+        op: the operator.
+        offs, splits: the group sizes.
+        x: the leading operand.
+        experts: E.
+        counted: the argument that has E experts. Empty: E comes from the groups themselves.
+        name: errors call offs so.
     """
     if (offs is None) == (splits is None):
         got = "neither offs nor splits" if offs is None else "both offs and splits"
@@ -423,13 +456,13 @@ def check_flag(op: str, name: str, value: Any) -> None:
 
 
 def check_number(op: str, name: str, value: Any) -> None:
-    """A host number."""
+    """Check that an argument is a Python int or float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; give a Python float")
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Of code that computes in 16 bits: other recipes were told apart before."""
+    """Check that the recipe is PLAIN_RECIPE, for code in 16 bits: calls with other recipes were diverted before."""
     check_choice(op, "recipe", recipe, (PLAIN_RECIPE,))
 
 
@@ -443,7 +476,7 @@ def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
 
 
 def check_numbers(op: str, numbers: Numbers) -> None:
-    """Check the numbers of all formulas: host numbers, not NaN, and what formulas ask of them."""
+    """Check the numbers of all formulas: Python numbers, not NaN, and within each number's limits."""
     for (name, number), value in zip(NUMBERS.items(), numbers, strict=True):
         check_number(op, name, value)
         if math.isnan(value):
@@ -455,8 +488,17 @@ def check_numbers(op: str, numbers: Numbers) -> None:
 def check_w1(
     op: str, w1: Any, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
 ) -> tuple[int, int, int]:  # fmt: skip
-    """w1 [E, 2I or I, H], with `transpose_w` [E, H, 2I or I], or a GateUp of [E, I, H], where x has H columns: E, 2I or
-    I, and I.
+    """Check w1 against x, which has H columns.
+
+    Args:
+        op: the operator.
+        w1: [E, 2I, H], or [E, I, H] without a gate; with `transpose_w` [E, H, 2I] or [E, H, I]; or a GateUp of two
+            tensors [E, I, H].
+        x: the leading operand.
+        activation, glu_layout, transpose_w: the call's options.
+
+    Returns:
+        E; 2I, or I without a gate; I.
     """
     columns, in_halves = x.shape[1], isinstance(w1, GateUp)
     name = "w1.gate" if in_halves else "w1"
@@ -488,7 +530,7 @@ def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
-    """I, from the rows of w1: half of them where the activation has a gate. `of`: what errors call them."""
+    """Return I: w1's rows, or half of them if the activation has a gate. `of`: errors call the rows so."""
     if activation not in GATED:
         return rows
     if rows % 2:

@@ -1,8 +1,8 @@
-"""Front doors: an operator's public function, written from its parameters.
+"""The public function of an operator, generated from its parameters.
 
-A decorated function gives the parameters, their defaults and the docstring; what its arguments mean is told by their
-names (`arguments`) and by the `Call` class. The body is generated and compiled when the module is imported: it finds
-the plan of the call and runs it, or leaves the call to `Call.answer`. `text_of` shows it.
+A decorated function declares the parameters, their defaults and the docstring; the names of arguments (`arguments`) and
+the `Call` class define the arguments' meaning. The body is generated and compiled when the module is imported: it finds
+the plan of the call and runs the plan, or else leaves the call to `Call.answer`. `text_of` returns the body.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .quantized import Quantized
 from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
-"""The kinds of calls of all operators, those of quantised arguments after their operator's."""
+"""The kinds of calls of all operators; the kind with quantised arguments follows its operator's plain kind."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """As they are declared, without annotations."""
+    """Return a function's parameters as Python source: as declared, without annotations."""
     texts, is_keyword = [], False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not is_keyword:
@@ -49,9 +49,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function as its calls have them: `numbers`, if it takes these by keyword, after `glu_layout`,
-    as one.
-    """
+    """Return a function's parameters as its calls have them: **numbers becomes one parameter after `glu_layout`."""
     names: list[str] = []
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
@@ -63,15 +61,16 @@ def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
-    """Arguments that may be lists of experts, of which a table is kept, with the kind of table."""
+    """Return the arguments that may be lists of experts' tensors with a kept table, and the kind of each table."""
     weights = kind.weights if kind.tabled is None else kind.tabled
     of_kinds = {"weight": weights, "bias": kind.biases, "gradient": kind.gradients}
     return {name: what for what, names in of_kinds.items() for name in names}
 
 
 def text_of(kind: type[Call]) -> list[str]:
-    """The lines that find the plan of a call and run it, or leave the call to `Call.answer`; its arguments have the
-    names of `kind.names`.
+    """Return the lines of Python that find the plan of a call and run it, or leave the call to `Call.answer`.
+
+    The lines use the arguments by the names in `kind.names`.
     """
     lists = _kinds_of_lists(kind)
     prepared = {name: kind.parts_of(name) for name in kind.weights if f"{name}_scale" in kind.given}
@@ -95,7 +94,7 @@ def text_of(kind: type[Call]) -> list[str]:
         scale = f"{name}_scale"
         is_made = f"{scale} is None or {name}.dtype is not ready_dtype or {scale}.dim() != ready_rank"
         find += [f"if {is_made}:", f"    {found}"]
-    if prepared and kind.differentiable:  # what is trained is prepared by its plan
+    if prepared and kind.differentiable:  # the plan prepares trained weights
         trained = ", ".join(name for name in kind.reads if name not in ("groups", *GROUPS))
         find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *indented(find)]
     inner += find
@@ -114,10 +113,13 @@ def text_of(kind: type[Call]) -> list[str]:
 
 
 def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: str, recipe: str) -> list[str]:
-    """The lines that leave a call to its quantised kind, with arguments in their parts.
+    """Return the lines of Python that pass a call to its quantised kind, with arguments split into parts.
 
     Args:
-        parameters: names of the public ones. when: what tells such a call. recipe: what tells its recipe.
+        quantized: the quantised kind.
+        parameters: names of the public parameters.
+        when: a Python expression that is true for a call with quantised arguments.
+        recipe: a Python expression for the call's recipe.
     """
     takes = [name if name in parameters else "None" for name in quantized.unwrap_takes]
     others = [name for name in quantized.names if name not in (*parameters, *quantized.unwraps, "recipe")]
@@ -125,7 +127,7 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
     leave += wrapped(f"{', '.join(quantized.unwraps)} = unwrap(", ["found", *takes], ")")
     leave += wrapped("return quantized(", list(quantized.names), ")")
     found = f"recipe_of({recipe})"
-    if "recipe" in parameters:  # the look-up of a name takes less than the call
+    if "recipe" in parameters:  # looking a name up takes less time than the call
         found = f"known_recipes[recipe] if recipe.__class__ is str and recipe in known_recipes else {found}"
     lines = [f"if {when}:", f"    found = {found}"]
     if "recipe" not in parameters:
@@ -137,7 +139,10 @@ def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: s
 def _front(
     name: str, parameters: list[str], lines: list[str], module: str, names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A function of these lines, and of `names`, which lie in a closure: torch.compile takes globals for a module's."""
+    """Compile a function from `lines`.
+
+    `names`, which the lines use, lie in a closure: torch.compile takes globals for the module's.
+    """
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
     code = compiled("\n".join(body), f"<glulam front of {name}>")
@@ -147,7 +152,7 @@ def _front(
 
 
 def _names(kind: type[Call]) -> dict[str, Any]:
-    """Names that `text_of`'s lines use."""
+    """Return the objects that the lines of `text_of` use, by name."""
     return {
         "kind": kind,
         "is_dynamo_compiling": is_dynamo_compiling,
@@ -168,12 +173,16 @@ def operator(
     kind: type[Call], *, quantized: type[Quantized] | None = None, when: str = f"recipe != {PLAIN_RECIPE!r}",
     recipe: str = "recipe", beside: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:  # fmt: skip
-    """Decorator of an operator's function, whose calls are of a `kind`; its attribute `text` is the function's text.
+    """Decorate an operator's function: replace its body by generated code, kept as text in the attribute `text`.
 
     Args:
-        beside: parameters that calls do not have. Where one is not None, `kind.with_...` answers, by keywords.
-        quantized: the kind of calls whose arguments are quantised, or become so: `when` tells them, `recipe` by which.
-            They have a function of their own, which takes arguments in their parts.
+        kind: the kind of the operator's calls.
+        quantized: the kind of calls whose arguments are quantised or will be. These calls have a separate generated
+            function that takes arguments in parts. None: the operator has no such calls.
+        when: a Python expression that is true for a call with quantised arguments.
+        recipe: a Python expression for the recipe of such a call.
+        beside: parameters that calls do not have. If such an argument is not None, `kind.with_<parameter>` is called
+            instead, by keywords.
     """
 
     def made(function: Function) -> Function:
@@ -207,9 +216,9 @@ def operator(
 
 
 def passed_to(function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorator of a function that passes its arguments to another, in their order, with numbers as one.
+    """Decorate a function that only calls `function` with its own arguments in order, the numbers as one argument.
 
-    Keywords of its own spare a warm call the 0.6 us that Python takes for `**numbers`.
+    Explicit keywords save a warm call the 0.6 us that Python takes for `**numbers`.
     """
 
     def made(public: Function) -> Function:

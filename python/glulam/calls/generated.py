@@ -1,4 +1,4 @@
-"""Generated Python, compiled under a name by which tracebacks, debuggers and profilers find its lines.
+"""Compile generated Python under a name by which tracebacks, debuggers and profilers find its lines.
 
 `linecache.checkcache` drops entries whose file does not exist, except those without a modification time.
 """
@@ -14,14 +14,14 @@ _numbers = itertools.count(1)
 
 
 def compiled(text: str, name: str) -> CodeType:
-    """Compile a module of one function; return the function's code. Its lines are kept as long as this process."""
+    """Compile a module of one function; return the function's code. Its lines are kept for the life of the process."""
     module = compile(text, name, "exec")
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
 
 def compiled_one_of_many(text: str, name: str) -> CodeType:
-    """Compile as `compiled` does, under "<name #number>". Its lines are kept as long as the code."""
+    """Compile as `compiled` does, under "<name #number>". The lines are kept as long as the code object."""
     numbered = f"<{name} #{next(_numbers)}>"
     code = compiled(text, numbered)
     weakref.finalize(code, linecache.cache.pop, numbered, None).atexit = False

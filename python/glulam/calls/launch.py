@@ -1,8 +1,8 @@
-"""Launches: the text that passes a call's arguments to an exported function, written once for each way to call it.
+"""Launches: generated Python that passes a call's arguments to an exported function, one text per way to call it.
 
-A `Shape` of call says which arguments are there, which are lists, what the function takes and what is made; from it
-comes a few lines of Python without a branch or a loop, compiled once. A `Plan` is that code over the constants of one
-signature: widths, the function, memory. `text_of` shows the lines.
+A `Shape` says which arguments are present, which are lists, which arguments the function takes and which results are
+made. A few lines of Python without a branch or a loop are generated from a Shape and compiled once. A `Plan` is this
+code together with the constants of one signature: widths, the function, memory. `text_of` returns the lines.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LINE = 116
 
 
 class Made(NamedTuple):
-    """A tensor that a call makes, unless it is given.
+    """A tensor that a call makes, unless the caller gave a buffer for it.
 
     Attributes:
-        name: of the argument that may give it; else of the result.
-        kernel: what the function calls it.
-        shape: names of constants, one of each size (`Problem.dims`), or of the sizes together.
-        like: the argument that has its device, and its dtype; the leading one by default.
-        dtype: the name of a constant, where it has another.
-        zeros: whether rows behind the last group are zero, which the function writes.
-        returned: False of what only the function needs.
-        when: the flag of a call that must be set for it; empty: it is always made.
-        wanted: False of a result that is None, for which the function gets 0.
+        name: name of the argument that may be the buffer; if there is none, name of the result.
+        kernel: name of the function's argument.
+        shape: names of constants (`Problem.dims`), one for each size, or one name for all sizes.
+        like: the argument with the result's device and dtype. Empty: the leading argument.
+        dtype: name of a constant with the result's dtype. Empty: the dtype of `like`.
+        zeros: rows after the last group are zero; the function writes them.
+        returned: False for a tensor that only the function needs.
+        when: the call's flag that must be set to make the tensor. Empty: it is always made.
+        wanted: False for a result that is None; the function gets 0 for it.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Made(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Suffix to the names of torch's operators that make this result, which an option leaves out."""
+        """Suffix to the names of torch's operators that make this optional result."""
         return f"_{self.kernel.removeprefix('d_')}"
 
 
@@ -64,9 +64,10 @@ class Source(NamedTuple):
 
     Attributes:
         kind: GIVEN: an argument of `run`. TABLE: the table of a list; 0 for other weights. UP: the second half of a
-            GateUp; 0 for other weights. RESULT: what is made. MATRIX, BYTES: the plan's memory, as a tensor or as an
-            address. CONSTANT: of the plan. TICKETS: counters. TEXT: Python. ABSENT: nothing; the function gets 0.
-        name: of the argument of `run`, the result, the memory or the constant; the text.
+            GateUp; 0 for other weights. RESULT: a tensor that the call makes. MATRIX, BYTES: the plan's memory, as a
+            tensor or as an address. CONSTANT: a constant of the plan. TICKETS: ticket counters. TEXT: a Python
+            expression. ABSENT: no value; the function gets 0.
+        name: name of the argument of `run`, the result, the memory or the constant; for TEXT, the expression.
     """
 
     kind: str
@@ -79,25 +80,31 @@ GIVEN, TABLE, UP, RESULT, MATRIX, BYTES, CONSTANT, TICKETS, TEXT, ABSENT = (
 
 
 class Line(NamedTuple):
-    """A line in front of a function's call. `addresses`: arguments whose addresses the text uses, as `<name>_at`."""
+    """A line of Python before the function's call. `addresses`: arguments whose addresses it uses, as `<name>_at`."""
 
     text: str
     addresses: tuple[str, ...] = ()
 
 
 class Shape(NamedTuple):
-    """What the text of a launch depends on.
+    """All that the text of a launch depends on.
 
     Attributes:
-        takes: the tensor arguments of `run`; `present`: those that are not None.
-        lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, of which no address is taken.
-        unpacks: the argument that is all that is made, as a list; empty where none is.
-        arguments: of the function. values: the source of each.
-        makes: see `Made`. scratch: names of the parts of the plan's memory.
-        before: lines in front of the call.
-        checked: whether new addresses are looked at.
-        single_gpu: whether the process sees one GPU; `aligned`: whether a matrix may have one row, of any stride.
-        result: the name of a constant that is called with the results.
+        takes: the tensor arguments of `run`.
+        present: the arguments of `run` that are not None.
+        lists: the arguments that are ExpertLists.
+        halves: the arguments that are GateUps.
+        loose: the arguments that are plain lists of tensors, whose addresses are not read.
+        unpacks: the argument that is a list of buffers for all results. Empty: there is none.
+        arguments: arguments of the function.
+        values: the source of each of these arguments.
+        makes: tensors that the call makes.
+        scratch: names of the parts of the plan's memory.
+        before: lines before the function's call.
+        checked: new addresses are checked.
+        single_gpu: the process sees one GPU.
+        aligned: a matrix may have a single row with any stride.
+        result: name of a constant that is called with the results. Empty: results are returned as they are.
     """
 
     takes: tuple[str, ...]
@@ -117,7 +124,7 @@ class Shape(NamedTuple):
     result: str
 
     def text_of(self, argument: Argument, source: Source) -> str:
-        """An argument's value, as Python."""
+        """Return an argument's value as a Python expression."""
         kind, name = source
         is_address = argument.kind == ADDRESS
         if kind == GIVEN and is_address:
@@ -137,7 +144,7 @@ class Shape(NamedTuple):
         return str(argument.absent) if kind == ABSENT else name
 
     def addresses(self) -> set[str]:
-        """Arguments of `run` whose addresses the function's call, or a line before it, uses."""
+        """Return the arguments of `run` whose addresses are used in the function's call or a line before it."""
         pairs = zip(self.arguments, self.values, strict=True)
         used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
         return used.union(*[line.addresses for line in self.before])
@@ -153,7 +160,7 @@ class Shape(NamedTuple):
 
 
 def wrapped(begin: str, items: list[str], end: str) -> list[str]:
-    """One statement, on a line or on several."""
+    """Return the lines of one statement, wrapped if it is longer than LINE."""
     if len(begin) + len(", ".join(items)) + len(end) <= LINE:
         return [begin + ", ".join(items) + end]
     lines = [""]
@@ -170,7 +177,7 @@ def indented(lines: list[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def text_of(shape: Shape) -> str:
-    """The function `run`, as Python."""
+    """Return the function `run` as Python source."""
     passed = list(map(shape.text_of, shape.arguments, shape.values))
     returned = ", ".join(shape.returned(made) for made in shape.makes if made.returned)
     lines = [
@@ -189,7 +196,7 @@ def _on_its_device(shape: Shape) -> list[str]:
 
 
 def _looks(shape: Shape) -> list[str]:
-    """Takes addresses, of which new ones are looked at, unless nobody else could have given them."""
+    """Return lines that read addresses and, for tensors that came from the caller, check addresses not seen before."""
     outs = [made.name for made in shape.makes if made.name in shape.present]
     read = [name for name in shape.takes if name in shape.present and name not in (*outs, shape.unpacks)]
     names = [name for name in read if name not in shape.loose] + outs
@@ -206,7 +213,7 @@ def _looks(shape: Shape) -> list[str]:
 
 
 def _makes(shape: Shape) -> list[str]:
-    """Allocates results, and takes memory that the call needs besides."""
+    """Return lines that allocate results and take scratch memory."""
     lines = []
     for made in shape.makes:
         if not made.wanted:
@@ -215,7 +222,7 @@ def _makes(shape: Shape) -> list[str]:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             make = f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})"
-            may_be_given = made.name in shape.takes and not shape.checked  # a plan by a key is for one or the other
+            may_be_given = made.name in shape.takes and not shape.checked  # else the plan's key tells which
             lines += [f"if {made.name} is None:", f"    {make}"] if may_be_given else [make]
     if shape.scratch:
         lines.append("".join(f"{name}_memory, " for name in shape.scratch) + "= workspace.take(memory)")
@@ -224,12 +231,12 @@ def _makes(shape: Shape) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def code_of(op: str, shape: Shape) -> CodeType:
-    """The function `run`, compiled."""
+    """Return the compiled function `run`."""
     return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
 
 def aligned_row(matrix: Tensor) -> Tensor:
-    """A matrix of which a single row has a stride that kernels accept: torch leaves that arbitrary."""
+    """Return a matrix of one row with a stride that kernels accept: torch leaves that stride arbitrary."""
     return matrix if matrix.stride(0) % ALIGNMENT_ELEMENTS == 0 else matrix.view(-1).view(1, -1)
 
 
@@ -250,15 +257,18 @@ _NAMES: dict[str, Any] = {
 OWN_NAMES = frozenset((*_NAMES, "apart", "check_apart", "run"))
 """Names that a plan adds to its constants."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
-"""Constants that a number of rows tells."""
+"""Constants that depend on the number of rows."""
 
 
 class Bare(NamedTuple):
-    """What a plan passes its function, in memory of its own, so that a launch can be repeated without the host's share.
+    """A plan's function and all its arguments in separate memory, to repeat a launch without the host's work.
 
     Attributes:
-        function: the plan's. arguments: what it takes; `values`: of these, in their order.
-        results: of the call. memory: all else that the values point to.
+        function: the plan's function.
+        arguments: the function's arguments.
+        values: their values, in order.
+        results: the call's results.
+        memory: all other tensors that the values point to.
     """
 
     function: Callable[..., Any]
@@ -269,45 +279,46 @@ class Bare(NamedTuple):
 
 
 class Plan:
-    """What a call needs once its arguments were checked. `run` launches it.
+    """A launch that is ready once the arguments were checked. `run` launches.
 
     Attributes:
         op: the operator's name, for messages.
-        shape: of its text; `constants`: what the text calls by name, which is all that `run` sees.
+        shape: the Shape of its text.
+        constants: the objects that the text uses by name; `run` sees nothing else.
         serving: finds the function for another number of rows.
         extents, out_extents, apart: see `memory.check_apart`.
-        look: checks what no metadata tells of arguments at addresses that were not seen before.
+        look: checks, for arguments at new addresses, properties that metadata does not show.
     """
 
     def __init__(
         self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """`constants`: from now on the plan's. `code`: of a plan of this shape, else looked up."""
+        """Make a plan, which owns `constants` from now on. `code`: of a plan of this shape. None: looked up."""
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
         self.constants = constants
         constants.update(_NAMES)
         self.run = FunctionType(code or code_of(op, shape), constants, "run", (None,) * len(shape.takes))
-        if shape.checked:  # else no plan is part of a circle, which only the collector would free
+        if shape.checked:  # otherwise omitted: the reference cycle would need the garbage collector
             constants.update(apart=self.apart, check_apart=self.check_apart)
         if not shape.single_gpu:
             constants["run"] = self.run
 
     def serves(self, rows: int) -> bool:
-        """Whether another number of rows changes nothing: the same function, and no constant that rows tell."""
+        """Return True if the plan also serves `rows` rows: same function, and no constant depends on rows."""
         if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
             return False
         return self.serving.at(rows).function is self.constants["function"]
 
     @property
     def text(self) -> str:
-        """`run`, as Python."""
+        """The Python source of `run`."""
         return text_of(self.shape)
 
     def bare(self, *given: Any) -> Bare:
-        """The launch that `run` would make of these."""
+        """Return the launch that `run` would make with the arguments `given`, without launching."""
         memory: list[Tensor] = [tensor for one in given for _, tensor in tensors_of("", one)]
         memory += [one.table.values for one in given if isinstance(one, ExpertList)]
         passed: list[tuple[Any, ...]] = []

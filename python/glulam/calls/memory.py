@@ -1,9 +1,10 @@
-"""Looks at the memory of arguments, where `checks` reads their metadata: what kernels would misread or overwrite.
+"""Checks of the memory of arguments: tensors that kernels would misread or overwrite. `checks` reads the metadata.
 
-Fake tensors have no memory: callers come here with real ones, or the look passes them.
+Fake tensors have no memory: callers pass only real tensors, or the check skips fake ones.
 
-A plan serves calls of equal metadata (`plans`), which were checked once; addresses are looked at whenever they are new
-(`check_apart`). Allocators give the same ones again and again: a look at a set takes 0.1 us, at all tensors 2 us.
+A plan serves calls of equal metadata (`plans`), which is checked once; addresses are checked whenever they are new
+(`check_apart`). Allocators return the same addresses again and again: finding them in a set takes 0.1 us, checking all
+tensors 2 us.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOWEST_ADDRESS = 2**32
 
 
 def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of an argument with the names that errors give them."""
+    """Return the tensors of an argument with the names that errors give them."""
     if isinstance(value, Tensor):
         return [(name, value)]
     if isinstance(value, GateUp):
@@ -40,7 +41,7 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Experts [e, N, K] where a kernel can read them: those whose place or strides do not fit are copied one by one."""
+    """Yield experts [e, N, K] that a kernel can read; experts with a wrong address or strides are copied one by one."""
     for piece in pieces:
         if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
             yield piece
@@ -51,7 +52,7 @@ def readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def is_transformed(*tensors: Any) -> bool:
-    """Whether a tensor belongs to a transform of torch.func, or has a tangent of forward-mode AD."""
+    """Return True if a tensor belongs to a transform of torch.func, or has a tangent of forward-mode AD."""
     if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
         return False
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
@@ -59,8 +60,9 @@ def is_transformed(*tensors: Any) -> bool:
 
 
 def check_plain(op: str, name: str, tensor: Tensor) -> None:
-    """Numbers in memory, as they are: no transform of torch's that a kernel would not see. Tensors without memory, and
-    subclasses, pass: they are the business of torch's dispatcher.
+    """Check that a tensor's memory holds its values, without a transform of torch that a kernel would not see.
+
+    Tensors without memory, and subclasses, pass: torch's dispatcher handles them.
 
     Raises:
         GradientNotSupported: a tensor of a torch.func transform, or one with a tangent of forward-mode AD.
@@ -94,13 +96,13 @@ def check_plain(op: str, name: str, tensor: Tensor) -> None:
 
 
 def is_in_storage(tensor: Tensor) -> bool:
-    """Return True if a tensor's storage has all of the tensor's bytes: it may have been resized since."""
+    """Return True if a tensor's storage, which may have been resized, still has all of the tensor's bytes."""
     end = tensor.storage_offset() * tensor.element_size() + extent(tensor)
     return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 
 
 def check_alignment(op: str, name: str, tensor: Tensor) -> None:
-    """What TMA asks of a base address."""
+    """Check that a tensor starts at a multiple of 16 bytes, as TMA needs."""
     if address := tensor.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(
             f"{op}: {name} starts {address} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at one, so "
@@ -109,7 +111,7 @@ def check_alignment(op: str, name: str, tensor: Tensor) -> None:
 
 
 def extent(matrix: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     if matrix.is_contiguous():
         return matrix.nbytes
     last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
@@ -117,7 +119,7 @@ def extent(matrix: Tensor) -> int:
 
 
 def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Tensor) -> None:
-    """`out` shares no byte with an input. Two column ranges of one buffer do not overlap, though they interleave."""
+    """Check that `out` shares no byte with an input. Two column ranges of one buffer interleave, but do not overlap."""
     distance = other.data_ptr() - out.data_ptr()
     if distance >= extent(out) or -distance >= extent(other):
         return
@@ -130,7 +132,7 @@ def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Te
 
 
 def check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
-    """Gradient buffers of experts, dense, none of which shares a byte with another."""
+    """Check that experts' gradient buffers, which are dense, share no byte with each other."""
     if any(gpus.is_traced(tensor) for tensor in tensors):
         return
     order = sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
@@ -140,11 +142,11 @@ def check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
 
 
 SPREAD = (ExpertList, GateUp)
-"""What is several tensors, each with an address of its own."""
+"""Classes of arguments that hold several tensors, each with its own address."""
 
 
 class FreedStorage(RuntimeError):
-    """A tensor has no memory, or too little; the slow path says which."""
+    """A tensor has no memory, or too little; the slow path names the tensor."""
 
 
 MAX_APART = 1024
@@ -154,10 +156,13 @@ MAX_APART = 1024
 def is_near(
     op: str, read: Sequence[int], extents: Sequence[int], out: int = 0, out_extent: int = 0, lists: Sequence[Any] = ()
 ) -> bool:
-    """Whether an output of `out_extent` bytes at address `out` may overlap what a call reads.
+    """Return True if an output of `out_extent` bytes at address `out` may overlap an argument that the call reads.
 
     Args:
-        read, extents: each argument's address, and its bytes; 0 of one that is absent, empty or an ExpertList.
+        op: the operator, for errors.
+        read: the address of each argument.
+        extents: the bytes of each argument; 0 if it is absent, empty or an ExpertList.
+        out, out_extent: the output's address and bytes.
         lists: arguments that may be ExpertLists or GateUps.
 
     Raises:
@@ -178,20 +183,23 @@ def is_near(
 
 
 def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
-    """Check addresses that a plan has not seen: storages have all of their tensors, and no output overlaps an argument.
+    """Check addresses that a plan has not seen: storages hold all their tensors, and no output overlaps an argument.
 
-    Tensors of a list were checked when its table was made, or are when they are prepared. A storage that is resized
-    moves, so that its tensors are looked at again: only where exactly these addresses were seen before are they not.
+    Tensors of a list are checked when its table is made, or when they are prepared. A storage that is resized moves, so
+    its tensors are checked again; the check is skipped only if exactly these addresses were seen before.
 
     Args:
-        plan: has `op`; `extents`, for each argument that is read the bytes from its first element to behind its last, 0
-            of one that is absent, empty or an ExpertList; `out_extents`, of given outputs; and `apart`, a set that
-            takes `at`.
-        at: addresses of what is read, in the order of `extents`, and of outputs; of an ExpertList its mark.
-        out: given outputs. read: by the names that errors give them.
+        plan: has `op`; `extents`, the bytes of each argument that is read, from its first element to the end of its
+            last, or 0 if it is absent, empty or an ExpertList; `out_extents`, the bytes of given outputs; and `apart`,
+            the set that `at` is added to.
+        at: addresses of the arguments that are read, in the order of `extents`, then of the outputs; for an ExpertList
+            its mark.
+        out: outputs that the caller gave.
+        read: arguments that are read, by the names that errors give them.
 
     Raises:
-        FreedStorage, ValueError: they are not.
+        FreedStorage: a storage is freed or too small.
+        ValueError: an output overlaps an argument.
     """
     begins = at[: len(plan.extents)]
     lists = [value for value in read.values() if value.__class__ in SPREAD]
@@ -208,7 +216,7 @@ def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappin
 
 
 def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> bool:
-    """Return True if all storages have what the plan's tensors reach over: as `is_in_storage`, in 0.3 us a tensor."""
+    """Return True if all storages hold the plan's tensors; like `is_in_storage`, but takes 0.3 us a tensor."""
     given = [value for value in read.values() if value.__class__ not in (list, tuple)]
     for value, extent in zip((*given, *out), (*plan.extents, *plan.out_extents), strict=True):
         if extent and value.untyped_storage().nbytes() < value.storage_offset() * value.itemsize + extent:
@@ -219,7 +227,7 @@ def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> 
 
 
 def check_overlaps(op: str, name: str, out: Any, read: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming both, where an output shares memory with what is read."""
+    """Raise ValueError, naming both tensors, if an output shares memory with an argument that is read."""
     for label, tensor in tensors_of(name, out):
         for other_name, other in read.items():
             for other_label, part in tensors_of(other_name, other):

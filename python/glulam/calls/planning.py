@@ -1,4 +1,4 @@
-"""From a call that was checked to its plan: what a launch is made of."""
+"""Make the plan of a checked call: the parts of its launch."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from .memory import check_alignment, tensors_of
 
 
 class Launching(Arguments):
-    """Arguments, and what passes them to a kernel.
+    """A call's arguments, and the launch that passes them to a kernel.
 
     Attributes:
-        sources: by the kernel's names of arguments, the operator's, where they differ.
-        definition: what the operator makes, and of what.
+        sources: the operator's names of arguments by the kernel's names, if the two differ.
+        definition: the operator's results, and the parts of its launch.
     """
 
     sources: ClassVar[dict[str, str]] = {}
     definition: ClassVar[Definition]
 
     def made(self) -> tuple[Made, ...]:
-        """Return what this call makes: nothing that is like an absent argument, or whose flag is not set."""
+        """Return the tensors that this call makes; without results like an absent argument, or whose flag is unset."""
         results, is_none = self.definition.results, self.definition.returns is not None
         made = [one if self.makes(one) else one._replace(wanted=False) for one in results]
         return tuple([one for one in made if one.wanted or is_none])
 
     def makes(self, made: Made) -> bool:
-        """Return True if this call makes one of its definition's results."""
+        """Return True if this call makes `made`, a result of its definition."""
         has_model = not made.like or getattr(self, made.like) is not None
         return has_model and (not made.when or bool(getattr(self, made.when)))
 
@@ -68,15 +68,15 @@ class Launching(Arguments):
         return gpus.gpu(self.lead.get_device())
 
     def constants(self) -> dict[str, Any]:
-        """Return values by name that a launch needs besides the problem's dimensions, and no number of rows changes."""
+        """Return a launch's values by name besides the problem's dimensions, independent of the number of rows."""
         return _merged([part(self) for part in self.definition.constants])
 
     def of_rows(self) -> dict[str, Any]:
-        """Return further values by name, which another number of rows may change."""
+        """Return a launch's further values by name, which may depend on the number of rows."""
         return _merged([part(self) for part in self.definition.of_rows])
 
     def scratch(self, problem: Problem) -> dict[str, Part]:
-        """Return the memory that a launch takes from the workspace, by the kernel's names."""
+        """Return the memory that a launch takes from the workspace, by the kernel's names of arguments."""
         return _merged([part(self, problem) for part in self.definition.scratch])
 
     def before(self, problem: Problem) -> list[Before]:
@@ -89,9 +89,9 @@ class Launching(Arguments):
         """Return the sources of kernel arguments by the kernel's names.
 
         Args:
-            names: of the kernel's arguments.
+            names: names of the kernel's arguments.
             constants: names of the plan's constants.
-            texts: values of kernel arguments, as Python, in place of arguments of the same names.
+            texts: kernel arguments as Python expressions, instead of the call's arguments of the same names.
             scratch: see `Definition`.
 
         Raises:
@@ -106,7 +106,7 @@ class Launching(Arguments):
         stated.append(("tickets", Source(TICKETS)))
         for of in self._present():
             name = renamed.get(of, of)
-            if name not in texts and of not in results:  # a buffer is where what it is for is made
+            if name not in texts and of not in results:  # a given buffer is the source of its result
                 stated.append((name, Source(GIVEN, of)))
         for name, (kind, of) in list(stated):
             if kind in (GIVEN, RESULT):
@@ -119,10 +119,10 @@ class Launching(Arguments):
 
     @classmethod
     def look(cls, op: str, outs: list[Any], **read: Any) -> None:
-        """Check what metadata does not tell of arguments at new addresses: alignment, as `check_addresses` does.
+        """Check arguments at new addresses for alignment, as `check_addresses` does, and with the definition's checks.
 
-        A function checks the alignment of tensors, and not of what it takes by address. Lists were checked when their
-        tables were made.
+        The exported function checks the alignment of tensors, but not of arguments that it takes by address. Lists were
+        checked when their tables were made.
         """
         given = [(cls.labels.get(name, name), read.get(name)) for name in (*cls.matrices, *cls.weights)]
         given += [("out" if len(outs) == 1 else f"out[{place}]", out) for place, out in enumerate(outs)]
@@ -133,7 +133,7 @@ class Launching(Arguments):
             check(cls, outs, read)
 
     def results(self, problem: Problem) -> Any:
-        """What is returned: tensors that were given, or new ones, uninitialised."""
+        """Return the call's results, uninitialised: buffers that the caller gave, or new tensors."""
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
@@ -142,7 +142,7 @@ class Launching(Arguments):
         return [self._result(one, known) for one in self.made() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Return results as the call does: one alone, several in a tuple or as its definition says."""
+        """Return results as the call does: a single one alone, several as a tuple or as the definition says."""
         if self.definition.returns is not None:
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)
@@ -158,16 +158,17 @@ class Launching(Arguments):
         return make(shape, dtype=known[made.dtype] if made.dtype else like.dtype)
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
-        """What finds the function for a number of rows."""
+        """Return an object whose `at(rows)` is the function for a number of rows."""
         return kernels.serving(problem, gpu)
 
     def plan(self, problem: Problem, checked: bool = True, serving: Any = None, gpu: gpus.Gpu | None = None) -> Plan:
-        """The plan of a problem, which is this call's.
+        """Return the plan of this call.
 
         Args:
+            problem: the call's problem.
             checked: see `launch.Shape`.
-            serving: `kernels.Fixed`, where not the kernel that the dispatcher chooses is to serve.
-            gpu: the lead's, where that has none.
+            serving: `kernels.Fixed`, to use a particular kernel. None: the kernel that the dispatcher chooses.
+            gpu: the GPU, if the leading argument is on none. None: the leading argument's.
         """
         index = self.lead.get_device()
         gpu = gpu or gpus.gpu(index)
@@ -186,17 +187,17 @@ class Launching(Arguments):
         return self._plan(shape, constants, serving)
 
     def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
-        """What a launch of this call passes its function; see `plan`."""
+        """Return the function and argument values of this call's launch; see `plan`."""
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        """A plan for another number of rows."""
+        """Return a plan like `like` for another number of rows, that of `problem`."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
         shape, code = self.resized_shape(like, problem, constants)
         return self._plan(shape, constants, like.serving, code)
 
     def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
-        """The shape of a launch with another number of rows, and its code."""
+        """Return the shape, and its code, of a launch with another number of rows."""
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
@@ -229,7 +230,7 @@ class Launching(Arguments):
         return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in loose))
 
     def _loose(self) -> frozenset[str]:
-        """Lists that a launch does not read itself: of weights that are to be prepared."""
+        """Return the lists that a launch does not read directly: weights that are prepared first."""
         plain = (list, tuple)
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 

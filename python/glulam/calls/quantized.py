@@ -1,8 +1,8 @@
-"""Calls whose arguments are quantised, or become so: what a user gives as one argument is its parts from here on.
+"""Calls whose arguments are quantised or will be: a user's single argument is split into its parts.
 
-An argument `w` is then `w`, its elements (or a weight in 16 bits, which is yet to be prepared), `w_scale`, its scales,
-and `w_global_scale`, where its format has a third part. So plans are found by tensors alone, and a call is made of what
-torch's operators take. The front of the public operator (`front`) takes the parts.
+An argument `w` becomes `w`, its elements (or a weight in 16 bits that is not prepared yet), `w_scale`, its scales, and,
+if its format has a third part, `w_global_scale`. So plans are found by tensors alone, and a call consists of arguments
+that torch's operators take. The public operator's generated function (`front`) splits the arguments.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from .roles import SUFFIXES
 
 
 class Quantized(Call):
-    """Attributes:
-    in_parts: arguments that come in parts, with how many of SUFFIXES each has.
-    unwraps: what `unwrap` gives, in order; `unwrap_takes`: what it takes besides the recipe, of the public arguments.
-    settles: public arguments that it settles.
-    recipes: recipes by name.
-    classes: of arguments that the public operator leaves to this, where these tell.
+    """A call whose arguments are quantised or will be.
+
+    Attributes:
+        in_parts: arguments that come in parts, with the number of SUFFIXES of each.
+        unwraps: names of the arguments that `unwrap` returns, in order.
+        unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
+        settles: public arguments that `unwrap` consumes: calls do not have them.
+        recipes: recipes by name.
+        classes: classes of arguments by which the public operator recognises such a call. Empty: not by class.
     """
 
     in_parts: ClassVar[dict[str, int]]
@@ -39,37 +42,41 @@ class Quantized(Call):
 
     @classmethod
     def unwrap(cls, recipe: Any, *public: Any) -> tuple[Any, ...]:
-        """The parts, and other arguments that they change. Raises ValueError, TypeError: the recipe takes no such."""
+        """Return the parts of arguments, and other arguments that depend on them, in the order of `unwraps`.
+
+        Raises:
+            ValueError, TypeError: the recipe does not take such an argument.
+        """
         raise NotImplementedError
 
     recipes: ClassVar[Mapping[str, Any]]
 
     @staticmethod
     def recipe_of(op: str, recipe: Any) -> Any:
-        """The recipe that a name stands for. Raises ValueError."""
+        """Return the recipe of a name. Raises ValueError."""
         raise NotImplementedError
 
     @staticmethod
     def on_device(recipe: Any, x: Any) -> Any:
-        """The recipe by which the device of x multiplies what a recipe says."""
+        """Return the recipe that x's device uses for `recipe`."""
         return recipe
 
     @property
     def is_frozen(self) -> bool:
-        """Whether arguments other than weights are trained through weights that never are."""
+        """True if weights are never trained, while gradients of other arguments pass through them."""
         frozen: bool = self.recipe_of(self.op, self.recipe).freezes_weights
         return frozen
 
     @classmethod
     def rows_in_order(cls, x: Tensor, rows: Tensor) -> Tensor:
-        """x[rows], an index out of range clamped. Raises GradientNotSupported where x requires a gradient."""
+        """Return x[rows] with indices clamped to the range. Raises GradientNotSupported if x requires a gradient."""
         check_indices(cls.op, rows, x)
         if torch.is_grad_enabled() and any_requires_grad(x):
             refuse_rows(cls.op)
         return take_rows(x, rows)
 
     def refuse_trained_weights(self) -> None:
-        """Raises GradientNotSupported where a weight, which is frozen, requires a gradient."""
+        """Raise GradientNotSupported if a weight, which is frozen, requires a gradient."""
         for name in self.weights:
             if any_requires_grad(*[getattr(self, part, None) for part in self.parts_of(name)]):
                 raise GradientNotSupported(
@@ -80,7 +87,7 @@ class Quantized(Call):
 
     @classmethod
     def declare_public(cls, parameters: Iterable[str]) -> None:
-        """Let the operator have these parameters in their parts."""
+        """Declare the operator's public parameters, each split into its parts."""
         names: list[str] = []
         for name in parameters:
             names += [f"{name}{part}" for part in SUFFIXES[: cls.in_parts.get(name, 1)]]
@@ -91,7 +98,7 @@ class Quantized(Call):
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name, of the public ones by name; those that are not given are None."""
+        """Return a call's arguments by name, from the public arguments by name; absent arguments are None."""
         recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}

@@ -1,7 +1,7 @@
-"""Roles of arguments: what an argument is, told by its name, the same in every operator that has it.
+"""Roles of arguments: an argument's name determines its role, the same in every operator that has the argument.
 
-Checks, plans' keys, tables of lists, launches and torch's schemas follow from these. Operators whose kernels take
-nothing but addresses and numbers declare their arguments by annotations instead (`addressed`).
+Checks, plans' keys, tables of lists, launches and torch's schemas follow from the roles. Operators whose kernels take
+only addresses and numbers declare their arguments by annotations instead (`addressed`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Kind(enum.Enum):
-    """Kinds of arguments; the values say what each is."""
+    """Kinds of arguments; each value describes the kind."""
 
     MATRIX = "a matrix [T, .]; [num_tokens, .] if its rows come by index"
     WEIGHT = "experts' weights: packed, a list with one tensor an expert, or a GateUp"
@@ -33,8 +33,9 @@ class Role(NamedTuple):
     """The role of an argument, the same in every operator that has it.
 
     Attributes:
-        schema: its type in torch's schemas; an operator may have another (`Call.torch_types`).
-        dtype: of its elements, unless other arguments tell.
+        kind: the kind of argument.
+        schema: the argument's type in torch's schemas; an operator may override it (`Call.torch_types`).
+        dtype: the dtype of the elements. None: other arguments determine it, or the argument is not a tensor.
     """
 
     kind: Kind
@@ -47,7 +48,7 @@ class Role(NamedTuple):
 
 
 SUFFIXES = ("", "_scale", "_global_scale")
-"""Appended to a quantised argument's name, these name its parts."""
+"""Suffixes to a quantised argument's name that give the names of its parts."""
 
 
 def _roles(kind: Kind, schema: str, *names: str, dtype: torch.dtype | None = None) -> dict[str, Role]:
@@ -83,7 +84,7 @@ ROLES: dict[str, Role] = {
 
 
 def roles_of(op: str, names: Iterable[str]) -> dict[str, Role]:
-    """The roles of an operator's parameters. Raises TypeError: a name that has none."""
+    """Return the roles of an operator's parameters. Raises TypeError for a name without a role."""
     found = {name: ROLES.get(name) for name in names}
     unknown = [name for name, role in found.items() if role is None]
     if unknown:
@@ -92,7 +93,7 @@ def roles_of(op: str, names: Iterable[str]) -> dict[str, Role]:
 
 
 def names_of(*kinds: Kind) -> tuple[str, ...]:
-    """All names of arguments of these kinds."""
+    """Return the names of all arguments of these kinds."""
     return tuple(name for name, role in ROLES.items() if role.kind in kinds)
 
 

@@ -1,7 +1,7 @@
-"""How long a problem takes on each of several tiles: as measured where its shape was, else by the architecture's model.
+"""Estimated time of a problem on each of several tiles: measured if its shape was, else by the architecture's model.
 
 An architecture's file of measurements holds every tile that was tried on the shapes of known models, at 1 to 4096 rows
-an expert; `python -m perf table` writes it. It is read once, when the first plan is made.
+an expert; `python -m perf table` writes the file. It is read once, when the first plan is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELLED = "by the cost model"
 
 
 def interpolated(x: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """y at x between two points (x, y), linear in logarithms."""
+    """Return y at x between two points (x, y), linear in logarithms."""
     (x0, y0), (x1, y1) = left, right
     return y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)) if x1 > x0 else y0
 
@@ -34,7 +34,7 @@ class Curve(NamedTuple):
     us: dict[str, list[float]]
 
     def at(self, tile: str, average: float) -> float | None:
-        """Interpolated between the measured numbers of rows; None outside of them, or of another tile."""
+        """Return microseconds interpolated at `average` rows; None outside of the measured rows or for another tile."""
         if tile not in self.us or not self.rows[0] <= average <= self.rows[-1]:
             return None
         right = max(bisect.bisect_left(self.rows, average), 1)
@@ -43,7 +43,7 @@ class Curve(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The GPU that was measured on, and a curve for each `Part.key`."""
+    """The GPU that the measurements come from, and a curve for each `Part.key`."""
 
     gpu: str
     curves: dict[tuple[str, int, int, int], Curve]
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 @functools.cache
 def measured(arch: str) -> Measured:
-    """The shipped measurements of an architecture; none where there is no file."""
+    """Return the shipped measurements of an architecture; without curves if there is no file."""
     path = room(arch).MEASURED
     if not path.is_file():
         return Measured("", {})
@@ -62,7 +62,7 @@ def measured(arch: str) -> Measured:
 
 
 class Estimate(NamedTuple):
-    """Microseconds on a tile, the mean over even and skewed routing, and how they are known."""
+    """Microseconds on a tile, the mean over even and skewed routing, and the source of the number."""
 
     us: float
     tile: TileConfig
@@ -70,14 +70,14 @@ class Estimate(NamedTuple):
 
 
 def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> float | None:
-    """The sum of all parts; None where one was not measured."""
+    """Return the measured time of all parts together; None if a part was not measured."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None
 
 
 def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
-    """Each tile's time for all parts, the fastest first. All are measured, or all are modelled."""
+    """Return each tile's time for all parts, the fastest first. All times are measured, or all are modelled."""
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"
     if None in times:

@@ -1,4 +1,4 @@
-"""From a spec to the function that launches it: in the bundle, or made by `compile`."""
+"""Find the function that launches a spec: in the bundle, or compiled by `compile`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .problem import Problem, dtype_name
 
 
 class Kernel(NamedTuple):
-    """A launchable function and where it came from: "shipped" or "jit"."""
+    """A launchable function and its source: "shipped" or "jit"."""
 
     function: Function
     source: str
@@ -32,10 +32,10 @@ _compiled: dict[Spec, Function] = {}
 
 
 def find(spec: Spec) -> Kernel:
-    """The function of a spec. Nothing is compiled.
+    """Find the function of a spec. Nothing is compiled.
 
     Raises:
-        BundleError: there is no usable bundle, or it lacks this spec and `compile` has not made it.
+        BundleError: there is no usable bundle, or the bundle lacks this spec and `compile` has not made it.
     """
     if function := _compiled.get(spec):
         return Kernel(function, "jit")
@@ -48,7 +48,7 @@ def find(spec: Spec) -> Kernel:
 
 
 class Served(NamedTuple):
-    """The function that serves a problem, whether its kernels draw tickets, and what it takes."""
+    """The function that serves a problem, a flag whether its kernels draw tickets, and its signature."""
 
     function: Function
     draws_tickets: bool
@@ -56,7 +56,7 @@ class Served(NamedTuple):
 
 
 class Serving:
-    """The functions for problems that differ in their rows alone."""
+    """The functions for problems that differ only in their number of rows."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
         self._chooser = Chooser(problem, gpu.arch, gpu.name)
@@ -71,7 +71,7 @@ class Serving:
 
 
 class Fixed:
-    """In its place one function, for any number of rows. `function`: of the spec; by default what `find` finds."""
+    """One function for any number of rows, in place of a `Serving`. `function`: None: the one that `find` returns."""
 
     def __init__(self, spec: Spec, function: Function | None = None) -> None:
         self._served = Served(function or find(spec).function, draws_tickets(spec), signature_of(spec))
@@ -84,11 +84,10 @@ _serving: Plans[Serving] = Plans()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
-    """What serves a problem on a GPU, and all that differ from it in their rows alone: for these, only the tile is
-    chosen anew, where it depends on rows.
+    """Return the functions for a problem on a GPU, with any number of rows; only the tile may depend on rows.
 
     Raises:
-        BundleError: as of `find`.
+        BundleError: see `find`.
     """
     key = gpu, problem.but_rows
     found = _serving.find(key)
@@ -99,24 +98,25 @@ def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
 
 
 def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) -> Spec:
-    """Make a kernel that the bundle lacks, and prefer it from now on for every call of its form.
+    """Compile a kernel that the bundle lacks, and prefer it from now on for every call of its form.
 
-    The form is everything but the tile: operator, dtype, activation, glu_layout, preactivation, transposition. What is
-    asked for is checked first; the kernel is then compiled in a helper process and kept in the cache on disk, where
-    later processes find both the kernel and the preference. Nothing is compiled where the bundle or the cache has it.
-    A kernel that could not be kept is preferred in this process alone, and later ones go on with what they preferred.
-    `glulam cache forget NAME` undoes it, and so does preferring a spec that ships.
+    The form is everything except the tile: operator, dtype, activation, glu_layout, preactivation, transposition. The
+    request is checked first; then the kernel is compiled in a helper process and kept in the cache on disk, where later
+    processes find both the kernel and the preference. Nothing is compiled if the bundle or the cache has the kernel. A
+    kernel that cannot be kept on disk is preferred in this process only; later processes keep their earlier preference.
+    `glulam cache forget NAME` drops the preference, and so does preferring a spec that ships.
 
     Args:
-        spec: a spec of `cute_kernels.specs`; or instead of it keywords:
+        spec: a spec of `cute_kernels.specs`; or, instead of a spec, keywords:
         op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad", "quantize_mxfp8" or
             "fold_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
-        tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1), or
-            "adaptive"; schedule: "cooperative" or "pingpong";
-        activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: as the spec's fields;
-        dgrad: of a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
-        prefer: False makes the kernel and leaves the choice as it is.
+        tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig;
+        cluster: CTAs along rows and weight rows, default (1, 1), or "adaptive";
+        schedule: "cooperative" (default) or "pingpong";
+        activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: the spec's fields of these names;
+        dgrad: for a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
+        prefer: False: compile the kernel and leave preferences as they are.
 
     Returns:
         The spec of the kernel.
@@ -126,7 +126,7 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
             message names together with the nearest valid choice.
         TypeError: both a spec and keywords, something else as the spec, a tile that is no tuple of integers, or a
             TileConfig together with a cluster or schedule.
-        CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
+        CompileError, ToolchainError (RuntimeErrors): the kernel does not compile, or a tool is missing.
     """
     if not isinstance(prefer, bool):
         raise TypeError(f"compile: prefer is {prefer!r}; give True or False")
@@ -164,11 +164,11 @@ def forget_choices() -> None:
 
 
 DUMMY_SIZE = 64
-"""Every size but that of rows, of which there are none: what all layouts and alignments divide."""
+"""Every size except the number of rows, which is 0: a multiple of all layouts' blocks and of all alignments."""
 
 
 def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
-    """Arguments of the right types for a call of a stage that has no rows, and so launches nothing."""
+    """Return arguments of the right types for a call of a stage with no rows, which launches nothing."""
 
     def dummy(argument: Argument) -> Any:
         if argument.kind != TENSOR:
@@ -180,21 +180,21 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
 
 
 def preload(device: torch.device | str | int | None = None) -> int:
-    """Load every kernel of the bundle, and every compiled one that calls may get, onto a GPU, so that no later call
-    loads anything.
+    """Load all kernels that calls may use onto a GPU, so that no later call loads a kernel.
 
-    It moves the cost of loading (about 0.4 ms a kernel) out of the first calls. A first call that is captured into a
-    CUDA graph then gets what later ones get, too (docs/design.md).
+    These are all kernels of the bundle, and compiled kernels that calls may get. Loading takes about 0.4 ms a kernel,
+    which first calls no longer pay. A first call that is captured into a CUDA graph then gets ticket counters, as later
+    calls do (docs/design.md).
 
     Args:
-        device: a CUDA device; default the current one.
+        device: a CUDA device. None: the current one.
 
     Returns:
         The number of functions loaded.
 
     Raises:
-        TypeError, ValueError: the device is none, or no GPU that torch sees.
-        UnsupportedDevice: no kernel runs on that GPU, or there is none.
+        TypeError, ValueError: `device` is not a device, or not a GPU that torch sees.
+        UnsupportedDevice: no kernel runs on that GPU, or there is no GPU.
         BundleError: there is no usable bundle.
     """
     index = gpus.cuda_index("preload", device)

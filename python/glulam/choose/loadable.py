@@ -1,4 +1,4 @@
-"""Functions that exist already: in the bundle, or compiled before and kept in the cache on disk. Nothing compiles."""
+"""Functions that exist already: in the bundle, or compiled earlier and kept in the cache. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def in_bundle(spec: Spec) -> bool:
 
 
 def cached(spec: Spec) -> Function | None:
-    """The function that an earlier compile left on disk, verified and loaded; None where there is none."""
+    """Return the function that an earlier compile kept on disk, verified and loaded; None if there is none."""
     if spec not in _from_cache:
-        from ffi_bridge import cache  # where every kernel is the bundle's, it is never asked
+        from ffi_bridge import cache  # not imported if the bundle has every kernel
 
-        with contextlib.suppress(ToolchainError, OSError, UnicodeError):  # TVM-FFI opens no path that is no text
+        with contextlib.suppress(ToolchainError, OSError, UnicodeError):  # TVM-FFI opens only paths that are text
             if function := cache.find(spec):
                 _from_cache[spec] = function
     return _from_cache.get(spec)
 
 
 def is_loadable(spec: Spec) -> bool:
-    """Whether the spec's function can be had without compiling it."""
+    """Return True if the spec's function can be loaded without compiling."""
     return in_bundle(spec) or cached(spec) is not None

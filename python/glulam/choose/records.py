@@ -1,4 +1,4 @@
-"""JSON files that other people, processes and versions write: checked when read, replaced as a whole when written."""
+"""JSON files that other users, processes and versions may write: checked when read, replaced whole when written."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 16 << 20
-"""A table of 2000 layers has as many. Parsing takes some twenty times the memory."""
+"""Largest file that is read: the size of a table of 2000 layers. Parsing takes about twenty times the memory."""
 LARGEST = 1e15
-"""Of a number in a file: products and ratios of two such numbers are finite."""
+"""Largest number in a file: products and ratios of two such numbers are finite."""
 
 
 def shown(path: Path | str) -> str:
-    """A path in one line of text that every terminal can print: quoted and escaped where it is not that by itself."""
+    """Return a path as one line of printable text: quoted and escaped if the path is not printable."""
     return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        ValueError: what is wrong with the file, which the message does not name.
+        ValueError: the file cannot be read or is no JSON object; the message does not name the file.
     """
     try:
         data = json.loads(_content(path), parse_constant=_refuse)
@@ -59,16 +59,21 @@ def _refuse(constant: str) -> Any:
 
 @functools.cache
 def types_of(kind: Any) -> Mapping[str, Any]:
-    """The fields of a dataclass, with their types."""
+    """Return the fields of a dataclass, with their types."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Those fields of a dataclass that an object has, each of its type.
+    """Return the fields of a JSON object as values of a dataclass's types; the object may lack fields.
+
+    Args:
+        what: the object's name in messages.
+        data: the object.
+        kind: the dataclass.
 
     Raises:
-        ValueError: it has another field.
+        ValueError: the object has a field that the dataclass lacks, or a value of another type.
     """
     types = types_of(kind)
     if others := data.keys() - types.keys():
@@ -77,16 +82,17 @@ def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def typed(what: str, data: Any, kind: Any) -> Any:
-    """JSON as a value of a type.
+    """Convert parsed JSON to a value of a type.
 
     Args:
-        what: its name in messages.
-        kind: a dataclass (an object of its fields, without those that are as by default), str (a line of text), float
-            (a number above 0), another type, one of these or None, tuple[kind, ...], dict[str, kind], or Any: text,
-            whole numbers, true, false, null and objects of them, kept as they are.
+        what: the value's name in messages.
+        data: the parsed JSON.
+        kind: a dataclass (JSON: an object of its fields, where fields with defaults may be missing), str (a line of
+            text), float (a number above 0), another type, `kind | None`, tuple[kind, ...], dict[str, kind], or Any:
+            text, whole numbers, true, false, null and objects of these, kept unchanged.
 
     Raises:
-        ValueError: it is no such value.
+        ValueError: the JSON is not such a value.
     """
     if kind is Any:
         return _plain(what, data)
@@ -100,7 +106,7 @@ def typed(what: str, data: Any, kind: Any) -> Any:
     if kinds and origin not in (dict, tuple):
         return None if data is None else typed(what, data, kinds[0])
     if kind is float:
-        if type(data) not in (int, float) or not 0 < data <= LARGEST:  # nor is NaN above 0
+        if type(data) not in (int, float) or not 0 < data <= LARGEST:  # refuses NaN, too
             raise ValueError(f"{what} is {brief(data)}, not a number above 0 to {LARGEST:g}")
         return float(data)
     if kind is str and isinstance(data, str) and not data.isprintable():
@@ -140,14 +146,14 @@ def _plain(what: str, data: Any) -> Any:
 
 
 def brief(value: Any) -> str:
-    """What a file has instead, in a few characters that can be shown."""
+    """Return a value found in a file as at most 60 printable characters, for an error message."""
     is_short = isinstance(value, (str, int, float, type(None))) or not value
     text = ascii(value) if is_short else f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces a file by the whole of `text`, or leaves it as it is. Makes its folder. Raises OSError."""
+    """Replace a file by `text` as a whole and make its folder. Raises OSError, and leaves the file as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, made = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
     try:

@@ -1,6 +1,6 @@
-"""Specs that users and files describe: fields of the right types, and tiles that can be.
+"""Specs from the descriptions of users and files: checks of field types, and of tiles against the hardware's limits.
 
-A refusal names the limit of the hardware and the nearest tile that breaks none.
+An error names the limit of the hardware and the nearest valid tile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPECS: dict[str, Any] = {spec.op: spec for spec in get_args(Spec)}
 
 
 class TileError(SpecError):
-    """A tile that cannot be. `limit`: what stands against it; `nearest`: the nearest that can."""
+    """An impossible tile. `limit`: the limit that it breaks; `nearest`: the nearest valid tile."""
 
     def __init__(self, limit: str, nearest: TileConfig) -> None:
         cluster = ADAPTIVE if nearest.adaptive else (nearest.cluster_m, nearest.cluster_n)
@@ -33,7 +33,7 @@ class TileError(SpecError):
 
 
 def fields_of(op: Any) -> Mapping[str, Any]:
-    """What an operator's kernels are told apart by: the keywords of `glulam.compile`, with their types.
+    """Return the fields that describe an operator's kernels, with their types: the keywords of `glulam.compile`.
 
     Raises:
         SpecError: there is no such operator.
@@ -42,21 +42,21 @@ def fields_of(op: Any) -> Mapping[str, Any]:
 
 
 def _described_by(op: Any) -> Any:
-    """The class of whose fields keywords are: of a grouped_mlp, that of its FC1."""
+    """Return the spec class whose fields are the keywords; for a grouped_mlp, the class of its FC1."""
     require("op", op, tuple(SPECS))
     return GroupedGluSpec if op == GroupedMlpSpec.op else SPECS[op]
 
 
 def check(spec: Spec) -> None:
-    """Raises SpecError where a kernel of a spec cannot run on its architecture, which a spec alone does not tell."""
+    """Raise SpecError if a spec's kernel cannot run on its architecture; making a spec does not check this."""
     room(spec.arch).check(spec)
 
 
 def described(data: Any) -> Spec:
-    """The spec that a file describes as `to_dict` does: every field, of its type, and nothing else.
+    """Return the spec that a file describes in the format of `to_dict`: all fields with their types, and no others.
 
     Raises:
-        ValueError: it is no such description, or no kernel of the spec can run.
+        ValueError: the data is not such a description, or a kernel of the spec cannot run.
     """
     if not isinstance(data, dict):
         raise ValueError(f"a kernel is described by a {type(data).__name__}, not an object")
@@ -70,10 +70,10 @@ def described(data: Any) -> Spec:
 
 
 def spec_of(op: Any, fields: Mapping[str, Any]) -> Spec:
-    """The spec that keywords of `glulam.compile` describe.
+    """Return the spec that keywords of `glulam.compile` describe.
 
     Raises:
-        SpecError, TypeError: as `glulam.compile`.
+        SpecError, TypeError: see `glulam.compile`.
     """
     types = fields_of(op)
     shape = {name: fields[name] for name in ("tile", "cluster", "schedule") if name in fields and "tile" in types}
@@ -106,7 +106,7 @@ def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
 
 
 def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
-    """The spec that keywords describe but for its tile; a grouped_mlp uses one tile for both of its GEMMs."""
+    """Return the spec with these fields and `tile`; a grouped_mlp uses one tile for both of its GEMMs."""
     fields = {**fields, "tile": tile}
     if fields["op"] != GroupedMlpSpec.op:
         return from_dict(fields)
@@ -124,14 +124,14 @@ def _is_valid(make: MakeSpec, tile: TileConfig) -> bool:
 
 
 def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
-    """Every tile for elements of so many bits that the kernel which `make` describes can have."""
+    """Return all tiles, for elements of `bits` bits, with which `make` describes a kernel that can run."""
     return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]
 
 
 def _distance(
     shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str, tile: TileConfig
 ) -> tuple[float, ...]:
-    """Shapes first, in doublings; then the schedule, then the cluster."""
+    """Return the distance of a tile from a request: of shapes in doublings first, then of schedule, then of cluster."""
     doublings = abs(math.log2(max(shape[0], 1) / tile.m)) + abs(math.log2(max(shape[1], 1) / tile.n))
     if isinstance(cluster, str):
         clusters = int(not tile.adaptive)
@@ -143,11 +143,11 @@ def _distance(
 def _tile_for(
     make: MakeSpec, arch: str, shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str
 ) -> TileConfig:
-    """The tile of these words, with which `make` describes a kernel that can run.
+    """Return the tile with this shape, cluster and schedule, after checking that `make`'s kernel can run with it.
 
     Raises:
-        TileError: which limit stands against it, and the nearest valid tile.
-        SpecError: no tile can be, for another reason.
+        TileError: the tile breaks a limit; the error names the limit and the nearest valid tile.
+        SpecError: the kernel can run with no tile, for another reason.
     """
     require("arch", arch, ARCHS)
     try:
@@ -156,7 +156,7 @@ def _tile_for(
         return wanted
     except SpecError as error:
         valid = valid_tiles(make, arch) or valid_tiles(make, arch, bits=8)
-        if not valid:  # whatever the tile
+        if not valid:  # the error does not depend on the tile
             raise
         nearest = min(valid, key=functools.partial(_distance, shape, cluster, schedule))
         raise TileError(str(error), nearest) from None

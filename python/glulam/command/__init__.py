@@ -1,1 +1,1 @@
-"""The command `glulam`: `cli` has them all, `app` says how one is declared."""
+"""The command `glulam`: `cli` registers all its commands, `app` declares a command."""

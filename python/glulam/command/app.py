@@ -1,4 +1,4 @@
-"""How commands are declared: a function, and a row for each of its options. How they report mistakes, and write."""
+"""Declaration of commands (a function, and a `Row` for each option), their error messages and their output."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..choose import records, specs
 from ..errors import UnsupportedDevice
 from .terminal import PlainConsole, printable
 
-_PIPE_WIDTH = 120  # columns where the output is not a terminal
+_PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 
 class _OneLineErrors(TyperGroup):
-    """Reports a mistake on the command line as any other: in one line."""
+    """Reports a mistake on the command line in one line, like other errors."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
@@ -72,7 +72,7 @@ def say_error(text: str) -> None:
 
 
 def option(name: str) -> str:
-    """A parameter as it is typed."""
+    """Return a parameter's name as typed on the command line."""
     return "--budget" if name == "budget_s" else f"--{name.replace('_', '-')}"
 
 
@@ -83,7 +83,7 @@ _NAMED = re.compile(
 
 
 def _as_typed(error: Exception) -> str:
-    """An error's message, in which options are named as they are typed."""
+    """Return an error's message with options named as typed on the command line."""
     if isinstance(error, specs.TileError):
         tile = error.nearest
         cluster = specs.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
@@ -92,13 +92,13 @@ def _as_typed(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return f"{records.shown(error.object)} is no text in UTF-8, and TVM-FFI opens no such path; rename it"
     if not isinstance(error, SpecError) and not str(error).startswith(("tune: ", "explain: ")):
-        return str(error)  # of no argument: it may hold a path
+        return str(error)  # not about an option; names in it may be parts of a path
     return _NAMED.sub(lambda name: option(name[1] or name[2]) + " " * name[0].endswith("="), str(error))
 
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """What a user can mend is one message and exit status 1, not a traceback; so is a warning a message."""
+    """Turn errors that a user can mend into one message and exit status 1, and warnings into messages."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say_error(str(message))
         try:
@@ -109,7 +109,7 @@ def _reported() -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """An option of a command: its type, its default, and what else `typer.Option` takes."""
+    """An option of a command: its type, its default, and further arguments of `typer.Option`."""
 
     kind: Any
     default: Any
@@ -141,7 +141,7 @@ def count(help: str, default: Any = None, least: int = 1) -> Row:
 
 
 def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
-    """`form`: what a text that raises ValueError is not."""
+    """Declare an option whose text `parse` converts. `form`: describes valid text, for the error "... is not ..."."""
 
     def parser(text: str) -> Any:
         try:
@@ -153,7 +153,7 @@ def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], defa
 
 
 def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", told: str = "") -> Row:
-    """One of these words. `told`: the words as a mistake is answered; default, the words themselves."""
+    """Declare an option that takes one of `words`. `told`: the words as the error lists them. Empty: all words."""
     choices = list(words)
     return parsed(
         help, f"one of {told or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
@@ -162,7 +162,7 @@ def word(help: str, words: Iterable[str], default: Any = None, metavar: str = ""
 
 
 def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The command that a function is: an option for each row, and its docstring for help."""
+    """Decorate a function to make it a command, with an option for each row; its docstring is the help text."""
     group = cache_app if path.startswith("cache ") else app
     parameters = [row.parameter(option) for option, row in rows.items()]
 
@@ -174,7 +174,7 @@ def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callab
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        del run.__wrapped__  # whose parameters typer would look at
+        del run.__wrapped__  # typer would read its parameters
         group.command(path.split()[-1])(run)
         return function
 
@@ -182,7 +182,7 @@ def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callab
 
 
 def console() -> Console:
-    """Standard output; wide enough for a table where it goes to a file or a pipe."""
+    """Return a console for standard output, at least 120 columns wide if it is not a terminal."""
     out = PlainConsole()
     if not out.is_terminal:
         out.width = max(out.width, _PIPE_WIDTH)
@@ -190,7 +190,7 @@ def console() -> Console:
 
 
 def show(*parts: str | Table) -> None:
-    """Prints tables, and lines whatever the terminal's width."""
+    """Print tables, and lines, which the terminal's width does not break."""
     out = console()
     for part in parts:
         out.print(part, soft_wrap=isinstance(part, str))
@@ -201,9 +201,13 @@ def megabytes(size: int) -> str:
 
 
 def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
-    """Registers, and KB of shared memory, of the device kernels that a function of a manifest launches.
+    """Return registers, and KB of shared memory, of the device kernels that a function launches, as text.
 
-    A function of several stages has no kernels of its own.
+    A function of several stages has no kernels of its own: the kernels are those of its stages.
+
+    Args:
+        functions: a manifest's functions.
+        name: the function.
     """
     stages = functions[name].stages or (name,)
     kernels = [kernel for stage in stages if stage in functions for kernel in functions[stage].kernels]

@@ -1,4 +1,4 @@
-"""`glulam cache`: what is kept on disk of compiled kernels, of preferences, and of objects for builds."""
+"""`glulam cache`: compiled kernels, preferences, and objects for builds that are kept on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _states(found: Sequence[cache.Entry]) -> str:
 
 
 def _summary(stored: Sequence[cache.Entry]) -> str:
-    """One line for all objects: a build has hundreds."""
+    """Return one line about all objects: a build has hundreds."""
     place = records.shown(objects.folder())
     return f"{len(stored)} objects for builds in {place} ({_size(stored)}): {_states(stored)}"
 

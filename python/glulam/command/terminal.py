@@ -1,4 +1,4 @@
-"""Text that a terminal shows and does not act on: paths, variables and files hold whatever somebody put there."""
+"""Text that is safe to print on a terminal: paths, variables and files may contain terminal escapes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rich.text import Text
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Escape, as Python does, each character that is not printed: controls, terminal escapes, direction marks, bytes
-    that are no text. Those in `keep` stay.
+    """Escape, as Python does, each unprintable character: controls, terminal escapes, direction marks, undecodable
+    bytes. Characters in `keep` stay.
     """
     return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
 
 
 def in_one_line(text: str) -> str:
-    """`printable` without line breaks and tabs."""
+    """Return `printable` text in which line breaks and tabs are escaped, too."""
     return printable(text, keep="")
 
 
 class PlainConsole(Console):
-    """Shows text as it is, in lines and in tables, and makes it `printable`."""
+    """A console without markup that makes all text `printable`, in lines and in tables."""
 
     def __init__(self) -> None:
         super().__init__(markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`glulam validate`: all kernels of a bundle against torch in float64, on this machine's own GPU."""
+"""`glulam validate`: compare all kernels of a bundle with torch in float64, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .doctor import driver_version
 
 
 def _arch_of(index: int) -> str:
-    """The architecture that serves a GPU, whatever is known of it. Raises UnsupportedDevice."""
-    os.environ[gpus.ENV_UNVALIDATED] = "1"  # of this process, and of those that it starts
+    """Return the architecture that serves a GPU, even if its kernels were never run there. Raises UnsupportedDevice."""
+    os.environ[gpus.ENV_UNVALIDATED] = "1"  # for this process and its child processes
     return gpus.gpu(index).arch
 
 

@@ -1,5 +1,5 @@
-"""What the host keeps beside calls, by device, stream and thread.
+"""State that the host keeps between calls, by device, stream and thread.
 
-`device` asks the GPU; `workspace` and `tickets` have memory that launches reuse; `experts` has tables for lists of
-tensors, `groups` group sizes in their forms; `plans` finds what was kept for arguments by their metadata.
+`device` asks about the GPU; `workspace` and `tickets` keep memory that launches reuse; `experts` keeps tables for lists
+of tensors; `groups` handles group sizes in their forms; `plans` finds kept objects by the metadata of arguments.
 """

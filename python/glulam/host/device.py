@@ -1,7 +1,7 @@
-"""What the host path asks of torch.cuda, each question bound once.
+"""Functions of torch.cuda that the host path needs, each bound once.
 
-A call asks three of these on every launch, where the public wrappers (`torch.cuda.current_stream()`: 1 us) would cost
-more than the rest of the call; they are the fallback should a name move.
+Three of these are called on every launch, where the public wrappers (`torch.cuda.current_stream()`: 1 us) would cost
+more than the rest of the call; the wrappers are the fallback if a private name moves.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..errors import UnsupportedDevice
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
 ENV_ARCH = "GLULAM_ARCH"
-"""Names the architecture whose kernels serve every GPU that can run them, tried or not."""
+"""Environment variable: the architecture whose kernels serve every GPU that can run them, tried or not."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
-"""What is known of an architecture's kernels on a GPU: our tests passed, `glulam validate` did on this machine, or
-nobody has seen their results."""
+"""State of an architecture's kernels on a GPU: our tests passed; `glulam validate` passed on this machine; or nobody
+has seen their results."""
 
 
 def _raw_stream(index: int) -> int:
@@ -48,7 +48,7 @@ current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.cur
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-"""Whether the current stream of the current device is being captured into a graph."""
+"""Returns True if the current stream of the current device is being captured into a graph."""
 
 
 @functools.cache
@@ -60,8 +60,9 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def capture_id() -> Any:
-    """What stands for the graph capture that the current stream is part of, the same throughout: the driver's number,
-    which torch does not pass on. Where the driver cannot tell, an object that equals no other.
+    """Return an identifier of the graph capture that the current stream belongs to, constant during the capture.
+
+    It is the driver's number, which torch does not expose; if the driver cannot tell, an object that equals no other.
     """
     status, number, driver = ctypes.c_int(), ctypes.c_uint64(), _driver()
     if driver is not None and hasattr(driver, "cuStreamGetCaptureInfo_v2"):
@@ -76,10 +77,10 @@ Made = TypeVar("Made")
 
 
 def apart(make: Callable[[], Made]) -> Made:
-    """The result of `make`, called on a thread of its own, on the current device and stream: for memory that is kept.
+    """Call `make` on a separate thread with the current device and stream, and return its result: for kept memory.
 
-    Pools of torch's take what a thread allocates while they are in use: `torch.cuda.use_mem_pool`, and compiled
-    functions that warm up for CUDA graphs, which raise an error where something in their pool outlives a call.
+    A memory pool of torch takes all that a thread allocates while the pool is in use: `torch.cuda.use_mem_pool`, and
+    compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
     """
     if not torch.cuda.is_initialized():
         return make()
@@ -94,12 +95,19 @@ def apart(make: Callable[[], Made]) -> Made:
 
 
 def other_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream on which nothing runs, for as long as this is entered; nothing of the kind where there is no GPU."""
+    """Return a context in which a new, idle stream is current; without a GPU the context does nothing."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class Gpu(NamedTuple):
-    """What launching needs to know of a GPU. passed_over: the result of that function."""
+    """Properties of a GPU that launching needs.
+
+    Attributes:
+        name: the GPU's name.
+        arch: the architecture whose kernels serve it.
+        sm_count: the number of SMs.
+        passed_over: result of the function `passed_over`.
+    """
 
     name: str
     arch: str
@@ -109,10 +117,10 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu(index: int) -> Gpu:
-    """The GPU of an index.
+    """Return the properties of the GPU of an index.
 
     Raises:
-        UnsupportedDevice: no kernel runs on it.
+        UnsupportedDevice: no kernel runs on the GPU, or its kernels were never run there and that is not allowed.
     """
     properties = torch.cuda.get_device_properties(index)
     found, name = (properties.major, properties.minor), properties.name
@@ -131,12 +139,12 @@ def gpu(index: int) -> Gpu:
 
 
 def allows_unvalidated() -> bool:
-    """Whether kernels serve of which nobody has seen the results."""
+    """Return True if kernels whose results nobody has seen may serve."""
     return os.environ.get(ENV_UNVALIDATED) == "1"
 
 
 def state_of(arch: str, gpu: str) -> str:
-    """TESTED, VALIDATED or NEVER_RUN: of an architecture's kernels, as this machine has them, on a GPU of a name."""
+    """Return TESTED, VALIDATED or NEVER_RUN for an architecture's kernels on this machine. `gpu`: the GPU's name."""
     if ARCHS[arch].tested_on:
         return TESTED
     from ffi_bridge import stamps
@@ -148,14 +156,15 @@ def state_of(arch: str, gpu: str) -> str:
 
 
 def is_untried(arch: str, gpu: str) -> bool:
-    """Return True if an architecture's kernels are native, made of one capability's features ("a"), and nobody has seen
-    their results: neither our tests nor `glulam validate` on this machine's GPU of that name.
+    """Return True if an architecture is native (an "a" suffix: features of one capability) and never run on a GPU.
+
+    Never run: neither our tests nor `glulam validate` on this machine's GPU of that name have passed.
     """
     return arch.endswith("a") and state_of(arch, gpu) == NEVER_RUN
 
 
 def prefer_tried(archs: Sequence[str], gpu: str) -> str | None:
-    """Return the first of `archs` that is not untried; if all are, the first; None if there are none."""
+    """Return the first of `archs` that is not untried; if all are untried, the first; None if `archs` is empty."""
     return next((arch for arch in archs if not is_untried(arch, gpu)), next(iter(archs), None))
 
 
@@ -164,18 +173,23 @@ def has_bundle(arch: str) -> bool:
 
 
 def supported() -> str:
-    """The architectures, and GPUs of theirs, in words."""
+    """Return a text that lists the architectures and GPUs of each."""
     return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {ARCHS[arch].gpus}" for arch in ARCHS)
 
 
 def arch_of(device: tuple[int, int], gpu: str) -> str | None:
     """Return the architecture whose kernels serve GPUs of a compute capability and a name; None if there is none.
 
-    GLULAM_ARCH names it. Else it is the best one with a bundle whose kernels were tested, or validated here; else what
-    `prefer_tried` takes of those with a bundle, or of all if none has one.
+    GLULAM_ARCH chooses it if set. Otherwise it is the best architecture with a bundle whose kernels were tested, or
+    validated here; otherwise the choice of `prefer_tried` among architectures with a bundle, or among all if there is
+    no bundle.
+
+    Args:
+        device: the compute capability, (major, minor).
+        gpu: the GPU's name.
 
     Raises:
-        UnsupportedDevice: GLULAM_ARCH names one whose kernels do not run there.
+        UnsupportedDevice: GLULAM_ARCH names an architecture whose kernels do not run there.
     """
     usable = serving(device)
     if (wanted := os.environ.get(ENV_ARCH)) and usable:
@@ -193,8 +207,9 @@ def arch_of(device: tuple[int, int], gpu: str) -> str | None:
 
 
 def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
-    """Return the best architecture for a GPU if `arch` serves it only because nobody has seen the results of the best
-    one's kernels; else "", also where GLULAM_ARCH chose `arch`.
+    """Return the best architecture for a GPU if another one, `arch`, serves because the best one's kernels are untried.
+
+    Otherwise return "", also if GLULAM_ARCH chose `arch`.
     """
     best = serving(device)[0]
     if best == arch or os.environ.get(ENV_ARCH):
@@ -203,7 +218,7 @@ def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
 
 
 def why_passed_over(best: str, arch: str) -> tuple[str, str]:
-    """Say why the kernels of `arch` serve instead of those of `best`, and which commands would try the latter."""
+    """Return why the kernels of `arch` serve instead of those of `best`, and the commands that would try `best`."""
     validate = f"`{ENV_ARCH}={best} glulam validate`"
     if has_bundle(best):
         return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"
@@ -212,10 +227,10 @@ def why_passed_over(best: str, arch: str) -> tuple[str, str]:
 
 
 def parsed(caller: str, device: Any) -> torch.device:
-    """What a caller's `device` names; an integer is the index of a GPU.
+    """Return the torch.device of a caller's argument `device`; an integer is the index of a GPU.
 
     Raises:
-        TypeError, ValueError: it names none.
+        TypeError, ValueError: the argument is not a device.
     """
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"{caller}: device is {device!r}; give a torch.device, its name as 'cuda:0', or an index")
@@ -229,10 +244,10 @@ def parsed(caller: str, device: Any) -> torch.device:
 
 
 def cuda_index(caller: str, device: Any) -> int:
-    """The index of the GPU that a caller's `device` names; None: of the current one.
+    """Return the index of the GPU of a caller's argument `device`. None: the current GPU.
 
     Raises:
-        TypeError, ValueError: it names no GPU that torch sees.
+        TypeError, ValueError: the argument is not a GPU that torch sees.
         UnsupportedDevice: there is no GPU at all.
     """
     where = parsed(caller, "cuda" if device is None else device)
@@ -247,23 +262,24 @@ def cuda_index(caller: str, device: Any) -> int:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a tensor (a fake or meta one, a wrapper) is the business of torch's dispatcher: it has no memory."""
+    """Return True for a fake, meta or wrapper tensor: it has no memory, and torch's dispatcher handles it."""
     return isinstance(value, torch.Tensor) and (type(value) not in PLAIN_TENSORS or value.is_meta)
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns how many are active."""
+"""Returns the number of active dispatch modes."""
 _jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def is_watched() -> bool:
-    """Return True if every operator must go through torch's dispatcher: a dispatch mode is active (make_fx, selective
-    checkpoints, counters of FLOPs), or torch.jit.trace. Either may take a call of plain tensors for a constant.
-    torch.compile is not asked about.
+    """Return True if every operator must go through torch's dispatcher; torch.compile does not count.
+
+    This is so under a dispatch mode (make_fx, selective checkpoints, FLOP counters) or torch.jit.trace: both could
+    otherwise record a call on plain tensors as a constant.
     """
     return not is_dynamo_compiling() and (dispatch_modes() > 0 or _jit_trace() is not None)
 
 
 def is_only_one() -> bool:
-    """Whether there is one GPU, so that the current device need not be asked."""
+    """Return True if there is one GPU, so that the current device need not be asked."""
     return torch.cuda.device_count() == 1

@@ -18,7 +18,7 @@ from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""How kernels are told what lies at the groups' address; the last: offs that a kernel of the same call writes."""
+"""Codes by which kernels know the form of group sizes; OFFS_OF_CALL: offs that a kernel of the same call writes."""
 
 Splits = Tensor | Sequence[int]
 
@@ -31,7 +31,7 @@ REACH_NO_RESULT = "rows after them reach no result"
 
 
 class _Grouped(NamedTuple):
-    """An operator's own words; see `declare`."""
+    """An operator's declaration; see `declare`."""
 
     leads: str
     after_groups: str
@@ -41,12 +41,13 @@ _operators: dict[str, _Grouped] = {}
 
 
 def declare(op: str, leads: str, after_groups: str = "") -> None:
-    """Let an operator be known.
+    """Declare an operator.
 
     Args:
-        leads: the argument that gives T, dtype and device to the others.
-        after_groups: what becomes of rows after the last group, for a warning where groups do not fill T; empty: no
-            reason for one.
+        op: the operator's name.
+        leads: the argument that determines T, dtype and device of the others.
+        after_groups: the fate of rows after the last group, for the warning that groups do not fill T. Empty: do not
+            warn.
     """
     _operators[op] = _Grouped(leads, after_groups)
 
@@ -64,8 +65,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 class part_of:
-    """Operators that are called in this context are parts of `op`: errors and warnings about groups name that, which
-    is what a user called. Those of a trace (`OF_A_TRACE`) keep their names and warn of nothing. The outermost counts.
+    """Context in which operators are parts of `op`, the operator that the user called.
+
+    Errors and warnings about groups name `op`. With `OF_A_TRACE`, operators keep their own names and do not warn. Of
+    nested contexts the outermost counts.
     """
 
     __slots__ = ("_op", "_outer")
@@ -82,12 +85,12 @@ class part_of:
 
 
 def caller(op: str) -> str:
-    """The operator that `op` is called as a part of, or itself."""
+    """Return the operator that `op` is called as a part of, or `op` itself."""
     return _caller.op or op
 
 
 def leading(op: str) -> str:
-    """The argument of an operator that gives T, dtype and device to the others; checks call it x."""
+    """Return the argument of an operator that determines T, dtype and device of the others; checks call it x."""
     return _operators[op].leads if op in _operators else "x"
 
 
@@ -102,14 +105,14 @@ def form(groups: Tensor, is_offs: bool) -> int:
 
 
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Where each group ends, read from the host or copied from the device, and checked.
+    """Return the end row of each group as a checked list, read on the host or copied from the device.
 
-    Warns once where they end before `rows`: that is allowed, and what mistaken offs look like. Groups of a Routing
-    never warn.
+    Warns once if the groups end before `rows`: this is allowed, but typical of mistaken offs. Groups of a Routing never
+    warn.
 
     Raises:
-        ValueError: a negative size, or groups that need more than `rows` rows.
-        TypeError: a list with something else than integers.
+        ValueError: a negative size, falling offs, or groups that need more than `rows` rows.
+        TypeError: a list that contains non-integers.
     """
     op = caller(op)
     values = _ends(op, offs, splits, rows)
@@ -169,7 +172,7 @@ def with_spare_rows(groups: Tensor) -> Tensor:
 
 
 def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
-    """Once in this process for an operator and a likely cause."""
+    """Warn that groups end before the last row, once in this process for each operator and likely cause."""
     if not is_offs:
         cause, hint = "splits", "Check that splits count every row"
     elif sum(ends) == rows:
@@ -190,12 +193,12 @@ def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> 
 
 
 def forget_warnings() -> None:
-    """What was warned of is warned of again."""
+    """Forget the warnings that were given, so that they are given again."""
     _warned.clear()
 
 
 def _level_of_user() -> int:
-    """`stacklevel` for a function that the caller is in: of the first frame that is neither Glulam's nor torch's."""
+    """Return the `stacklevel`, seen from the caller, of the first frame that is neither Glulam's nor torch's."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("glulam", "torch"):
@@ -204,11 +207,11 @@ def _level_of_user() -> int:
 
 
 def on_device(op: str, splits: Splits, rows: int, device: torch.device) -> Tensor:
-    """Row counts from the host, checked, as an int32 tensor [E] on `device`; the host does not wait for the copy.
+    """Copy checked row counts from the host to an int32 tensor [E] on `device`; the host does not wait for the copy.
 
     Raises:
-        ValueError, TypeError: as `ends`.
-        CaptureError: under capture, where the graph would replay these counts for ever.
+        ValueError, TypeError: see `ends`.
+        CaptureError: under capture, since every replay of the graph would use these counts.
     """
     if gpus.is_capturing():
         raise CaptureError(

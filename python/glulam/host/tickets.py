@@ -1,12 +1,12 @@
-"""Counters that the kernels of a call draw tickets from: int32, zero between calls, shared by no two that may overlap.
+"""Ticket counters of a call's kernels: int32, zero between calls, never shared by two calls that may overlap.
 
-Calls on one stream run one after the other, so they share counters, if one thread makes them: launching releases the
-GIL, and another thread's launch may fall between the two of a call.
+Calls on one stream by one thread run one after the other, so they share counters. Calls of different threads do not:
+launching releases the GIL, and another thread's launch may fall between the two launches of a call.
 
-Replays of a graph run one after the other as well, but beside calls on any stream. So every stream of a capture has
-counters of its own, for good, since a graph may be replayed at any time. They are zero before the first replay and lie
-in no pool of the graph's: in memory that was made outside of captures, 64 KiB a device. Where none are left, and where
-a process has made no call before the one that is captured, kernels get none and deal their tiles.
+Replays of a graph also run one after the other, but beside calls on any stream. So every stream of a capture gets its
+own counters for the life of the process, since a graph may be replayed at any time. They are zero before the first
+replay and lie not in the graph's pool but in memory allocated outside of captures. If none are left, or if the process
+made no call before the captured one, kernels get no counters and assign their tiles statically.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from . import device as gpus
 from .workspace import make_room
 
 NUM_COUNTERS = 4
-"""Of a call, one for each of its kernels: the next may begin before one has ended."""
+"""Counters of a call, one for each of its kernels: a kernel may begin before the previous one has ended."""
 SET_BYTES = NUM_COUNTERS * torch.int32.itemsize
 MAX_GRAPH_SETS = 8192
-"""Streams of captures that have counters, on one device in all of a process's life."""
+"""Largest number of captured streams that get counters on one device in the life of a process."""
 
 
 class _Kept(threading.local):
-    """Addresses by (device, stream), each with its memory, or with what stands for the capture."""
+    """Addresses of counters by (device, stream), each with its memory; if captured, with the capture's identifier."""
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], tuple[int, Tensor]] = {}
@@ -37,14 +37,20 @@ class _Kept(threading.local):
 
 
 class _OfGraphs(NamedTuple):
-    """Counters of a device's captures. `unused`: addresses."""
+    """Counters for a device's captures. `unused`: addresses that no stream has yet."""
 
     memory: Tensor
     unused: Iterator[int]
 
 
 class Stats(NamedTuple):
-    """Streams, and streams of captures, that the calling thread has counters for; all those of captures by device."""
+    """Numbers of kept counters.
+
+    Attributes:
+        streams: streams for which the calling thread has counters.
+        captured: captured streams for which the calling thread has counters.
+        of_graphs: memory of all counters for captures, by device index.
+    """
 
     streams: int
     captured: int
@@ -63,7 +69,7 @@ def stats() -> Stats:
 
 
 def forget() -> None:
-    """As in a process that has made no call yet, for the calling thread. Graphs keep the counters that they have."""
+    """Reset the calling thread to the state before its first call. Graphs keep their counters."""
     _kept.eager.clear()
     _kept.captured.clear()
     with _lock:
@@ -72,7 +78,7 @@ def forget() -> None:
 
 
 def counters(device: torch.device, index: int) -> int:
-    """The address of NUM_COUNTERS counters for a call on the current stream, or 0."""
+    """Return the address of NUM_COUNTERS counters for a call on the current stream; 0: there are none."""
     stream = gpus.raw_stream(index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
         return _captured(index, stream)
@@ -81,12 +87,12 @@ def counters(device: torch.device, index: int) -> int:
 
 
 def new_counters(device: torch.device | str) -> Tensor:
-    """Counters as kernels on the current stream want them."""
+    """Return new counters, zero, for kernels on the current stream."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def prepare(device: torch.device, index: int) -> None:
-    """Make the memory that captured calls on a device take their counters from."""
+    """Allocate the memory from which captured calls on a device take their counters."""
 
     def make() -> _OfGraphs:
         with gpus.other_stream(device):  # so that the host waits for the copy and for nothing else

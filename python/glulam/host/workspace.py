@@ -1,11 +1,11 @@
-"""Memory for what a call needs only while it runs: kept per thread and (device, stream), so that calls allocate once.
+"""Scratch memory that a call needs only while it runs: kept per thread and (device, stream), so calls allocate once.
 
-Two calls on one stream run one after the other, so they may share a buffer, if one thread makes them: launching
-releases the GIL, and the two launches of another thread's call may fall between the two of this one. Hence one set of
-buffers a thread; it ends with the thread. A buffer belongs to the stream that it was allocated on, so dropping it
-returns its memory to torch's allocator in that stream's order, with work still queued on it.
+Two calls on one stream by one thread run one after the other, so they may share a buffer. Calls of different threads
+may not: launching releases the GIL, and another thread's launches may fall between the launches of this call. So each
+thread has its own set of buffers, which ends with the thread. A buffer belongs to the stream on which it was allocated,
+so dropping it returns its memory to torch's allocator in that stream's order, even while work is queued.
 
-Under CUDA graph capture nothing here is used: the memory must belong to the graph, which outlives the call.
+Under CUDA graph capture no kept buffer is used: the memory must belong to the graph, which outlives the call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from . import device as gpus
 
 MAX_STREAMS = 8
-"""Of one device that a thread keeps something for; what was made longest ago is dropped."""
+"""Largest number of streams of a device for which a thread keeps memory; the oldest is dropped."""
 MAX_VIEWS = 256
-"""Shapes of the buffers that a thread remembers; a view costs 2 us to make, and the count of shapes has no end."""
+"""Largest number of views of buffers that a thread keeps: making one takes 2 us, and shapes are without number."""
 ALIGNMENT_BYTES = 128
-"""Of matrices that share a buffer: what TMA asks for, and a cache line."""
+"""Alignment of matrices that share a buffer: TMA's requirement and a cache line."""
 GRANULE = 2 << 20
 """Buffers grow in steps of this many bytes, the unit in which torch's allocator takes memory from the driver."""
 
 
 class Layout:
-    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap."""
+    """A row-major matrix in a workspace on a device. Equal only to itself, so that looking it up is cheap."""
 
     __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
 
@@ -44,25 +44,29 @@ class Layout:
         self.num_bytes = shape[0] * shape[1] * dtype.itemsize
 
     def tensor(self, buffer: Tensor, begin: int = 0) -> Tensor:
-        """What lies in a buffer behind so many bytes."""
+        """Return the matrix at byte `begin` of a buffer, as a tensor."""
         flat = buffer.view(self.dtype)
         at = flat.storage_offset() + begin // self.dtype.itemsize
         return flat.as_strided(self.shape, (self.shape[1], 1), at)
 
     def view(self, buffer: Tensor, begin: int = 0) -> Any:
-        """The same as kernels take it."""
+        """Return the matrix at byte `begin` of a buffer, in the type that kernels take."""
         view = self.tensor(buffer, begin)
-        if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
+        if view.is_cuda:  # converted once: converting a tensor costs 0.1 us of every call
             view = importlib.import_module("tvm_ffi").from_dlpack(view)
         return view
 
 
 class Layouts:
-    """Several matrices at once, and pieces of so many bytes: they lie one behind the other in one piece of memory.
+    """Several matrices and raw pieces of memory, one after the other in one buffer.
 
-    A workspace that is taken is all of the stream's memory, so that what a call needs at the same time is one of these.
-    A piece is what kernels take by address: it is given as that alone, since a matrix takes 3 us to make. The memory of
-    addresses lives as long as a matrix beside them.
+    `take` hands out all of a stream's memory, so everything that a call needs at the same time is one Layouts. A raw
+    piece is memory that kernels take by address; only its address is returned, since making a matrix takes 3 us. The
+    memory of the addresses lives as long as the matrices returned with them.
+
+    Args:
+        first: the first matrix.
+        others: further matrices; an int is the bytes of a raw piece.
     """
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
@@ -78,7 +82,7 @@ class Layouts:
         return self._placed(buffer, Layout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
-        """The same with matrices that torch can read."""
+        """Return the parts in a buffer, matrices as tensors."""
         return self._placed(buffer, Layout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[Layout, Tensor, int], Any]) -> Several:
@@ -87,7 +91,7 @@ class Layouts:
 
 
 Several = tuple[Any, ...]
-"""Of `Layouts`: a matrix or an address for each part."""
+"""A matrix or an address for each part of a `Layouts`."""
 
 
 class _Kept(threading.local):
@@ -100,7 +104,7 @@ _kept = _Kept()
 
 
 class Stats(NamedTuple):
-    """What the calling thread keeps: memory by (device, stream), which calls write, and how many views of it."""
+    """Memory that the calling thread keeps, by (device, stream), and the number of its views."""
 
     buffers: dict[tuple[int, int], Tensor]
     num_views: int
@@ -111,13 +115,16 @@ def stats() -> Stats:
 
 
 def forget() -> None:
-    """Give back what the calling thread keeps; its next calls allocate anew."""
+    """Free the memory that the calling thread keeps; its next calls allocate anew."""
     _kept.views.clear()
     _kept.buffers.clear()
 
 
 def take(layout: Layout | Layouts) -> Any:
-    """A matrix, or what `Layouts` tell: uninitialised, the caller's until its work on the current stream is done."""
+    """Return a matrix, or the parts of a `Layouts`, uninitialised.
+
+    The memory is the caller's until its work on the current stream is done.
+    """
     stream = gpus.raw_stream(layout.index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
         return layout.view(torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device))
@@ -126,7 +133,7 @@ def take(layout: Layout | Layouts) -> Any:
 
 
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
-    """For one more stream of a device, in what is kept by (device, stream)."""
+    """Drop the oldest entry of a device from `kept`, by (device, stream), if there are MAX_STREAMS."""
     mine = [other for other in kept if other[0] == index]
     if len(mine) >= MAX_STREAMS:
         del kept[mine[0]]
@@ -141,7 +148,7 @@ def _view(layout: Layout | Layouts, stream: int) -> Any:
 
 
 def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
-    """The buffer of this device and stream, large enough."""
+    """Return the buffer of this device and stream, enlarged if it is too small."""
     key = (layout.index, stream)
     buffers = _kept.buffers
     buffer = buffers.get(key)
@@ -149,7 +156,7 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
         return buffer
     _kept.views.clear()  # views keep the buffers that are dropped here alive
     buffers.pop(key, None)
-    del buffer  # before the larger one is taken, so that its memory can serve
+    del buffer  # before the larger buffer is allocated, so that its memory can be reused
     make_room(buffers, layout.index)
     size = -(-layout.num_bytes // GRANULE) * GRANULE
     fresh = gpus.apart(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device))

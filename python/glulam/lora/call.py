@@ -1,4 +1,4 @@
-"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator that is no part of the public interface."""
+"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator outside the public interface."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MATRICES = ("lora_a1", "lora_b1", "lora_a2", "lora_b2")
 
 
 class AdaptedMlpCall(GroupedMlpCall):
-    """A call of adapted_mlp. It is made of several launches, with or without a gradient."""
+    """A call of adapted_mlp: several launches, with or without a gradient."""
 
     torch_op = "adapted_mlp"
     explains = False
     tabled = ("w1", "w2")
     recipe, recompute = "bf16", False
-    by_parts: ClassVar[Callable[..., Any]]  # set by `lora.path`, which is made of operators, and so of calls
+    by_parts: ClassVar[Callable[..., Any]]  # set by `lora.path`, which imports this module
     labels: ClassVar[dict[str, str]] = {
         **GroupedMlpCall.labels,
         **{name: name.replace("_", ".") for name in MATRICES},
@@ -53,7 +53,7 @@ class AdaptedMlpCall(GroupedMlpCall):
         return super().answer(key, known)
 
     def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
-        """Run a step without a gradient: a kept one, unless its result goes into a buffer or its rows are given."""
+        """Run a step without a gradient: a planned step, unless `out=` or `rows=` is given."""
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
         if self.out is None and (self.of_tokens or self.rows is None):
@@ -72,8 +72,8 @@ def adapted_mlp(
     activation: str = "swiglu", glu_layout: str = "concat", numbers: Numbers = DEFAULTS, lora_scale: float = 1.0,
     transpose_w: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """grouped_mlp, whose weights have lora_scale b_e a_e added; see `expert_lora.ExpertLora`. A None pair adds nothing.
+    """Compute grouped_mlp with lora_scale b_e a_e added to its weights; see `expert_lora.ExpertLora`.
 
-    Ranks are multiples of 8 on a GPU.
+    A pair that is None adds nothing. Ranks are multiples of 8 on a GPU.
     """
     raise NotImplementedError  # `front` writes the body

@@ -1,9 +1,9 @@
 """An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + ... likewise.
 
-Weights in 16 bits have kernels that add both products (`path`). Elsewhere the MLP is made of differentiable operators
-(`rows_with_lora`): of quantised weights, of a GateUp, and in dtypes whose kernels do not ship with adapters. Saved for
-the backward are then x, h and two matrices [T, r]. A w1 that is trained, too, keeps rows of tokens, and a w2 the
-activation. Each of the two sums rounds its terms and itself, as in torch.
+For weights in 16 bits there are kernels that add both products (`path`). For quantised weights, for a GateUp, and for
+dtypes whose kernels do not ship with adapters, the MLP is composed of differentiable operators (`rows_with_lora`).
+These save x, h and two matrices [T, r] for the backward; if w1 is trained as well, also the rows of tokens; if w2 is,
+also the activation. Each of the two sums rounds its terms and its result, as in torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .products import Rows, as_multiplied, low_rank, times_w1, times_w2
 
 
 def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
-    """`grouped_mlp` with adapters. `public`: its other arguments, numbers as one."""
+    """Compute `grouped_mlp` with adapters. `public`: its other arguments, the numbers as one."""
     recipe = check_goes_with_lora(GroupedMlpCall.op, lora, public["x"], public["recipe"], public["recompute"])
     if has_kernels(recipe, public["x"], public["w1"]):
         del public["recipe"], public["recompute"]
@@ -63,7 +63,7 @@ def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
 
 
 def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
-    """Return True if GEMMs of such weights ship with adapters. The CPU's reference serves every dtype."""
+    """Return True if GEMMs of such weights ship with adapters. The CPU reference serves every dtype."""
     if recipe is not BF16 or isinstance(w1, GateUp):
         return False
     if not (isinstance(x, Tensor) and runs_kernels(x)):
@@ -75,12 +75,12 @@ def _ships_adapted(dtype: str, index: int) -> bool:
     return ships_adapted(dtype, gpus.gpu(index).arch)
 
 
-# Traces do not look into the function. torch.compiler.assume_constant_result says so too, but imports the compiler.
+# Traces take the result for a constant. torch.compiler.assume_constant_result does the same, but imports the compiler.
 _ships_adapted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
-    """Adapters as `adapted_mlp` takes them."""
+    """Return the adapters as arguments of `adapted_mlp`."""
     lora.refuse_dtensors(op)
     given = lora.given()
     named = {
@@ -90,10 +90,10 @@ def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
 
 
 def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recompute: bool) -> Recipe:
-    """The recipe of a call with adapters.
+    """Return the recipe of a call with adapters.
 
     Raises:
-        ValueError, TypeError: an argument that does not go with them.
+        ValueError, TypeError: an argument cannot be combined with adapters.
     """
     if not isinstance(lora, ExpertLora):
         raise TypeError(f"{op}: lora is a {type(lora).__name__}; give a glulam.{NAME}")
@@ -105,7 +105,7 @@ def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recom
 
 
 def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
-    """Return the recipe. Raises ValueError if adapters do not go with it, since it quantises rows."""
+    """Return the recipe. Raises ValueError if it quantises rows, which adapters do not support."""
     found = recipes.find(op, recipe)
     if found is not BF16 and not found.freezes_weights:
         served = [repr(name) for name, one in recipes.RECIPES.items() if one is BF16 or one.freezes_weights]
@@ -119,10 +119,13 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
     """Check all arguments, and return the result of `made`. In a trace each operator checks its own.
 
     Args:
-        made: takes whether a gradient is recorded.
+        call: the call without adapters.
+        lora: the adapters.
+        made: called with True if a gradient is recorded, else with False.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; GradientNotSupported: for one that is trained.
+        ValueError, TypeError: an argument does not fit.
+        GradientNotSupported: an argument that cannot be trained requires a gradient.
     """
     refuse_dtensors(call, "lora is given")
     lora.refuse_dtensors(call.op)
@@ -138,7 +141,7 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 
 
 def _check(call: Any, lora: ExpertLora) -> None:
-    """Check all arguments, so that errors name the call's, and not those of the operators inside."""
+    """Check all arguments, so that errors name the call's arguments, not those of the operators inside."""
     call.check_plain()
     problem = call.check()
     rows = problem.intermediate * (2 if is_gated(call.activation) else 1)
@@ -152,7 +155,7 @@ def _check(call: Any, lora: ExpertLora) -> None:
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
-    """The result [T, H'] of each row of a call. `kept`: what rows are copies of."""
+    """Compute the result [T, H'] of a call's rows by differentiable operators. `kept`: see `low_rank`."""
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():
         call = with_parts_as_read(call)
@@ -164,7 +167,7 @@ def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Ten
     y = times_w2(call, act, scale, groups, call.out)
     if lora.a2 is None or lora.b2 is None:
         return y
-    # A buffer keeps what it has after the last group: adding -0.0 changes no number.
+    # A buffer keeps its rows after the last group: adding -0.0 changes no number.
     added = None if call.out is None else torch.full_like(y, -0.0)
     again = Rows(preact, scale, form)
     return y.add_(low_rank(call.op, act, lora.a2, lora.b2, lora.scale, groups, kept=again, out=added))

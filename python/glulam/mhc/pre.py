@@ -1,4 +1,4 @@
-"""pre: all that comes before a sub-layer, in one call: project, sinkhorn, aggregate; and their gradients, fused."""
+"""pre: everything before a sub-layer in one call (project, sinkhorn, aggregate), with fused gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .sinkhorn import MAX_ITERS, sinkhorn, sinkhorn_backward
 
 
 class PreResults(NamedTuple):
-    """What pre returns.
+    """Results of pre.
 
     Attributes:
         out: [..., C] in the streams' dtype, the sub-layer's input.
-        residual: the streams, for post_mix. Take these rather than x: then their gradient is added up where that of x
-            is made, not in a pass of its own.
+        residual: the streams, for post_mix. Use them instead of x: then the kernel that computes x's gradient also adds
+            theirs, without a separate pass.
         h_post: [..., n], float32.
         h_res: [..., n, n], float32, doubly stochastic.
     """
@@ -50,9 +50,25 @@ def pre(
     *,
     norm_weight: Tensor | None = None,
 ) -> PreResults:
-    """h_pre, h_post, logits = project(x, ...); h_res = sinkhorn(logits); out = aggregate(x, h_pre). Differentiable.
+    """Compute h_pre, h_post, logits = project(x, ...); h_res = sinkhorn(logits); out = aggregate(x, h_pre).
 
-    Arguments and errors are those of `project` and `sinkhorn`. In a trace it is these operators, one by one.
+    Differentiable. In a trace the three operators are recorded one by one.
+
+    Args:
+        x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
+            8 and C a multiple of 8.
+        weight: [n n + 2n, n C], float32 or 16-bit; see `project`.
+        alpha_pre, alpha_post, alpha_res: tensors of one element and of one dtype; float32 or 16-bit.
+        bias: [n n + 2n], float32 or 16-bit.
+        eps: `eps` of `project`.
+        iters, sinkhorn_eps: `iters` and `eps` of `sinkhorn`.
+        norm_weight: [n C], float32 or 16-bit; see `project`. None: no RMSNorm weight.
+
+    Returns:
+        PreResults(out, residual, h_post, h_res).
+
+    Raises:
+        The errors of `project` and `sinkhorn`.
     """
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
     if norm_weight is not None:
@@ -65,10 +81,10 @@ def pre(
 
 
 class PreCall(Projecting):
-    """Where a gradient is recorded, x itself is a result in place of those that backward needs."""
+    """A call of pre. If a gradient is recorded, it returns x in place of the results that backward needs."""
 
     op = kernel = "pre"
-    is_torch_op = False  # it is several of them there
+    is_torch_op = False  # torch sees project, sinkhorn and aggregate
     returns = ("out", "h_post", "h_res", "h_pre", "logits", "stats")
     differentiable = True
     saves = (*PARAMETERS, "stats", "h_pre", "logits")
@@ -113,4 +129,4 @@ def prepare_streams(
     x: Tensor, weight: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, eps: float,
     iters: int, sinkhorn_eps: float,
 ) -> Any:  # fmt: skip
-    """The results of `PreCall`, or what it has recorded."""
+    """Return the results of `PreCall`, or, if a gradient is recorded, of `PreCall.recorded`."""

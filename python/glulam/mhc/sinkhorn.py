@@ -1,4 +1,4 @@
-"""sinkhorn: matrices to (nearly) doubly stochastic ones."""
+"""sinkhorn: turn matrices into (nearly) doubly stochastic matrices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from . import reference
 from .call import MhcCall, check_count, check_eps, check_iters
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
-"""Backward keeps 2n factors a matrix and iteration, for 32 matrices, in 227 KB of shared memory."""
+"""Largest number of iterations by n: backward keeps 2n factors per matrix and iteration, for 32 matrices, in 227 KB of
+shared memory."""
 
 
 class _Normalising(MhcCall):
-    """What forward and backward have in common."""
+    """Checks and results that forward and backward share."""
 
     op = "sinkhorn"
     leads = "logits"
@@ -57,28 +58,28 @@ class SinkhornBackwardCall(_Normalising):
 
 @operator(SinkhornCall)
 def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
-    """M = exp(logits - rowmax); then `iters` times M /= rowsum + eps, M /= colsum + eps. Differentiable.
+    """Compute M = exp(logits - rowmax); then `iters` times M /= rowsum + eps, M /= colsum + eps. Differentiable.
 
-    Kernels compute in float32, and 20 iterations are right for logits any distance apart (docs/mhc.md); the CPU
-    computes in float64. Backward computes the steps again, one thread a matrix.
+    Kernels compute in float32, and 20 iterations are right however far apart logits are (docs/mhc.md); the CPU
+    computes in float64. Backward recomputes the steps, one thread per matrix.
 
     Args:
         logits: [..., n, n], contiguous; bfloat16, float16 or float32, on the CPU also float64. n is 2, 4 or 8 on a GPU.
-        iters: at most 448, 224 or 112 there, for n = 2, 4 or 8.
-        eps: keeps sums from dividing by zero.
-        out: the result's buffer; only where no gradient is recorded.
+        iters: number of iterations, at most 448, 224 or 112 for n = 2, 4 or 8.
+        eps: added to sums, so that no division is by zero.
+        out: buffer for the result; only if no gradient is recorded. None: a new tensor.
 
     Returns:
         A tensor like logits. Its rows sum to about 1, its columns to 1 / (1 + eps).
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` is given and logits requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     raise NotImplementedError  # `front` writes the body
 
 
 @operator(SinkhornBackwardCall)
 def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Any:
-    """The gradient of logits."""
+    """Return the gradient of logits."""

@@ -1,1 +1,1 @@
-"""The operators, a file each: the public function, its arguments' meaning and its plan."""
+"""The operators, a file each: the public function, the meaning of its arguments and its plan."""

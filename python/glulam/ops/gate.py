@@ -1,4 +1,4 @@
-"""An activation and its gradient of rows, where no GEMM has them in its epilogue."""
+"""The activation of rows and its gradient, for calls in which no GEMM computes them in its epilogue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _packed = packer("gate")
 
 
 def width_of(columns: int, activation: str) -> int:
-    """Columns of an activation, of those of the preactivation."""
+    """Return the columns of an activation, from the columns of its preactivation."""
     return columns // 2 if is_gated(activation) else columns
 
 
@@ -29,7 +29,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class _OfRows(AddressedCall):
-    """A CTA for each row."""
+    """A call of a kernel with one CTA per row."""
 
     family = "layer"
     leads = "preact"
@@ -59,7 +59,7 @@ class GateCall(_OfRows):
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        """The row scale's gradient is uninitialised where no group has the row."""
+        """Return the gradients; the row scale's is uninitialised for rows after the last group."""
         (preact, row_scale), (activation, glu_layout, numbers), (_, of_row_scale) = saved, options, needed
         made: Gradients = gate_rows_backward(
             gradients[0], preact, row_scale, activation, glu_layout, numbers, of_row_scale
@@ -94,7 +94,7 @@ class GateBackwardCall(_OfRows):
 def gate_rows(
     preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers
 ) -> Any:  # fmt: skip
-    """The activation of h [T, 2I or I] times a scale for each row: [T, I]."""
+    """Compute the activation of h [T, 2I or I] times a scale [T]: [T, I]."""
 
 
 @operator(GateBackwardCall)
@@ -102,11 +102,11 @@ def gate_rows_backward(
     d_act: Tensor, preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers,
     of_row_scale: bool,
 ) -> Any:  # fmt: skip
-    """The gradients of h and of the row scale, by that of the activation [T, I]."""
+    """Compute the gradients of h and of the row scale from the gradient of the scaled activation [T, I]."""
 
 
 def gate(preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, **numbers: float) -> Tensor:
-    """The activation of h [T, 2I or I] times a scale for each row: [T, I] in h's dtype, computed in float32."""
+    """Compute the activation of h [T, 2I or I] times a scale [T]: [T, I] in h's dtype, computed in float32."""
     made: Tensor = gate_rows(preact, row_scale, activation, glu_layout, _packed(**numbers))
     return made
 
@@ -115,7 +115,20 @@ def gate_gradients(
     d_act: Tensor, preact: Tensor, row_scale: Tensor | None, of_row_scale: bool, groups: dict[str, Any],
     activation: str, glu_layout: str, **numbers: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of h, in its dtype, and of the row scale, zero behind the last group; None where not wanted."""
+    """Compute the gradients of h and of the row scale.
+
+    Args:
+        d_act: [T, I], the gradient of the scaled activation.
+        preact: h, [T, 2I or I].
+        row_scale: [T]. None: no scale.
+        of_row_scale: the gradient of the row scale is wanted.
+        groups: group sizes as a keyword, offs or splits.
+        activation, glu_layout, numbers: the activation.
+
+    Returns:
+        The gradient of h in h's dtype; the gradient of the row scale, zero after the last group, or None if it is not
+        wanted or there is no scale.
+    """
     of_row_scale = of_row_scale and row_scale is not None
     function = activation, glu_layout, _packed(**numbers)
     d_preact, d_scale = gate_rows_backward(d_act, preact, row_scale, *function, of_row_scale)
@@ -123,7 +136,12 @@ def gate_gradients(
 
 
 def without_tail(row_scale: Tensor | None, groups: Callable[[], dict[str, Any]]) -> Tensor | None:
-    """A row scale for `gate` whose gradient is zero after the last group, where `gate` leaves it uninitialised."""
+    """Return a row scale for `gate` whose gradient is zero after the last group; `gate` leaves it uninitialised there.
+
+    Args:
+        row_scale: [T]. None: no scale.
+        groups: returns group sizes as a keyword, offs or splits; called only if a gradient is recorded.
+    """
     if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
         return row_scale
     return row_scale.masked_fill(is_after_groups(row_scale, **groups()), 0)

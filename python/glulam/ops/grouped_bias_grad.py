@@ -1,8 +1,8 @@
-"""grouped_bias_grad: the sum of each expert's rows, by the weight gradient's kernel.
+"""grouped_bias_grad: the sum of each expert's rows, computed by the kernel of the weight gradient.
 
-Of torch's own ways, segment sums through index_add are not deterministic, a one-hot matmul reads the tail (0 * NaN)
-and costs E times the FLOP, and differences of a cumulative sum cancel. A weight gradient against a matrix of ones is
-exact in float32, deterministic, clipped to the groups, and reads dy once.
+In torch, segment sums through index_add are not deterministic, a one-hot matmul reads the rows after the last group (0
+* NaN) and costs E times the FLOP, and differences of a cumulative sum cancel. A weight gradient against a matrix of
+ones is exact in float32, deterministic, limited to the groups' rows, and reads dy once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .grouped_wgrad import grouped_wgrad
 OP = "grouped_bias_grad"
 groups.declare(OP, leads="dy", after_groups=groups.REACH_NO_RESULT)
 COLUMNS = 8
-"""Of the matrix of ones: as few as a kernel takes."""
+"""Columns of the matrix of ones: the fewest that a kernel accepts."""
 
 
 def grouped_bias_grad(
@@ -45,22 +45,23 @@ def grouped_bias_grad(
     row_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The gradient of the bias in y = ... + s b_e: each expert's sum of dy[row] (* row_scale[row]) over its rows.
+    """Compute the gradient of the bias in y = ... + s b_e: each expert's sum of dy[row] (* row_scale[row]).
 
-    Rows behind the last group reach no result. The sums are in float32, deterministic, and rounded once.
+    Rows after the last group reach no result. The sums are in float32, deterministic, and rounded once.
 
     Args:
         dy: [T, N], bfloat16 or float16; on the CPU also float32 or float64. N is a multiple of 8 on a GPU.
-        offs, splits: as in the forward; see `grouped_mm`. Their length is E, which nothing else tells here.
-        rows: int32 [T]: row t is dy[rows[t]], as of `grouped_wgrad`.
-        row_scale: float32 [T], a factor for each row.
-        out_dtype: of the result: dy's dtype (default), or float32 where that is 16-bit.
+        offs, splits: group sizes as in the forward, see `grouped_mm`; their length is E.
+        rows: int32 [T]: row t is dy[rows[t]], as in `grouped_wgrad`; dy then has any number of rows. None: rows of dy
+            lie in order.
+        row_scale: float32 [T], a factor for each row. None: 1.
+        out_dtype: dtype of the result: dy's dtype, or float32 if dy is 16-bit. None: dy's dtype.
 
     Returns:
         [E, N]; zeros for an expert without rows.
 
     Raises:
-        As `grouped_wgrad`.
+        The errors of `grouped_wgrad`.
     """
     if torch.is_grad_enabled():
         refuse_gradients(OP, dy=dy, row_scale=row_scale)
@@ -78,7 +79,7 @@ def grouped_bias_grad(
 
 
 def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype: Any) -> None:
-    """Says in this operator's words which argument does not fit."""
+    """Check the arguments again after a failure, so that the error names this operator and its argument."""
     given = {"dy": dy, "offs": offs, "splits": splits, "rows": rows, "row_scale": row_scale}
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
@@ -93,9 +94,9 @@ def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype
 
 
 def _weights(dy: Tensor, rows: int, row_scale: Tensor | None) -> Tensor:
-    """[T, 8] whose columns, summed, are the rows' factors.
+    """Return a matrix [T, 8] whose columns sum up to the rows' factors.
 
-    A float32 factor is the sum of three bfloat16 numbers, so that no bit of it is lost.
+    A float32 factor is the sum of three bfloat16 numbers, so that no bit of the factor is lost.
     """
     if row_scale is None:
         return dy.new_ones(rows, COLUMNS)

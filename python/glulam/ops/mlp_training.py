@@ -1,9 +1,9 @@
-"""What a trained MLP is made of: its forward, which keeps the preactivation, and its data gradients.
+"""The parts of a trained MLP: the forward that keeps the preactivation h, and the data gradients.
 
-In 16 bits they are launches of planned steps alone (`backward.data_path`), `step` their grouped_mlp's problem. Those in
-MXFP8 are operators as well, of torch's too, so that a trace sees each as one, but no part of the public interface: they
-take the weights that are trained, in 16 bits or float32, and prepare them themselves: forward along rows, backward
-along columns.
+In 16 bits these parts are only launches of planned steps (`backward.data_path`); `step` is the problem of the step's
+grouped_mlp. In MXFP8 they are also operators, registered with torch so that a trace sees each as one operator, but
+outside the public interface. The MXFP8 parts take the trained weights in 16 bits or float32 and prepare them: forward
+along rows, backward along columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
 
 
 class DataGradients(NamedTuple):
-    """What a backward makes beside weight gradients; dx and d_row_scale where they are wanted."""
+    """Results of a backward besides weight gradients; dx and d_row_scale are None if not wanted."""
 
     dpreact: Tensor
     act: Tensor
@@ -54,13 +54,13 @@ class DataGradients(NamedTuple):
 
 
 def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
-    """Weights as forward reads them. `trained`: whether one is; see `PreparedWeights.get`."""
+    """Return w1 and w2 in the form that forward reads. `trained`: a weight is trained; see `PreparedWeights.get`."""
     form, get = _form(recipe, "weights"), prepared.PREPARED.get
     return get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
 
 def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
-    """Weights as data gradients read them; w1 is None where dx is not wanted."""
+    """Return w1 and w2 in the form that data gradients read; w1 is None if dx is not wanted."""
     form, get = _form(recipe, "gradient_weights"), prepared.PREPARED.get
     return None if w1 is None else get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
@@ -71,7 +71,7 @@ def _form(recipe: str, which: str) -> Form:
 
 
 def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
-    """Return the step that prepares trained weights. `w1`: as Python, None if it is not read."""
+    """Return the step that prepares trained weights. `w1`: a Python expression, "None" if w1 is not read."""
     name = prepare.__name__
     return Before(
         Line(f"read_w1, read_w2 = {name}({call.recipe!r}, {w1}, w2, trained)"),
@@ -92,7 +92,7 @@ def _reads_columns(call: Any, problem: Problem) -> Before:
 
 
 SMALL_BYTES = workspace.GRANULE
-"""Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
+"""Largest activation of forward that lies in the kept workspace; memory of a larger one is freed after the call."""
 LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
 
 
@@ -101,7 +101,7 @@ def _small_mid(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class KeepsPreact(Call):
-    """A forward that keeps h. `is_large`: whether its activation is, in 16 bits."""
+    """A forward that keeps h. `is_large`: the activation, in 16 bits, has more than SMALL_BYTES."""
 
     is_large: Any = False
 
@@ -110,7 +110,7 @@ class KeepsPreact(Call):
 
 
 class PreparesRows(KeepsPreact):
-    """The same in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
+    """A forward in MXFP8 that keeps h; x and weights are not quantised yet. `trained`: a weight is trained."""
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
@@ -118,7 +118,7 @@ class PreparesRows(KeepsPreact):
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
-    """The kind of calls that are like those of an MLP or a layer, and keep h."""
+    """Return the kind of calls that are like calls of `kind`, an MLP or a layer, but keep h."""
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
         own = kind.definition.extended(results=(PREACT,), before=(_reads_rows,))
@@ -136,7 +136,7 @@ def _forward_reference(call: Any, problem: Problem, out: Tensor, preact: Tensor)
 
 
 class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
-    """The result and h, a part of a step, which has no gradient of its own."""
+    """The forward in MXFP8 as an operator that returns the result and h; a part of a step, not differentiable."""
 
     torch_op = "grouped_mlp_mxfp8_preact"
     differentiable = False
@@ -161,7 +161,7 @@ def forward(
     b1: Any = None, b2: Any = None, activation: str, glu_layout: str, recipe: str, trained: bool,
     rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
+    """Compute (y, h), y in `out` if given. `trained`: a weight is trained; see `PreparedWeights.get`."""
     raise NotImplementedError  # `front` writes the body
 
 
@@ -174,7 +174,7 @@ def _tokens(call: Any) -> dict[str, int]:
 
 
 class GradientsCall(Call):
-    """Data gradients in 16 bits. `out`: where dx goes; where `input_grad` is not set, there is none."""
+    """Data gradients in 16 bits. `out`: buffer for dx; without `input_grad` there is no dx."""
 
     op = "grouped_mlp_backward"
     leads = "dy"
@@ -196,20 +196,20 @@ class GradientsCall(Call):
         made = super().made()
         if self.row_of is None:
             return made
-        dpreact, act, dx, d_row_scale = made  # rows' dx, and the sums of a token's
+        dpreact, act, dx, d_row_scale = made  # dx of rows is not returned, the sums by token are
         sums = Made("out", "dx_tokens", ("tokens", "out_features"))
         return dpreact, act, dx._replace(name="dx", returned=False), sums, d_row_scale
 
 
 def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
-    """dy and the gradient of h in MXFP8."""
+    """Return the memory for dy and the gradient of h in MXFP8."""
     rows = OPERANDS[problem.operands].x
     dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
     return {**dy8, **(quantised(rows, "dpreact8", (problem.rows, problem.w1_rows)) if call.input_grad else {})}
 
 
 class PreparesColumns(GradientsCall):
-    """The same in MXFP8. `trained`: whether a weight is."""
+    """Data gradients in MXFP8. `trained`: a weight is trained."""
 
     tabled = ()
     definition = dataclasses.replace(
@@ -230,12 +230,12 @@ def _gradients_reference(call: Any, problem: Problem, *results: Any) -> None:
 
 
 class Mxfp8GradientsCall(PreparesColumns):
-    """The same as an operator, of rows."""
+    """Data gradients in MXFP8 of rows, as an operator."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
     definition = PreparesColumns.definition.extended(reference=_gradients_reference)
     torch_types = {"w1": "Tensor[]?"}
-    has_torch_out = False  # torch functionalises no operator that returns a list and writes a buffer
+    has_torch_out = False  # torch cannot functionalise an operator that returns a list and writes a buffer
     w1_scale = w2_scale = w1_global_scale = w2_global_scale = None  # weights are not in MXFP8
 
     def check(self) -> Problem:
@@ -254,7 +254,7 @@ class Mxfp8GradientsCall(PreparesColumns):
         return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 
     def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
-        """The columns of dx."""
+        """Check w1 and return the columns of dx."""
         shape = check_weight(self, "w1", "E 2I H", recipe)
         if shape[:2] != (experts, rows):
             mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")
@@ -262,7 +262,7 @@ class Mxfp8GradientsCall(PreparesColumns):
 
 
 class WeightGradientCall(GroupedWgradCall):
-    """A weight's, of which an MLP has two by one kernel."""
+    """A weight gradient in a planned step; one kernel serves both weights of an MLP."""
 
     def check(self) -> Problem:
         gathers = self.dy_rows is not None or self.x_rows is not None
@@ -287,8 +287,11 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """All but weights' and biases' gradients, dx in `out` where that is given. `preact`: as forward returned it.
+    """Compute all gradients except those of weights and biases, dx in `out` if given.
 
-    `w1`: None will do without input_grad. `rows`: as of `grouped_dglu`, of dy; dx has these rows.
+    Args:
+        preact: h as returned by `forward`.
+        w1: may be None without input_grad.
+        rows: indices of rows of dy, see `grouped_dglu`; dx has the selected rows.
     """
     raise NotImplementedError  # `front` writes the body

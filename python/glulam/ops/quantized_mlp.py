@@ -1,4 +1,4 @@
-"""grouped_mlp by the recipes that quantise: arguments in their parts, and what is checked of them."""
+"""grouped_mlp with the recipes that quantise: arguments split into parts, and their checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .quantized_weights import (
 
 
 def refuse_transposed(op: str, recipe: Recipe) -> NoReturn:
-    """Raises ValueError: weights are transposed, which scales along their rows do not allow."""
+    """Raise ValueError: transpose_w is set, but quantised weights have scales along their rows."""
     raise ValueError(
         f"{op}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
         "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
@@ -48,7 +48,7 @@ def refuse_transposed(op: str, recipe: Recipe) -> NoReturn:
 
 
 def want_16_bits(op: str, name: str) -> NoReturn:
-    """Raises GradientNotSupported: an argument is in MXFP8, and one requires a gradient."""
+    """Raise GradientNotSupported: argument `name` is in MXFP8, and an argument requires a gradient."""
     raise GradientNotSupported(
         f"{op}: {name} is in MXFP8, and an argument requires a gradient, for which {name} is needed in 16 bits; give "
         "that, or call it under torch.no_grad() or torch.inference_mode()"
@@ -56,7 +56,7 @@ def want_16_bits(op: str, name: str) -> NoReturn:
 
 
 def _result_dtype(*others: Any) -> torch.dtype:
-    """Of an x in MXFP8: a dtype, or that of what else is 16-bit."""
+    """Return the result's dtype if x is in MXFP8: from `others`, a dtype, tensors or lists; else bfloat16."""
     for value in others:
         if isinstance(value, torch.dtype):
             return value
@@ -67,10 +67,19 @@ def _result_dtype(*others: Any) -> torch.dtype:
 
 
 def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
-    """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell: as of `others`.
+    """Return x in the form that kernels read.
+
+    Args:
+        op: the operator, for errors.
+        x: a tensor, or an MXFP8Tensor.
+        recipe: the call's recipe.
+        others: the argument `dtype` and 16-bit arguments, which determine the result's dtype if x is in MXFP8.
+
+    Returns:
+        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is that of x.
 
     Raises:
-        ValueError, TypeError: an x in MXFP8 is not what the recipe takes.
+        ValueError, TypeError: the recipe does not take such an x in MXFP8.
     """
     if not isinstance(x, MXFP8Tensor):
         return x, None, None
@@ -82,9 +91,9 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
         )
     if x.axis != "row":
         raise ValueError(f"{op}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
-    if not OPERANDS[recipe.operands].has_scaled_rows:  # kernels read its values in 16 bits, which hold them exactly
+    if not OPERANDS[recipe.operands].has_scaled_rows:  # kernels read x in 16 bits, which hold its values exactly
         return x.dequantize(dtype), None, None
-    if recipe.x.block == "1x32":  # which a scale for 128 elements, four times, is as well
+    if recipe.x.block == "1x32":  # plain() repeats a scale of 128 elements four times
         x = x.plain()
         return x.data, x.scale, dtype
     if x.block == "1x128" and x.scale_layout == "plain":
@@ -94,14 +103,14 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
-    """Memory for rows' elements and scales."""
+    """Return the memory for elements and scales of quantised rows. `shape`: [rows, columns]."""
     count, columns = shape
     scales = count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
     return {name: (shape, DATA_DTYPE), f"{name}_scale": scales}
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
-    """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
+    """Return the memory for the activation, and for rows as GEMMs read them: quantised, rounded to MXFP8, copied."""
     operands, dtype = OPERANDS[problem.operands], call.result_dtype
     x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
     if operands.has_scaled_rows:
@@ -121,12 +130,12 @@ def _rounds(problem: Problem) -> bool:
 
 
 def _copies(call: Any, problem: Problem) -> bool:
-    """Return True if a layer's rows are copied: kernels that decode weights read none by index."""
+    """Return True if a layer's rows are copied: kernels that decode weights cannot read rows by index."""
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
 def _rounding(call: Any, problem: Problem) -> Before | None:
-    """Return the step that rounds x, up to the last group where rows lie in order and offs tell its end."""
+    """Return the step that rounds x; only up to the last group's end if rows lie in order and offs are given."""
     if not _rounds(problem):
         return None
     until = call.offs is not None and call.rows is None
@@ -150,7 +159,7 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> Before | None:
-    """Return the step before kernels copy rows, from tokens that are contiguous."""
+    """Return the step that makes tokens contiguous for the kernel that copies rows; None if no rows are copied."""
     if not _copies(call, problem):
         return None
     if _rounds(problem):
@@ -170,7 +179,7 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, preact: Tensor | None = None) -> None:
-    """Compute `out`, and `preact` if it is given. weights: w1 and w2 as kernels read them."""
+    """Compute `out`, and `preact` if given, on the CPU. weights: w1 and w2 in the form that kernels read."""
     mlp_reference.grouped_mlp(
         recipes.RECIPES[call.recipe], call.taken(), weights, call.host_ends(), (call.b1, call.b2), call.row_scale,
         call.function, out, preact,
@@ -178,7 +187,7 @@ def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, pr
 
 
 class QuantizedMlpCall(ReadsQuantized):
-    """A call by a recipe that quantises. `dtype`: of the result, where x is in MXFP8."""
+    """A call with a recipe that quantises. `dtype`: the result's dtype if x is in MXFP8. None: x's dtype."""
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
     unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
@@ -205,7 +214,11 @@ class QuantizedMlpCall(ReadsQuantized):
         cls, recipe: Recipe, x: Any, w1: Any, w2: Any, rows: Any, row_of: Any, transpose_w: Any, dtype: Any, out: Any,
         b1: Any, b2: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The parts. Rows that kernels do not take by index are copied: of a layer, within the call."""
+        """Return the parts of arguments. If kernels cannot read rows by index, rows are copied: a layer's in the call.
+
+        Raises:
+            ValueError, TypeError: the recipe does not take such an argument.
+        """
         if transpose_w:
             refuse_transposed(cls.op, recipe)
         x_scale = None
@@ -214,13 +227,16 @@ class QuantizedMlpCall(ReadsQuantized):
         if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x, Tensor):
             x, rows = cls.rows_in_order(x, rows), None
         form: Any = recipe.weights
-        kinds, name = form.classes, form.name  # `weight_parts` of tensors that are read as they are, without its calls
+        kinds, name = form.classes, form.name  # inlined `weight_parts` for tensors that are read as they are
         first = w1.parts if w1.__class__ in kinds and w1.reads_as == name else weight_parts(cls.op, "w1", w1, recipe)
         second = w2.parts if w2.__class__ in kinds and w2.reads_as == name else weight_parts(cls.op, "w2", w2, recipe)
         return x, x_scale, dtype, rows, *first, *second
 
     def refuse_gradients(self) -> None:
-        """Where an argument requires one, and it, the recipe or an argument in MXFP8 has none."""
+        """Raise GradientNotSupported if an argument requires a gradient that this call does not have.
+
+        This is so for a frozen weight, a recipe without gradients, and any call with an argument in MXFP8.
+        """
         if self.is_frozen:
             self.refuse_trained_weights()
             return
@@ -246,7 +262,7 @@ class QuantizedMlpCall(ReadsQuantized):
                 "recipe 'mxfp8' or 'bf16'"
             )
         columns, _ = self.check_lead(None if self.x_scale is None else (DATA_DTYPE,))
-        like = self.x.new_empty(self.num_rows, 0, dtype=self.result_dtype)  # what biases and the result are like
+        like = self.x.new_empty(self.num_rows, 0, dtype=self.result_dtype)  # dtype and device of biases and result
         self._check_x_scale()
         experts, w1_rows, hidden = shape = check_weight(self, "w1", "E 2I H", recipe)
         if hidden != columns:
@@ -276,6 +292,6 @@ class QuantizedMlpCall(ReadsQuantized):
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """x and its scales by rows."""
+        """Return x and its scales with rows in order."""
         scale = self.x_scale
         return take_rows(self.x, self.rows), None if scale is None else take_rows(scale, self.rows)

@@ -1,4 +1,4 @@
-"""grouped_mm with quantised weights, which kernels decode on the way."""
+"""grouped_mm with quantised weights, which kernels decode inside the GEMM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class QuantizedMmCall(ReadsQuantized):
-    """A call of grouped_mm of which w is quantised."""
+    """A call of grouped_mm with a quantised w."""
 
     in_parts: ClassVar = {"w": 3}
     unwraps = "x", "w", "w_scale", "w_global_scale"
@@ -51,7 +51,7 @@ class QuantizedMmCall(ReadsQuantized):
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
-        """The parts, with rows that come by index in order."""
+        """Return the parts of arguments; if `rows` are given, x is copied in their order."""
         if rows is not None:
             x = cls.rows_in_order(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)

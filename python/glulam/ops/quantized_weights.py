@@ -1,4 +1,4 @@
-"""Weights of calls whose arguments are quantised: their parts, what is checked of them, and what kernels read."""
+"""Weights of calls whose arguments are quantised: their parts, their checks, and the form that kernels read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..host.groups import UNINITIALISED
 from ..recipes import Recipe
 
 FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}
-"""Forms in which recipes' kernels read weights, by the recipe's name."""
+"""Forms in which kernels read weights, by the recipe's name."""
 READY_AS = {name: form.ready_as for name, form in FORMS.items()}
 
 
 def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
-    """An argument's parts. Raises TypeError or ValueError where the recipe does not take it."""
+    """Return the parts of weight `w`. Raises TypeError or ValueError if the recipe does not take it."""
     form: Any = recipe.weights
     if w.__class__ in form.classes and w.reads_as == form.name:
         parts: Parts = w.parts
@@ -41,8 +41,12 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
 def ready(
     recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
 ) -> Parts:
-    """The parts of a weight that kernels do not read, as they were prepared before, if they were; else as they are.
-    activation, glu_layout: of a w1.
+    """Return the prepared parts of a weight that kernels cannot read yet; if it was never prepared, its own parts.
+
+    Args:
+        recipe: the recipe's name.
+        w, scale, global_scale: the weight's own parts.
+        activation, glu_layout: the call's options for a w1; empty for a w2.
     """
     parts, form = Parts(w, scale, global_scale), FORMS[recipe]
     if scale is None and is_in_halves(activation, glu_layout):
@@ -58,7 +62,7 @@ def form_of(call: Any, name: str) -> Form:
 
 
 def is_concatenated(call: Any, name: str) -> bool:
-    """Return whether the first half of a weight's rows is a gate's and the second the up-projection's."""
+    """Return True if the first half of a weight's rows is the gate and the second half the up-projection."""
     return name == "w1" and is_in_halves(call.activation, call.glu_layout)
 
 
@@ -68,7 +72,7 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """A call's weight, prepared now where it was not; on the CPU the reference reads more than kernels do."""
+    """Return a call's weight, prepared now if it was not; the CPU reference reads more forms than kernels do."""
     form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
         return Weight(form, parts)
@@ -76,7 +80,7 @@ def weight_as_read(call: Any, name: str) -> Weight:
 
 
 def with_parts_as_read(call: Any) -> Any:
-    """A call with its weights as kernels read them; itself where they are."""
+    """Return a call with weights in the form that kernels read; the call itself if they are in it already."""
     changes = {
         part: value
         for name in call.weights
@@ -86,7 +90,7 @@ def with_parts_as_read(call: Any) -> Any:
 
 
 def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
-    """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
+    """Check a call's weight, in any form that the recipe takes, and return its shape [E, N, K]."""
     form, parts = FORMS[recipe.name], parts_given(call, name)
     value = parts.data
     first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -112,7 +116,7 @@ def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
 
 
 def global_counts(call: Any) -> dict[str, int]:
-    """Return how many dimensions each weight's global scales have; kernels take this besides addresses."""
+    """Return the number of dimensions of each weight's global scales, which kernels take besides the addresses."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
     has_counts = OPERANDS[recipes.RECIPES[call.recipe].operands].w.has_global
     return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None and has_counts}
@@ -139,5 +143,5 @@ class ReadsQuantized(Quantized):
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     def prepared(self) -> Any:
-        """Prepare the call as any operator's, with weights as kernels read them."""
+        """Prepare the call like any operator's call, with weights in the form that kernels read."""
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()

@@ -1,4 +1,4 @@
-"""Measuring kernels on a GPU."""
+"""Measure kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from . import routing as routings
 from .tensors import launches_of, num_bytes, of_rows
 from .timing import Call, Sampler, device_us
 
-ROTATION_BYTES = 2**29  # many times any L2
+ROTATION_BYTES = 2**29  # many times the size of any L2
 MAX_SETS = 4
-FREE_SHARE = 0.8  # of the GPU's free memory may be filled
+FREE_SHARE = 0.8  # share of the GPU's free memory that may be filled
 SAMPLE_US = 400.0
 MAX_CALLS_PER_SAMPLE = 16
 ENQUEUE_US = 40.0  # more than the host needs for a bare function's calls of one step
-TOLERANCE = 2.0**-6  # of the largest element: 16-bit results of float32 sums in other orders
+TOLERANCE = 2.0**-6  # relative to the largest element: float32 sums in other orders, rounded to 16 bits
 
 
 def driver_version() -> str:
-    """The newest CUDA that the driver runs; empty where it does not say."""
+    """Return the newest CUDA version that the driver runs; empty if unknown."""
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     return f"CUDA {version // 1000}.{version % 1000 // 10}" if version else ""
 
 
 class GpuBench:
-    """The GPU of an index. One problem's tensors at a time.
+    """A GPU that measures kernels, with the tensors of one problem at a time.
 
     Attributes:
-        gpu: its name. driver: of the GPU, for the stamp.
+        gpu: the GPU's name.
+        arch: the architecture that serves the GPU.
+        driver: the driver's CUDA version, for the stamp.
     """
 
     def __init__(self, index: int) -> None:
@@ -50,13 +52,13 @@ class GpuBench:
         self._offs: dict[tuple[int, str], Tensor] = {}
 
     def fits(self, problem: Problem) -> bool:
-        """Whether there is memory for a problem's tensors."""
+        """Return True if the GPU has memory for a problem's tensors."""
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return num_bytes(problem, self._found) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
-        """Make the tensors of a problem, for as many rows as it has."""
+        """Allocate the tensors of a problem with all its rows."""
         self._problem, self._sets, self._offs = problem, [], {}
         copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem, self._found)), MAX_SETS)
         self._sets = [launches_of(problem, self._found, self._device, seed) for seed in range(copies)]
@@ -69,7 +71,7 @@ class GpuBench:
         return self._offs[rows, routing]
 
     def _call(self, function: Function, rows: int, routing: str) -> Call:
-        """One step on the sets in turns."""
+        """Return a call that runs one step, on the sets of tensors in turns."""
         offs = self._groups(rows, routing)
         steps = [[of_rows(bare, rows, offs) for bare in made] for made in self._sets]
 
@@ -80,7 +82,7 @@ class GpuBench:
         return call
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
-        """Those whose results are `first`'s, on skewed routing."""
+        """Return the specs whose results agree with the results of `first`, on skewed routing."""
         rows = min(rows, self._problem.rows)
         written = [result for bare in self._sets[0] for result in bare.results]
         written = [result[:rows] if len(result) == self._problem.rows else result for result in written]
@@ -95,7 +97,7 @@ class GpuBench:
         return [spec for spec in functions if spec == first or all(map(_close, results(spec), wanted))]
 
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
-        """What takes a sample of each kernel, in microseconds a step, which takes about `us`."""
+        """Return a sampler for each kernel, in microseconds per step. `us`: about the time of a step."""
         calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
         return {spec: _sampler(self._call(function, rows, routing), calls) for spec, function in functions.items()}
 

@@ -1,7 +1,7 @@
-"""Which kernels are worth measuring for a problem: of all that can exist, those that the cost model has fastest.
+"""Choose the kernels to measure for a problem: of all valid specs, those with the shortest time in the cost model.
 
-A spec has one tile or two: a grouped_mlp one for each of its GEMMs, a grouped_dglu one more for the data gradient that
-follows it. Each tile does the work of one or several GEMMs, and a spec's time is the sum.
+A spec has one tile or two: a grouped_mlp has one for each of its GEMMs, a grouped_dglu may have a second one for the
+data gradient that follows it. Each tile does the work of one or several GEMMs, and a spec's time is the sum.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..choose.shipped import shipped_specs, spec_on
 
 DEFAULT_COUNT = 8
 ALIKE = 2
-"""Candidates that differ in cluster and schedule alone, which the model tells apart least."""
+"""Largest number of candidates that differ only in cluster and schedule, which the model distinguishes least."""
 
 Model = Callable[[Gemm, TileConfig], float]
 
 
 class Work(NamedTuple):
-    """The GEMMs of one of a spec's tiles, and what models them."""
+    """The GEMMs of one of a spec's tiles, and the cost model for them."""
 
     gemms: tuple[Gemm, ...]
     model: Model
@@ -38,9 +38,9 @@ class Work(NamedTuple):
 
 
 def works(problem: Problem, arch: str) -> tuple[Work, ...]:
-    """What each tile of a problem's spec does."""
+    """Return the work of each tile of a problem's spec."""
     here, rows, experts, inner = room(arch), problem.rows, problem.experts, problem.intermediate
-    if problem.op == "grouped_wgrad":  # groups of N rows; the contraction is what is ragged
+    if problem.op == "grouped_wgrad":  # groups have N rows each; the contraction is ragged
         depth = max(rows // experts, 1)
         return (Work(tuple(Gemm(experts * n, experts, k, depth, k) for n, k in problem.weights), here.even_us),)
     if problem.op == "grouped_dglu":
@@ -51,8 +51,8 @@ def works(problem: Problem, arch: str) -> tuple[Work, ...]:
 
 
 def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
-    """Every valid spec of a problem, by its modelled time, the fastest first."""
-    if problem.operands != "16bit":  # decoders have the tiles that ship
+    """Yield every valid spec of a problem in the order of modelled time, the fastest first."""
+    if problem.operands != "16bit":  # kernels that decode weights exist only with shipped tiles
         return
     timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]
     for chosen in sorted(itertools.product(*timed), key=lambda chosen: sum(us for us, _ in chosen)):
@@ -65,7 +65,7 @@ def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
 
 
 def tiles_of(spec: Spec) -> list[TileConfig]:
-    """Those that `works` tells the work of."""
+    """Return the tiles of a spec, in the order of `works`."""
     if isinstance(spec, GroupedMlpSpec):
         return [spec.fc1.tile, spec.fc2.tile]
     if isinstance(spec, GroupedDgluSpec) and spec.dgrad:
@@ -75,7 +75,7 @@ def tiles_of(spec: Spec) -> list[TileConfig]:
 
 @functools.lru_cache(maxsize=256)
 def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple[Spec, ...]:
-    """What ships, the dispatcher's choice first, then the `count` best others."""
+    """Return the shipped specs, the dispatcher's choice first, then the `count` best others."""
     known = shipped_specs(problem, arch)
     alike: Counter[tuple[tuple[int, int], ...]] = Counter()
     chosen: list[Spec] = []
@@ -90,6 +90,6 @@ def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple
 
 
 def rough_us(problem: Problem, arch: str) -> float:
-    """About how long the shipped kernels take."""
+    """Return about how many microseconds the shipped kernels take."""
     tiles = tiles_of(candidates(problem, arch, 0)[0])
     return sum(work.us(tile) for work, tile in zip(works(problem, arch), tiles, strict=True))

@@ -1,4 +1,4 @@
-"""Compiling while the GPU measures: threads that each drive a compile process, and one future a spec."""
+"""Compile kernels while the GPU measures: threads that each drive a compile process, and a future for each spec."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_JOBS = 16
 
 
 def default_jobs() -> int:
-    """Compile processes beside a measurement on this machine."""
+    """Return the number of compile processes that may run beside a measurement on this machine."""
     return min(max(len(os.sched_getaffinity(0)) - SPARE_CPUS, 1), MAX_JOBS)
 
 
 class CompilePool:
-    """Makes kernels in at most `jobs` compile processes, which are started when they are needed.
+    """Compiles kernels in at most `jobs` processes, which are started on demand.
 
-    A future's result is the kernel's function. Its exception is a CompileError where the kernel does not compile, or
-    compiles to code that no bundle would take.
+    A future's result is the kernel's function. A future's exception is a CompileError if the kernel does not compile,
+    or compiles to code that no bundle would accept.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -43,7 +43,7 @@ class CompilePool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        """Waits for nothing: what nobody asked for any more is not compiled, what is under way is ended."""
+        """Stop without waiting: pending compiles are cancelled, running compiles are killed."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -53,7 +53,7 @@ class CompilePool:
         self._scratch.cleanup()
 
     def start(self, spec: Spec) -> Future[Function]:
-        """The future of a spec; one that the bundle or the cache has is there already."""
+        """Return the future of a spec, and start compiling unless the bundle or the cache has the kernel."""
         if spec not in self._futures:
             if loadable.is_loadable(spec):
                 self._futures[spec] = Future()
@@ -71,7 +71,7 @@ class CompilePool:
         return jit.get(spec, worker=self._mine.worker, strict=True)
 
     def wait(self, spec: Spec) -> Function | CompileError:
-        """The function of a spec that was started, or why there is none."""
+        """Wait for a started spec and return its function, or the CompileError."""
         try:
             return self._futures[spec].result()
         except CompileError as error:

@@ -1,4 +1,4 @@
-"""What a tuning run found, in words."""
+"""The results of a tuning run as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..choose.table import Layer, Point, Stamp
 
 
 def describe(layer: Layer) -> str:
-    """A problem in one line."""
+    """Describe a problem in one line."""
     p = layer.problem
     sizes = [str(p[name]) for name in ("in_features", "intermediate", "out_features") if name in p]
     words = [str(p[name]) for name in ("dtype", "activation") if name in p]
@@ -24,7 +24,7 @@ def _us(point: Point, name: str) -> str:
 
 
 def rows_of(layer: Layer) -> list[tuple[str, ...]]:
-    """A line a point: rows an expert, microseconds of the shipped and of the chosen kernel, gain, the latter's name."""
+    """Return a row for each point: rows an expert, shipped and chosen kernel's microseconds, gain, chosen kernel."""
     return [
         (
             f"{point.rows_per_expert:.15g}",
@@ -42,14 +42,14 @@ HEADER = ("rows an expert", "shipped us", "tuned us", "gain", "kernel")
 
 @dataclass(frozen=True, repr=False)
 class TuneReport:
-    """What `glulam.tune` found.
+    """Results of `glulam.tune`.
 
     Attributes:
-        layers: the problems and what was decided for them.
-        stamp: what the times hold for.
-        path: the table that has them.
-        seconds: how long it took.
-        notes: what was left out, and why.
+        layers: the problems and the kernels chosen for them.
+        stamp: the GPU, versions and kernel sources for which the times hold.
+        path: the table file with the results.
+        seconds: duration of the run.
+        notes: kernels and sizes that were left out, and why.
     """
 
     layers: tuple[Layer, ...]
@@ -60,7 +60,7 @@ class TuneReport:
 
     @property
     def gain(self) -> float:
-        """The shipped kernels' time over the tuned ones', geometric mean over all that was measured."""
+        """Time of the shipped kernels divided by the time of the tuned kernels, geometric mean over all points."""
         gains = [point.gain for layer in self.layers for point in layer.points]
         return math.exp(sum(map(math.log, gains)) / len(gains))
 

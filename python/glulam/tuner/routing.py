@@ -1,4 +1,4 @@
-"""How many rows each expert gets: the two routings that a choice is made for. The same sizes on every machine."""
+"""Group sizes of the two routings for which a kernel is chosen. The sizes are the same on every machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROUTINGS = (UNIFORM, DIRICHLET)
 
 
 def apportion(rows: int, weights: list[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that sum to `rows` (largest remainders first)."""
+    """Return whole numbers in proportion to `weights` that sum to `rows` (largest remainders first)."""
     total = sum(weights)
     shares = [rows * weight / total for weight in weights]
     sizes = [int(share) for share in shares]
@@ -20,7 +20,7 @@ def apportion(rows: int, weights: list[float]) -> list[int]:
 
 
 def group_sizes(rows: int, experts: int, routing: str) -> list[int]:
-    """Rows of each expert, [experts]; they sum to `rows`. Raises ValueError on an unknown routing."""
+    """Return the rows of each expert, [experts]; they sum to `rows`. Raises ValueError for an unknown routing."""
     name, _, concentration = routing.partition(":")
     if name not in ("uniform", "dirichlet"):
         raise ValueError(f"tune: routing is {routing!r}; choose 'uniform' or 'dirichlet:0.5'")

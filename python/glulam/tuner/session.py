@@ -1,8 +1,8 @@
-"""One tuning run of one problem: what is measured in which order, and what is decided.
+"""A tuning run of one problem: the order of measurements, and the decisions.
 
-At each number of rows all candidates compete under each routing, in turns. The winner then runs against the shipped
-kernel alone, on fresh samples, since the best of many samples flatters: it is chosen only where it is faster by more
-than noise over both routings, and slower by more than noise under neither.
+At each number of rows all candidates are measured in turns under each routing. The fastest is then measured against the
+shipped kernel alone, with fresh samples, since the best of many samples is biased. It is chosen only if it is faster
+than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .routing import ROUTINGS
 from .timing import Summary, interleave
 
 ROWS_PER_EXPERT = (1, 4, 16, 64, 128, 256, 1024, 4096)
-FINAL_SHARE = 0.4  # of the time for one number of rows goes to the final
+FINAL_SHARE = 0.4  # share of the time for one number of rows that goes to the final
 ROUNDS, FINAL_ROUNDS = (3, 15), (7, 31)  # at least and at most
 MAX_US = 50e3
-"""A longer step is not measured: it is many tiles deep, and the choice of the next shorter one holds."""
+"""Longest step that is measured: longer steps have many tiles, and the choice for the next shorter step holds."""
 CHECK_ROWS = 48
-"""Rows an expert on which candidates are compared: whole tiles and tails under skew."""
+"""Rows an expert for comparing candidates' results: with skewed routing there are whole tiles and partial tiles."""
 DIGITS = 4
 
 Times = dict[str, dict[Spec, Summary]]  # by routing
@@ -43,7 +43,13 @@ Advance = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run may cost. budget_s: seconds of sampling; count: candidates beside what ships, at each size."""
+    """Cost of a run.
+
+    Attributes:
+        rows_per_expert: the sizes to measure.
+        budget_s: seconds of sampling.
+        count: candidates besides the shipped kernels, at each size.
+    """
 
     rows_per_expert: tuple[int, ...] = ROWS_PER_EXPERT
     budget_s: float = 45.0
@@ -51,19 +57,26 @@ class Options:
 
 
 class Decision(NamedTuple):
-    """chosen: the fastest kernel that is certainly no slower; gain: the shipped one's time over its."""
+    """The decision for a size.
+
+    Attributes:
+        chosen: the challenger, or the shipped kernel unless the challenger is certainly faster.
+        gain: time of the shipped kernel divided by the time of the chosen one.
+    """
 
     chosen: Spec
     gain: float
 
 
 def mean_us(times: Times, spec: Spec) -> float:
-    """Geometric mean of the medians over the routings."""
+    """Return the geometric mean over the routings of a spec's median times."""
     return math.exp(sum(math.log(summaries[spec].median_us) for summaries in times.values()) / len(times))
 
 
 def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
-    """The challenger, where it beats what ships by more than the noise of either, and loses nowhere by more."""
+    """Choose the challenger if it is faster than the shipped kernel by more than noise and under no routing slower by
+    more than noise; otherwise the shipped kernel.
+    """
     gain = mean_us(final, shipped) / mean_us(final, challenger)
     noises = [max(NOISE, of[shipped].spread, of[challenger].spread) for of in final.values()]
     loses = any(
@@ -76,11 +89,11 @@ def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
 
 
 class Session:
-    """Tunes one problem, whose `rows` do not matter, on a bench.
+    """Tunes one problem on a bench; the problem's own `rows` do not matter.
 
     Attributes:
         problems: the problem at each number of rows that can be measured, the fewest first.
-        notes: why candidates and numbers of rows were left out.
+        notes: candidates and numbers of rows that were left out, and why.
 
     Raises:
         ValueError: there is nothing to measure.
@@ -117,19 +130,21 @@ class Session:
         return {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
 
     def layer(self, points: Collection[Point], unfinished: Unfinished | None = None) -> Layer:
-        """What goes into a table, with those kernels alone that took part."""
+        """Return the table's entry for these points, with only the kernels that were measured."""
         names = {name for point in points for name in point.us}
         kernels = {name: spec for name, spec in self._specs.items() if name in names}
         ascending = tuple(sorted(points, key=lambda point: point.rows_per_expert))
         return Layer(layer_of(self.problems[0]), kernels, ascending, unfinished)
 
     def run(self, known: Collection[float], advance: Advance = lambda: None) -> Iterator[Point]:
-        """Yields each point when it is decided, but for the rows an expert that are `known`.
+        """Yield each point when it is decided, except points at `known` rows an expert.
 
-        `advance` is called after each contest, of which a point has one under each routing and a final.
+        Args:
+            known: rows an expert that need no measurement.
+            advance: called after each contest; a point has one contest under each routing and a final.
 
         Raises:
-            CompileError: the shipped kernel is not in the bundle, and does not compile.
+            CompileError: the shipped kernel is not in the bundle and does not compile.
         """
         waiting = [problem for problem in self.problems if problem.rows / problem.experts not in known]
         for spec in dict.fromkeys(spec for problem in waiting for spec in self.candidates(problem)):
@@ -143,7 +158,7 @@ class Session:
             yield self._point(problem, functions, budget_s, advance)
 
     def _functions(self, problem: Problem) -> Functions:
-        """The candidates that compile and compute what the shipped kernel does, which comes first."""
+        """Return the candidates that compile and agree with the shipped kernel, which comes first."""
         made = {spec: self._pool.wait(spec) for spec in self.candidates(problem)}
         shipped = next(iter(made))
         if isinstance(error := made[shipped], CompileError):
@@ -185,7 +200,7 @@ class Session:
         rounds: tuple[int, int],
         advance: Advance = lambda: None,
     ) -> Times:
-        """Samples of each function under each routing, in turns."""
+        """Measure each function under each routing, in turns."""
         times: Times = {}
         us = rough_us(problem, self._bench.arch)
         for routing in ROUTINGS:

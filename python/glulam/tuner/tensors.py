@@ -1,4 +1,4 @@
-"""A problem's calls on random tensors, and what these pass the exported functions."""
+"""A problem's calls on random tensors, and the arguments that these calls pass to exported functions."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from ..ops.quantized_weights import FORMS
 from ..recipes import BF16, RECIPES, of_weight_gradients
 
 Random = Callable[..., Tensor]
-"""Of a shape, and of `scale`: normal random numbers of the problem's dtype."""
+"""(*shape, scale=1.0) -> normal random numbers of the problem's dtype."""
 
 
 def call_with(kind: Any, **given: Any) -> Any:
-    """A call of a kind with these arguments, and all others as they are where nobody gives them."""
+    """Return a call of a kind with these arguments and usual values for all others."""
     flags = {"accumulate": False, "row_scale_grad": True}
     usual = {"numbers": DEFAULTS, "activation": "swiglu", "glu_layout": "concat", **flags}
     return kind(**{**dict.fromkeys(kind.names), **usual, **given})
 
 
 def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
-    """The kind of calls that make a step, and for each its arguments: the columns of rows, None of a factor for each
-    row, and (N, K) of forward's weights."""
+    """Return the kind of calls that make a step, and the arguments of each call by their sizes.
+
+    A size is the number of columns of a matrix of rows, None for a factor [T], or (N, K) for a weight of forward.
+    """
     w1, w2 = (p.w1_rows, p.in_features), (p.out_features, p.intermediate)
     if p.op == "grouped_wgrad":
         return WeightGradientCall, [{"dy": n, "x": k} for n, k in p.weights]
@@ -59,7 +61,7 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
-    """The calls that make a step, on tensors of such scales that results have scale 1."""
+    """Return the calls that make a step, on tensors scaled so that results have scale 1."""
     p, (kind, step) = problem, _step(problem)
 
     def made(size: Any) -> Tensor:
@@ -91,7 +93,7 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
 
 
 def launches_of(problem: Problem, gpu: gpus.Gpu, device: torch.device | str, seed: int = 0) -> list[Bare]:
-    """Of a step, on one set of tensors. Groups are left open."""
+    """Return the launches of a step on one set of tensors; the groups are set later by `of_rows`."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -104,13 +106,13 @@ def launches_of(problem: Problem, gpu: gpus.Gpu, device: torch.device | str, see
 
 
 def num_bytes(problem: Problem, gpu: gpus.Gpu) -> int:
-    """About what one set takes."""
+    """Return about how many bytes one set of tensors takes."""
     made = launches_of(problem, gpu, "meta")
     return sum(tensor.nbytes for bare in made for tensor in (*bare.memory, *bare.results))
 
 
 def of_rows(bare: Bare, rows: int, offs: Tensor) -> tuple[Any, ...]:
-    """What a launch passes its function, on the first `rows` rows, in groups that end at `offs`."""
+    """Return the arguments of a launch on the first `rows` rows, in groups that end at `offs`."""
 
     def part(name: str, shape: tuple[str, ...], value: Any) -> Any:
         if name == "groups":

@@ -1,7 +1,7 @@
-"""Taking samples in turns, and summing them up: what the tuner and the benchmarks measure with.
+"""Take samples in turns and summarise them, for the tuner and the benchmarks.
 
-Contestants are measured in rounds, one sample each, in an order that rotates from round to round, so that
-clocks and temperature drift over all of them alike. A sample is the mean of several back-to-back calls.
+Kernels are measured in rounds, one sample each, in an order that rotates from round to round, so that drifts of clocks
+and temperature affect all kernels alike. A sample is the mean of several back-to-back calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sampler = Callable[[], float]
 Call = Callable[[int], object]  # takes the number of the call, to rotate buffers by
 Name = TypeVar("Name", bound=Hashable)
 
-SLEEP_CYCLES_PER_US = 1980  # of the GPU's highest clock; a longer sleep at a lower one does no harm
+SLEEP_CYCLES_PER_US = 1980  # at the GPU's highest clock; at a lower clock the sleep is longer, which does no harm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Summary:
 
 
 def percentile(ordered: list[float], fraction: float) -> float:
-    """The `fraction` quantile of a sorted, non-empty list, linear between neighbours."""
+    """Return the `fraction` quantile of a sorted, non-empty list, linear between neighbours."""
     position = fraction * (len(ordered) - 1)
     below, above = math.floor(position), math.ceil(position)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
@@ -56,7 +56,14 @@ def interleave(
     max_rounds: int = 200,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, Summary]:
-    """Rounds of one sample each until the budget is spent, within the bounds on rounds."""
+    """Measure in rounds, one sample of each sampler per round, until the budget is spent.
+
+    Args:
+        samplers: functions that take a sample, by name.
+        budget_s: seconds.
+        min_rounds, max_rounds: bounds on the number of rounds, whatever the budget.
+        clock: returns seconds.
+    """
     names = list(samplers)
     samples: dict[Name, list[float]] = {name: [] for name in names}
     deadline = clock() + budget_s
@@ -70,7 +77,7 @@ def interleave(
 
 
 def sleep_cycles(cycles: int) -> None:
-    """Enqueues a kernel that spins for so many clock cycles: with 0, the thinnest launch that torch offers."""
+    """Enqueue a kernel that spins for `cycles` clock cycles; with 0, the cheapest launch that torch offers."""
     torch.cuda._sleep(cycles)
 
 
@@ -79,7 +86,10 @@ def _event() -> torch.cuda.Event:
 
 
 def device_us(call: Call, calls: int, enqueue_us: float) -> float:
-    """Mean device time of `calls` calls, enqueued behind a sleep so that the host's pace does not show."""
+    """Return the mean device time of `calls` calls in microseconds.
+
+    The calls are enqueued after a sleep of `enqueue_us` per call, so that the host's pace does not affect the time.
+    """
     start, end = _event(), _event()
     sleep_cycles(int(calls * enqueue_us * SLEEP_CYCLES_PER_US))
     start.record()

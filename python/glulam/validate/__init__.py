@@ -1,5 +1,5 @@
-"""Every function of a bundle against torch, on the GPU at hand: what `glulam validate` does.
+"""The work of `glulam validate`: compare every function of a bundle with torch, on this machine's GPU.
 
-`trial` and `catalogue` say what is asked of a function, `inputs` on which tensors, `judge` when a result is right, and
-`guards` where nothing may be written. `child` tries one function, and `run` starts a process for each.
+`trial` and `catalogue` define the calls of a function, `inputs` their tensors, `judge` when a result is right, and
+`guards` the memory that must not be written. `child` tries one function, and `run` starts a process for each.
 """

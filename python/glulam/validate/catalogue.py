@@ -1,4 +1,4 @@
-"""Which trials a function has."""
+"""The trials of each function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _none(spec: Spec, size: Size) -> Iterator[Trial]:
 
 
 def trials_of(spec: Spec, size: Size = FULL) -> Iterator[Trial]:
-    """Calls that a spec's function serves: none of a kernel that is only ever part of a chain, or between GPUs."""
+    """Yield calls that a spec's function serves; none for a kernel that only runs in a chain or between GPUs."""
     if isinstance(spec, LayerSpec):
         return _OF_A_LAYER.get(spec.kernel, _none)(spec, size)
     return _BY_KIND.get(type(spec), _none)(spec, size)

@@ -1,4 +1,4 @@
-"""One function, tried in a process of its own: a crash, a fault of the GPU or a hang ends this process alone."""
+"""Try one function in a separate process, so that a crash, a GPU fault or a hang ends only this process."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .guards import Guards, untouched
 from .trial import Given, Trial
 
 Tell = Callable[[str], Any]
-"""Takes what is about to happen, for whoever has to say where a process ended."""
+"""Called with a description of the next step, so that a report can say where a process ended."""
 
 
 class Wrong(Exception):
-    """A result that is not as it should be; the message says which, and why."""
+    """A wrong result; the message says which result, and why."""
 
 
 def prefer(spec: Spec) -> None:
     """Let the function serve every call of its kind, whatever the number of rows."""
     if spec.op in TILED:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is preferred in this process alone
+            warnings.simplefilter("ignore")  # the warning that it is preferred only in this process
             known.prefer(spec, keep=False)
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor, a list or a format made of tensors, with each of them changed."""
+    """Apply `change` to a tensor, to each tensor of a list, or to each tensor of a quantised format."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list):
@@ -61,10 +61,12 @@ def _in_float64(given: Given) -> dict[str, Any]:
 
 
 def try_out(trial: Trial, device: torch.device) -> None:
-    """Compare the GPU's results with the CPU's, look for bytes written beside them, and do it all again.
+    """Compare the GPU's results with the CPU's, check that no bytes beside them were written, and repeat the call.
+
+    A repeated call, and a replay from a graph if the trial has one, must give the same bits.
 
     Raises:
-        Wrong: what is not as it should be.
+        Wrong: a check failed.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the groups end at row")
@@ -80,7 +82,7 @@ def try_out(trial: Trial, device: torch.device) -> None:
 
 
 def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
-    """Raises Wrong where a result is not what the CPU reference computes of the same."""
+    """Raise Wrong if a result differs from that of the CPU reference for the same arguments."""
     rounded = trial.call(trial.given)
     exact = rounded if trial.is_bits else trial.call(_in_float64(trial.given))
     for place, (one, wanted, in_its_dtype) in enumerate(zip(made, exact, rounded, strict=True)):
@@ -100,7 +102,7 @@ def _check_same(trial: Trial, made: Sequence[Tensor], again: Sequence[Tensor], w
 
 
 def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
-    """Captured with what is given, replayed with other sizes of groups."""
+    """Check a graph that was captured with `given` and replayed with other group sizes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = trial.call(given)
@@ -111,14 +113,14 @@ def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
 
 
 def run(spec: Spec, device: torch.device, tell: Tell) -> int:
-    """All trials of a function. Returns their number.
+    """Run all trials of a function and return their number.
 
     Raises:
-        Wrong: the first that is not as it should be.
+        Wrong: a trial failed; the rest of the trials do not run.
     """
     prefer(spec)
     trials = list(trials_of(spec))
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):  # guards see what their own thread makes
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):  # guards see their own thread alone
         for trial in trials:
             tell(trial.what)
             try_out(trial, device)
@@ -126,13 +128,15 @@ def run(spec: Spec, device: torch.device, tell: Tell) -> int:
 
 
 def main(described: dict[str, Any], index: int, connection: Any) -> None:
-    """What runs in the process: sends where it is, and at last its result.
+    """Run in the child process: send each step through `connection`, and finally the result.
 
     Args:
-        described: a spec as a manifest has it. index: of the GPU.
+        described: a spec as in a manifest.
+        index: index of the GPU.
+        connection: the sending end of a pipe.
     """
     spec = from_dict(described)
-    torch.set_num_threads(1)  # references are small: of two threads the products of a function take longer
+    torch.set_num_threads(1)  # references are small: with two threads their products take longer
     try:
         torch.cuda.set_device(index)
         count = run(spec, torch.device("cuda", index), lambda what: connection.send(("at", what)))
@@ -141,7 +145,7 @@ def main(described: dict[str, Any], index: int, connection: Any) -> None:
             raise Wrong("other functions served its calls")
     except Wrong as wrong:
         connection.send(("failed", str(wrong)))
-    except Exception as error:  # whatever a kernel's fault makes torch raise belongs to this function
+    except Exception as error:  # any error that torch raises after a kernel's fault counts for this function
         connection.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
     else:
         connection.send(("passed", count, called))

@@ -1,4 +1,4 @@
-"""Trials of quantisers: their bytes are those of the CPU reference."""
+"""Trials of quantisers: their bytes must equal those of the CPU reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .trial import Given, Trial
 
 
 def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return numbers of all magnitudes that the dtype has, zeros, infinities and NaN among them."""
+    """Return numbers of all magnitudes of the dtype, including zeros, infinities and NaN."""
     values = randn(*shape, seed=1) * torch.exp2(randn(*shape[:-1], 1, seed=2) * 12)
     flat = values.view(-1)
     flat[::97], flat[13::389], flat[29::787] = 0.0, torch.inf, torch.nan
@@ -26,8 +26,10 @@ def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def mxfp8(spec: QuantizeMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """What rounds to values of MXFP8 and back is part of an MLP's call, see `grouped.mlp`; rows of groups are quantised
-    in calls of weight gradients, see `grouped.wgrad`.
+    """Yield trials of quantize_mxfp8.
+
+    Kernels that round to values of MXFP8 and back are part of an MLP's call, see `grouped.mlp`; kernels that quantise
+    rows of groups are part of weight gradients, see `grouped.wgrad`.
     """
     if spec.rounded or spec.axis == BY_GROUP:
         return

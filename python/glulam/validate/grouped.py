@@ -41,7 +41,7 @@ from .trial import Given, Trial, gradients
 IN_16_BITS = BF16.operands
 ODD = Routing("N = 1504, K = 736", spread(150, 4))
 ROUNDED_TWICE = 3e-2
-"""Tolerance of what rounds its activation to FP8: a value that lies on the edge of two numbers may become either."""
+"""Tolerance for kernels that round the activation to FP8: a value halfway between two numbers may become either."""
 
 RANK = 24
 """Rank of adapters in trials."""
@@ -56,7 +56,7 @@ def _dtype(spec: Any) -> torch.dtype:
 
 
 def _sizes(size: Size, hidden: int) -> list[Sized]:
-    """With every routing; layers of many experts are small."""
+    """Return every routing with H and I; layers of more than 100 experts are small."""
     each = routings(size)
     small = [(96, 96) if len(routing.sizes) > 100 else (hidden, size.inter) for routing in each]
     odd = [(ODD, 736, 1504)] if size.has_odd else []
@@ -64,13 +64,13 @@ def _sizes(size: Size, hidden: int) -> list[Sized]:
 
 
 def _replayed(sized: Sized, size: Size) -> Given:
-    """Of the first routing: group sizes of the second one."""
+    """Return the group sizes for a graph's replay: for the first routing those of the second; else none."""
     first, second, *_ = routings(size)
     return {"offs": second.offs} if sized[0] == first else {}
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials; of decoded weights in some formats, as MXFP8, only an MLP's call exists, see `mlp`."""
+    """Yield trials of grouped_mm. Decoded weights in some formats, as MXFP8, are only tried in an MLP, see `mlp`."""
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return
@@ -104,7 +104,7 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """Return low and low_w of an adapted GEMM; `contracts_rows`: True if it contracts over rows of the weights."""
+    """Return low and low_w of an adapted GEMM. `contracts_rows`: the GEMM contracts over rows of the weights."""
     if not spec.adapted:
         return {}
     dtype, experts = _dtype(spec), len(routing.sizes)
@@ -120,7 +120,7 @@ def _ends(routing: Routing) -> tuple[int, int]:
 
 
 def _indices(routing: Routing) -> Tensor:
-    """int32 [T]: rows anywhere among so many, and behind the groups what nobody may follow."""
+    """Return int32 [T]: random rows, and after the last group indices out of range, which no kernel may read."""
     generator = torch.Generator().manual_seed(9)
     indices = torch.randint(0, routing.rows, (total_rows(routing),), dtype=torch.int32, generator=generator)
     indices[routing.rows :] = 2**30
@@ -130,8 +130,17 @@ def _indices(routing: Routing) -> Tensor:
 def _ways(
     given: Given, addends: Given, lists: Sequence[str], routing: Routing, is_first: bool
 ) -> Iterator[tuple[str, Given]]:  # fmt: skip
-    """What else is given: biases and scales; and with the first routing nothing, a bias alone, or, where experts may be
-    lists, rows of x by index and each expert's weights in memory of its own.
+    """Yield further arguments of a trial, each with a description.
+
+    These are biases and scales; for the first routing also: nothing, a bias alone, and, if experts may be lists, rows
+    of x by index, and each expert's weights in separate memory.
+
+    Args:
+        given: the trial's arguments.
+        addends: biases and scales, the bias first.
+        lists: arguments that may be lists of experts. Empty: none.
+        routing: the trial's routing.
+        is_first: the routing is tried in all ways.
     """
     yield "with " + ", ".join(addends), addends
     if is_first:
@@ -144,7 +153,7 @@ def _ways(
 
 
 def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], list[Tensor]]:
-    """A call whose results are a list."""
+    """Return a call of `function` whose results are a list."""
 
     def call(given: Given) -> list[Tensor]:
         made = function(**given, **options)
@@ -154,7 +163,7 @@ def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], l
 
 
 def _in_halves(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """The data gradient of a w1 in two tensors."""
+    """Yield trials of the data gradient of a w1 in two tensors, a GateUp."""
     dtype = _dtype(spec)
 
     def call(given: Given) -> list[Tensor]:
@@ -163,7 +172,7 @@ def _in_halves(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
         return gradients(mlp, [given["x"]], lambda *_: given["dy"])
 
     for routing, hidden, inter in _sizes(size, size.hidden):
-        if routing.rows < 2:  # which another path serves
+        if routing.rows < 2:  # another path serves a single row
             continue
         total, experts = total_rows(routing), len(routing.sizes)
         given = {
@@ -177,19 +186,19 @@ def _in_halves(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _forms(activation: str, layout: str) -> list[tuple[str, str]]:
-    """Activations and layouts that a kernel compiled for these serves."""
+    """Return the pairs of activation and layout that a kernel compiled for `activation` and `layout` serves."""
     layouts = LAYOUT_FORMS[layout] if is_gated(activation) else ("concat",)
     return [(each, one) for each in ACTIVATION_FORMS[activation] for one in layouts]
 
 
 def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
-    """A kernel of any I is asked for one that blocks do not divide, or another would serve."""
+    """Return the sizes of trials; a kernel for any I gets an I that blocks do not divide, else another would serve."""
     less = BLOCK_ROWS // 4 if spec.glu_layout == "strided" else 0
     return [(r, h, i - less) for r, h, i in _sizes(size, hidden)]
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Every form with the first routing, and the first form with every other."""
+    """Yield every form with the first routing, and the first form with every other routing."""
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
     yield from ((forms[0], sized) for sized in sizes[1:])
@@ -247,8 +256,10 @@ def _weights(
 
 
 def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
-    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one. Of
-    one in MXFP8 a step.
+    """Yield trials of grouped_mlp.
+
+    A forward that keeps its preactivation is called as training calls it, and its result is compared; `grouped_glu`
+    compares the preactivation. In MXFP8 such a forward is tried as part of a training step.
     """
     fc1, dtype = spec.fc1, _dtype(spec)
     is_plain = fc1.operands == IN_16_BITS
@@ -284,7 +295,7 @@ def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
 
 
 def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
-    """The result where a gradient is recorded."""
+    """Return the result of grouped_mlp with a gradient recorded."""
     with torch.enable_grad():
         made = grouped_mlp(**{**given, "x": given["x"].detach().requires_grad_()}, **options)
     return [made.detach()]
@@ -315,11 +326,13 @@ def _dglu_alone(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> I
 
 
 def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> Iterator[Trial]:
-    """Backward of an MLP as far as its inputs: dx and d_row_scale. Nothing is clamped, since a preactivation that
-    rounding takes across the limit has another gradient; `_dglu_alone`, which is given preactivations, clamps.
+    """Yield trials of an MLP's backward to its inputs, dx and d_row_scale.
+
+    The limit is never reached, since a preactivation that rounding takes across the limit has another gradient;
+    `_dglu_alone`, whose preactivations are inputs, tries the limit.
     """
     (routing, hidden, inter), dtype = sized, _dtype(spec)
-    if routing.rows < 2:  # which another path serves
+    if routing.rows < 2:  # another path serves a single row
         return
     total, experts = total_rows(routing), len(routing.sizes)
     given = {
@@ -341,13 +354,16 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
 
 
 def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """Trials of what prepares weights for FP8: steps with such weights."""
+    """Yield trials of kernels that prepare weights for FP8: training steps with such weights."""
     sized = _sizes(size, size.in_blocks)
     return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
-    """What is there, NaN where it is to be overwritten, is written over, added to, or either by expert."""
+    """Yield trials of grouped_wgrad: the buffer is overwritten, added to, or either of these by expert.
+
+    Elements to be overwritten are NaN before the call.
+    """
     dtype, out_dtype = _dtype(spec), getattr(torch, spec.out_dtype)
     recipe = of_weight_gradients(spec.operands)
     for sized in _sizes(size, size.hidden if recipe == BF16.name else size.in_blocks):
@@ -374,6 +390,6 @@ def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
 
 
 def _wgrad(options: dict[str, Any], given: Given) -> list[Tensor]:
-    """Into a copy of what is there."""
+    """Call grouped_wgrad with a copy of the buffer `out`."""
     out = torch.empty_like(given["out"]).copy_(given["out"])
     return [grouped_wgrad(**{**given, "out": out}, **options)]

@@ -1,4 +1,4 @@
-"""Canaries: what a call allocates on the GPU lies between bytes that nobody may write."""
+"""Canaries: all memory that a call allocates on the GPU lies between bytes that nobody may write."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 from ..host import device as gpus
 
 CANARY = 0xFF
-"""In every byte: a NaN of each floating dtype, and -1."""
+"""The value of every canary byte: together a NaN in each floating dtype, and -1 as an integer."""
 BESIDE = 4096
-"""Bytes before and behind each tensor; a multiple of every alignment that kernels ask for."""
+"""Canary bytes before and after each tensor; a multiple of every alignment that kernels need."""
 _MAKERS: tuple[Callable[..., Any], ...] = (Tensor.new_empty, torch.empty, torch.empty_like)
 
 
 class Guards(TorchFunctionMode):
-    """While it is entered, new memory is full of canaries, and has some on both sides."""
+    """Context in which new memory on the GPU is filled with canaries and has canaries on both sides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Guards(TorchFunctionMode):
         return memory[BESIDE : BESIDE + size].view(like.dtype).view(like.shape)
 
     def complaint(self) -> str:
-        """What was written beside a tensor; empty where nothing was."""
+        """Return a description of bytes written beside a tensor; empty if there are none."""
         for memory, size in self._made:
             for side, part in (("before", memory[:BESIDE]), ("behind", memory[BESIDE + size :])):
                 if count := int((part != CANARY).sum()):
@@ -47,5 +47,5 @@ class Guards(TorchFunctionMode):
 
 
 def untouched(tail: Tensor) -> bool:
-    """Whether memory that was made under guards is as it was made."""
+    """Return True if memory allocated under guards was never written."""
     return bool((tail.contiguous().view(torch.uint8) == CANARY).all())

@@ -1,5 +1,5 @@
-"""Inputs on which mistakes show: every row, expert and block of the contraction has a scale of its own, rows behind the
-last group are NaN, and groups have the sizes that life and malice give them.
+"""Inputs on which mistakes show: neighbouring rows, experts and blocks of the contraction have different scales, rows
+after the last group are NaN, and groups have usual and extreme sizes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from cute_kernels.formats import MXFP8
 
 TAIL = 13
-"""Rows behind the last group."""
+"""Rows after the last group."""
 UNREACHED = 1e4
-"""A limit of clamped activations: rounding takes no preactivation across it."""
+"""A limit of clamped activations so large that no preactivation reaches it."""
 
 
 class Routing(NamedTuple):
@@ -40,13 +40,13 @@ class Size(NamedTuple):
     """Sizes of a function's trials.
 
     Attributes:
-        rows, experts: T and E of most routings.
-        kinds: names of the routings to try; empty: all of them.
+        rows, experts: rows of all groups and E, in most routings.
+        kinds: names of the routings to try. Empty: all.
         hidden, inter: H and I.
-        in_blocks: H where weights have a scale for 32 columns.
-        has_odd: whether to try N = 1504, K = 736 as well.
-        has_every_pair: whether every activation and layout is tried in every way to give biases, scales and weights;
-            else the first of them alone is.
+        in_blocks: H for weights with a scale for 32 columns.
+        has_odd: N = 1504, K = 736 is tried as well.
+        has_every_pair: every activation and layout is tried with every combination of biases, scales and weights;
+            False: only the first activation and layout.
         tokens: numbers of tokens that are routed, sorted, or copied to rows.
         row_width: H of these tokens.
         matrices: shapes of matrices that are quantised.
@@ -70,17 +70,19 @@ class Size(NamedTuple):
 
 
 FULL = Size()
-"""Tokens: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one
+"""Sizes of a full validation.
+
+Tokens: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one launch
 (MOST_SORTED). Streams: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
 
 
 def spread(rows: int, experts: int) -> tuple[int, ...]:
-    """As even as it goes."""
+    """Return `experts` group sizes, as even as possible, that sum to `rows`."""
     return tuple(rows // experts + (e < rows % experts) for e in range(experts))
 
 
 def _zipf(rows: int, experts: int) -> tuple[int, ...]:
-    """Popularity 1 / rank; the most popular expert is the third."""
+    """Return group sizes for popularity 1 / rank; the most popular expert is the third."""
     chances = torch.tensor([1 / (1 + (e - 2) % experts) for e in range(experts)])
     generator = torch.Generator().manual_seed(0)
     picks = chances.multinomial(rows, replacement=True, generator=generator)
@@ -88,14 +90,14 @@ def _zipf(rows: int, experts: int) -> tuple[int, ...]:
 
 
 def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
-    """Even over all but the `empty` ones."""
+    """Return even group sizes over all experts except `empty`."""
     sizes = iter(spread(rows, experts - len(empty)))
     return tuple(0 if e in empty else next(sizes) for e in range(experts))
 
 
 @functools.cache
 def routings(size: Size = FULL) -> tuple[Routing, ...]:
-    """The first one has all kinds of sizes; the second one as many experts and rows."""
+    """Return the routings to try. The first has all kinds of sizes; the second has as many experts and rows."""
     rows, experts = size.rows, size.experts
     last = experts - 1
     every = (
@@ -115,7 +117,7 @@ def routings(size: Size = FULL) -> tuple[Routing, ...]:
 
 
 def total_rows(routing: Routing) -> int:
-    """T: no rows are no tail either."""
+    """Return T, with TAIL rows after the last group; 0 for "no rows", where there is no tail."""
     return 0 if routing.name == "no rows" else routing.rows + TAIL
 
 
@@ -124,13 +126,15 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _powers(count: int, most: int, step: int) -> Tensor:
-    """Powers of two from 2^-most to 2^most, neighbours far apart."""
+    """Return powers of two from 2^-most to 2^most, neighbours far apart."""
     return torch.exp2(((torch.arange(count) * step) % (2 * most + 1) - most).float())
 
 
 def rows_of(total: int, columns: int, dtype: torch.dtype, used: int, seed: int = 0) -> Tensor:
-    """[total, columns], NaN from row `used` on. Rows differ by up to 2^4, blocks of columns by up to 2^2: squared,
-    weighted and summed twice, the largest stays below float16's 65504.
+    """Return random rows [total, columns], NaN from row `used` on.
+
+    Scales of rows differ by up to 2^4, of blocks of columns by up to 2^2: squared, weighted and summed twice, the
+    largest value stays below float16's 65504.
     """
     by_block = _powers(-(-columns // MXFP8.block), 1, 2).repeat_interleave(MXFP8.block)[:columns]
     values = randn(total, columns, seed=seed) * 0.5 * _powers(total, 2, 3)[:, None] * by_block
@@ -139,13 +143,13 @@ def rows_of(total: int, columns: int, dtype: torch.dtype, used: int, seed: int =
 
 
 def weights_of(experts: int, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """[experts, rows, columns], each expert of another scale than its neighbours."""
+    """Return random weights [experts, rows, columns]; each expert has another scale than its neighbours."""
     scale = _powers(experts, 1, 2)[:, None, None] / math.sqrt(columns)
     return (randn(experts, rows, columns, seed=seed) * scale).to(dtype)
 
 
 def scales_of(total: int, used: int, seed: int = 1) -> Tensor:
-    """float32 [total], positive; NaN from row `used` on."""
+    """Return random scales, float32 [total], positive; NaN from row `used` on."""
     scales = 0.5 + randn(total, seed=seed).abs()
     scales[used:] = math.nan
     return scales

@@ -1,9 +1,9 @@
-"""Whether a result is right: close to float64, row by row, compared with what torch's own arithmetic achieves.
+"""Judge a result: its errors against float64, row by row, may be about twice those of torch in the result's dtype.
 
 Errors are relative to the largest value of their row, so that a row a thousand times smaller than its neighbours counts
-as much. The largest error and the root of the mean square may both be twice those of the CPU reference in the same
-dtype, which rounds each result once, plus FLOOR. On this scale a result of zeros errs by 1. Whole numbers and bytes of
-quantised tensors must be equal.
+as much. The largest error and the root-mean-square error may each be at most twice that of the CPU reference in the
+same dtype, which rounds each result once, plus FLOOR. On this scale the largest error of a result of zeros is 1.
+Integers and bytes of quantised tensors must be equal.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 ALLOWED = 2.0
 FLOOR = 1e-5
 MOST_TOLERANCE = 0.1
-"""Of a result of zeros' own error: above it a comparison would decide nothing."""
+"""Largest limit, relative to the error of a result of zeros: with a larger limit a comparison would prove nothing."""
 
 
 def complaint(got: Tensor, exact: Tensor, rounded: Tensor, tolerance: float | None = None) -> str:
-    """What is wrong with a result; empty where nothing is.
+    """Describe what is wrong with a result; empty if the result is right.
 
     Args:
-        got: the kernel's result, on the CPU. exact: in float64. rounded: in `got`'s dtype.
+        got: the kernel's result, on the CPU.
+        exact: the reference in float64.
+        rounded: the reference in `got`'s dtype.
         tolerance: see `trial.Trial`.
     """
     if got.shape != rounded.shape or got.dtype != rounded.dtype:

@@ -1,4 +1,4 @@
-"""Trials of what is around a layer's experts: routing, rows of tokens, and rows of other ranks."""
+"""Trials of the kernels around a layer's experts: routing, rows of tokens, and rows of other ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ RULES: dict[str, dict[str, Any]] = {
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
 Told = tuple[str, str, Numbers]
-"""An activation, its layout and the numbers of all."""
+"""An activation, its layout, and the numbers of all activations."""
 NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
-"""Weights are float32's."""
+"""Tolerance for weights of choices, which are float32."""
 assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
-    """What says where rows are; behind the last row there is nothing."""
+    """Return the tensors that place rows, up to the last row: entries after it are undefined."""
     end = int(made.offs[-1])
     return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
 
@@ -44,25 +44,28 @@ def _chosen(made: Routing) -> list[Tensor]:
 
 
 def _logits(tokens: int, experts: int) -> Tensor:
-    """Apart from each other by more than any rounding, so that all dtypes choose the same experts; some are equal."""
+    """Return logits, some equal, that differ by more than any rounding, so that all dtypes choose the same experts."""
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
     return order.clamp_max(min(experts, 64) - 1) / 8
 
 
 def _sizes(spec: LayerSpec, size: Size) -> Iterator[tuple[int, int]]:
-    """Tokens, and experts: the most that a kernel serves, and fewer."""
+    """Yield numbers of tokens and of experts: the most experts that a kernel serves, and fewer."""
     return product(size.tokens, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 
 def _ids(tokens: int, experts: int) -> Tensor:
-    """int32 [tokens, TOP_K], some of other ranks' experts or none."""
+    """Return ids, int32 [tokens, TOP_K]; some are experts of other ranks, or -1 for no expert."""
     generator = torch.Generator().manual_seed(tokens)
     return torch.randint(-1, experts + experts // 4, (tokens, TOP_K), dtype=torch.int32, generator=generator)
 
 
 def _expert_map(experts: int) -> Tensor:
-    """int32, places in any order, and -1 or the place of nobody here for a quarter; it is shorter than `_ids` ask."""
+    """Return an expert map, int32: places in random order, and -1 or an invalid place for a quarter of the experts.
+
+    It is shorter than the ids of `_ids` need.
+    """
     count = experts + experts // 8
     places = torch.randperm(count, generator=torch.Generator().manual_seed(experts))
     return places.where(places % 4 > 0, places % 8 // 4 * (experts + 1) - 1).int()
@@ -85,8 +88,9 @@ def routed(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def few_tokens(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Logits made from tokens in the same call. Each token is a unit vector, so its logits are a column of the weight,
-    exactly.
+    """Yield trials of the router for few tokens, which computes logits in the same call.
+
+    Each token is a unit vector, so its logits are exactly a column of the weight.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -123,7 +127,7 @@ def sorted_choices(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor]]:
-    """Of what is given and a routing of its ids and weights."""
+    """Return a call of `function` with a routing made from the given ids and weights, and the other arguments."""
 
     def call(given: Given) -> list[Tensor]:
         others = {name: value for name, value in given.items() if name not in ("ids", "weights")}
@@ -134,7 +138,7 @@ def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor
 
 
 def rows(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Of `permute` and `combine`."""
+    """Yield trials of `permute` or `combine`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
     def permuted(routing: Routing, x: Tensor) -> list[Tensor]:
@@ -158,7 +162,7 @@ def rows(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Every activation and layout, and its gradient."""
+    """Yield trials of every activation and layout, or of their gradients."""
     dtype = getattr(torch, spec.dtype)
     forms = [*product(GATED, GLU_LAYOUTS), *((name, "concat") for name in UNGATED)]
     for number, (activation, layout) in enumerate(forms):

@@ -1,4 +1,4 @@
-"""What a validation found, as a text that can be posted: which machine, how many functions, and what is wrong."""
+"""The result of a validation as a text that can be posted: the machine, numbers of functions, and failures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import NamedTuple
 from .run import FAILED, PASSED, Outcome
 
 MOST_LINES = 200
-"""Of functions that did not pass; an issue takes 65536 characters."""
+"""Largest number of functions listed that did not pass: an issue takes at most 65536 characters."""
 
 
 class Machine(NamedTuple):
-    """gpu: its name. library: sha256. versions: by what they are of."""
+    """The machine and the bundle of a validation.
+
+    Attributes:
+        gpu: the GPU's name.
+        capability: its compute capability.
+        arch: the architecture of the kernels.
+        library: sha256 of the bundle's library.
+        versions: versions of software, by name.
+    """
 
     gpu: str
     capability: str
@@ -23,13 +31,13 @@ class Machine(NamedTuple):
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Whether a bundle is fit to serve: no function failed. What no call reaches serves none."""
+    """Return True if a bundle may serve: a function passed and none failed. Unreached functions serve no call."""
     states = {outcome.state for outcome in outcomes}
     return PASSED in states and FAILED not in states
 
 
 def report(machine: Machine, outcomes: Sequence[Outcome]) -> str:
-    """In Markdown. No figure of speed is in it."""
+    """Return the report in Markdown; it contains no times."""
     counts = Counter(outcome.state for outcome in outcomes)
     bad = [outcome for outcome in outcomes if outcome.state != PASSED]
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())

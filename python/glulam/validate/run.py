@@ -1,4 +1,4 @@
-"""A process for each function, a few at a time: started, listened to, and killed where it takes too long."""
+"""Run a process for each function, a few at a time, and kill a process that takes too long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ PASSED, FAILED, UNREACHED = "passed", "failed", "unreached"
 
 
 class Outcome(NamedTuple):
-    """Of a function. detail: what is wrong, or what was done. called: functions that its process called."""
+    """The outcome of a function's trials.
+
+    Attributes:
+        name: the function's name.
+        state: PASSED, FAILED or UNREACHED.
+        detail: the failure, or how the function was tried.
+        called: functions that the process called.
+    """
 
     name: str
     state: str
@@ -29,9 +36,9 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any], limit_s: float = LIMIT_S) -> Outcome:
-    """What became of `target(*arguments, connection)`, run in a process of its own.
+    """Run `target(*arguments, connection)` in a new process and return its outcome.
 
-    The process is made by one that has imported Glulam and has never used a GPU, so that it begins at once.
+    The process is forked from a server that has imported Glulam but never used a GPU, so that it starts at once.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__package__ + ".child"])
@@ -61,10 +68,14 @@ def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any],
 def outcomes(
     manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S, jobs: int = 1
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Of each function of a bundle that has trials, then of those that only others launch: of all in `specs`.
+    """Yield the outcomes of all functions in `specs`: first those with trials, then those that only others launch.
 
     Args:
-        jobs: processes at a time. A function that hangs takes time from those beside it, and nothing else.
+        manifest: the bundle's manifest.
+        index: index of the GPU.
+        specs: specs of the functions.
+        limit_s: seconds after which a function's process is killed.
+        jobs: processes at a time. A function that hangs costs the processes beside it time, and nothing else.
     """
 
     def attempt(spec: Spec) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""Trials of training in MXFP8: a step's forward, its data gradients, and what prepares weights for it."""
+"""Trials of training in MXFP8: a step's forward, its data gradients, and the kernels that prepare weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Formed = Iterable[tuple[tuple[str, str], tuple[Routing, int, int]]]
 
 
 def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
-    """Result, and the gradient of x, or of the weights alone where no data gradient follows."""
+    """Yield trials that compare a step's result and the gradient of x; of the weights if no data gradient follows."""
     of_weights = isinstance(spec, GroupedDgluSpec) and not spec.dgrad
     dtype: torch.dtype = getattr(torch, spec.dtype)
     of_rows = torch.bfloat16 if dtype == torch.float32 else dtype  # float32 are master weights
@@ -44,7 +44,7 @@ def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
 
 
 def _step(options: dict[str, Any], of_weights: bool, given: Given) -> list[Tensor]:
-    """Gradients, and the result."""
+    """Return the gradients and the result of a training step."""
     leaves, fixed = (("w1", "w2"), ("x", "offs")) if of_weights else (("x",), ("w1", "w2", "offs"))
     given = {name: _no_float64(value) for name, value in given.items()}
     others: dict[str, Any] = {**{name: given[name] for name in fixed}, **options}
@@ -60,5 +60,7 @@ def _step(options: dict[str, Any], of_weights: bool, given: Given) -> list[Tenso
 
 
 def _no_float64(value: Tensor) -> Tensor:
-    """MXFP8 is trained in float32 at most, which holds sums of E4M3's products of these sizes almost exactly."""
+    """Convert float64 to float32, the widest dtype for training in MXFP8: sums of E4M3 products of these sizes are
+    almost exact in float32.
+    """
     return value.float() if value.dtype == torch.float64 else value

@@ -1,4 +1,4 @@
-"""What is asked of a function: inputs, a call of the public API, and which of its results are compared with what."""
+"""A trial of a function: inputs, a call of the public API, and the comparison of its results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ class Trial(NamedTuple):
     """One call of an operator.
 
     Attributes:
-        what: in words, as "swiglu, interleaved, zipf".
-        given: what it takes, on the CPU, in the dtypes of kernels.
-        call: of what is given, on any device and in any dtype; returns results, and gradients where it makes any.
-        ends: rows of all groups, and rows in all. Of results with so many rows only those of groups are compared.
-        leaves_tail: whether rows behind the groups are left as they were.
-        tolerance: of the largest error, over the largest value of a result; None: the rule of `judge`.
-        is_bits: results are bytes, and the CPU's are the same: nothing is computed in float64.
-        replayed: other values for some of what is given. A graph that captured the call is replayed with them.
+        what: description, for example "swiglu, interleaved, zipf".
+        given: the arguments by name, on the CPU, in the dtypes of kernels.
+        call: called with the arguments, on any device and in any dtype; returns results, and gradients if there are
+            any.
+        ends: rows of all groups, and T. In results with T rows only rows of groups are compared. None: compare all.
+        leaves_tail: rows after the last group must be left unwritten.
+        tolerance: limit of the largest error relative to the largest value of a result. None: the rule of `judge`.
+        is_bits: results are bytes that must equal the CPU's; nothing is computed in float64.
+        replayed: other values for some arguments, with which a graph that captured the call is replayed. Empty: no
+            replay.
     """
 
     what: str
@@ -36,7 +38,7 @@ class Trial(NamedTuple):
     replayed: Given = {}
 
     def parts(self, result: Tensor) -> tuple[Tensor, Tensor]:
-        """A result's rows that are compared, and those behind the groups."""
+        """Split a result into the rows that are compared and the rows after the last group."""
         if self.ends is None or result.dim() == 0 or result.shape[0] != self.ends[1]:
             return result, result[:0] if result.dim() else result.new_empty(0)
         return result[: self.ends[0]], result[self.ends[0] :]
@@ -45,7 +47,13 @@ class Trial(NamedTuple):
 def gradients(
     function: Callable[..., Any], of: Sequence[Tensor], upstream: Callable[[int, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Of `function(*of)`, one result or several, in all of its arguments. upstream: that of the result of a number."""
+    """Compute the gradients of `function(*of)` in all its arguments.
+
+    Args:
+        function: returns one result or several.
+        of: the arguments.
+        upstream: (index of a result, the result) -> the gradient of that result.
+    """
     leaves = [one.detach().requires_grad_() for one in of]
     with torch.enable_grad():
         made = function(*leaves)
