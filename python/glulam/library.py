@@ -90,7 +90,7 @@ def _tensors(count: int | None) -> str:
 
 
 def _type(kind: type[Call], name: str) -> str:
-    """Return the schema type of an argument: the one that the operator declares, or else its role's."""
+    """Return the schema type of an argument: the operator's own type for it, or else its role's type."""
     if name in kind.gradients:
         return "Tensor(a!)[]"
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema

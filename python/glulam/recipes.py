@@ -65,7 +65,7 @@ class Recipe:
 
     @property
     def freezes_weights(self) -> bool:
-        """Whether backward computes data gradients through quantised weights, which it decodes and does not train."""
+        """True if backward computes data gradients through quantised weights, which are not trained."""
         return OPERANDS[self.operands].has_data_gradients
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ _VARYING = {name for arch in ARCHS.values() for name in arch.recipes}
 
 
 def on_device(recipe: Recipe, x: Any) -> Recipe:
-    """Return the recipe that x's GPU uses in place of `recipe` (`Architecture.recipes`). CPU: `recipe` itself."""
+    """Return the recipe that x's GPU uses for `recipe` (`Architecture.recipes`); on the CPU `recipe` itself."""
     if recipe.name not in _VARYING:
         return recipe
     arch = _architecture(x if isinstance(x, Tensor) else getattr(x, "data", None))

@@ -51,7 +51,7 @@ class AllToAll:
         return _Rows(self, sent, num_sent, num_received, self.headers.number)
 
     def refuse(self) -> None:
-        """Tell the other ranks, in place of an exchange, that their tokens get no answer."""
+        """Tell the other ranks, instead of an exchange, that this rank refused its tokens."""
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:

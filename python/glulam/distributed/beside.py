@@ -23,7 +23,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Beside:
-    """Run `work(x)` on a side stream, concurrently with what the current stream is given after the constructor.
+    """Run `work(x)` on a side stream, concurrently with the work that the current stream gets after construction.
 
     The side stream is used for at most FEW_TOKENS tokens, on a GPU and without gradients; else `run` computes on the
     current stream. The result's memory belongs to the side stream, which all threads and all current streams of this

@@ -23,7 +23,7 @@ WHY = {
     "other form": "rank {} has tokens in another form; give 16-bit ones on all ranks or MXFP8 on all, and record "
     "gradients on all or none",
 }
-"""Why an exchange with a rank failed, by the names in `windows.REASONS` and `headers.SAID`."""
+"""Reasons for which an exchange with a rank failed, by the names in `windows.REASONS` and `headers.SAID`."""
 
 
 class PeerError(RuntimeError):
@@ -55,11 +55,11 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send this rank's tokens, weights and ids; return those of all ranks' tokens that have an expert here."""
+        """Send this rank's tokens, weights and ids; return tokens, weights and ids that have an expert on this rank."""
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return those received."""
+        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return received gradients."""
 
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
@@ -75,7 +75,9 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return gradients of own tokens [N, H], summed over ranks, and of their weights [N, K]; 0 for no expert."""
+        """Send gradients of received tokens and weights back; return those of this rank's tokens [N, H], summed over
+        ranks, and weights [N, K], from the rank of each choice's expert; 0 for a choice without an expert.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

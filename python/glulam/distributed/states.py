@@ -81,12 +81,15 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that differ between ranks: the experts of layers in `module` with a `parallel`.
+    """Return the parameters of which each rank has its own: experts of the layers in `module` that have a `parallel`.
 
     Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
-    over the group's data, as DistributedDataParallel does; make it leave out the experts by:
+    over the group's data, as DistributedDataParallel does; make it skip the experts by:
 
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
+
+    Returns:
+        {name in `module`: parameter}.
     """
     found = {}
     for path, layer in module.named_modules():

@@ -1,4 +1,4 @@
-"""The format in which tokens are sent: 16 bits, or MXFP8 if that is what a layer's recipe multiplies."""
+"""The format in which tokens are sent: 16 bits, or MXFP8 if a layer's recipe multiplies MXFP8."""
 
 from __future__ import annotations
 

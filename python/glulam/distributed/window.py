@@ -93,7 +93,7 @@ class Window:
 
 
 def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
-    """Return (a window that all ranks of a group can access, what keeps it alive). Every rank must call this."""
+    """Return (a window that all ranks can access, the objects that keep it alive). Every rank must call this."""
     size = sizes.offsets()[""]
     if sizes.world == 1:
         buffer, held = torch.empty(size, dtype=torch.uint8, device=device), None

@@ -1,4 +1,4 @@
-"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and what these tensors hold."""
+"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and formats of these tensors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .scaled import SOURCE_DTYPES, Parts, Scaled
 
 
 class Form:
-    """How a recipe's kernels read weights [E, N, K] of one format.
+    """The layout in which a recipe's kernels read weights [E, N, K] of one format.
 
     Attributes:
         name: the form's name; `Scaled.reads_as` of tensors that need no preparation.

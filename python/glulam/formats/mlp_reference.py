@@ -1,4 +1,4 @@
-"""The CPU reference of grouped_mlp in MXFP8: what each recipe computes, at the level of its quantised operands.
+"""The CPU reference of grouped_mlp with quantised operands, for each recipe.
 
 Operands are rounded as the kernels round them: x and weights to the bit, the activation from float32. Products are
 accumulated in float32, or in float64 if x is float64. Kernels sum in another order, so an activation close to the
@@ -60,7 +60,7 @@ def data_gradients(
     row_scale: Tensor | None, function: Activation, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write what `reference.grouped_dglu` writes, and dx [T, H] unless None.
+    """Write dpreact, act and d_row_scale as `reference.grouped_dglu` does, and dx [T, H] unless None.
 
     Weights must be folded along their columns; w1 is needed only for dx. dy and the stored dpreact are quantised as x
     is in forward.

@@ -116,7 +116,7 @@ class Scaled:
 
     @classmethod
     def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """Return the values of the fields in `form` from those that JSON stored."""
+        """Return the values of the fields in `form` from their JSON."""
         return tuple(form)
 
     def form_name(self) -> str:

@@ -47,8 +47,8 @@ KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 """Minor versions that this was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
-"""Whether torch.compile can call a function on a module while tracing. If not, a module that was never called breaks
-the graph once.
+"""True if torch.compile can call a function on a module while tracing. If False, a module that was never called
+breaks the graph once.
 """
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ def _may_freeze(experts: Any, recipe: Recipe) -> bool:
 
 
 def _have_scales(experts: Any, fp8: Fp8) -> None:
-    """Make the scales that kernels read from those of FP8Experts, if they are not made yet."""
+    """Convert the scales of FP8Experts to scales that kernels read, unless that is done already."""
     if fp8_experts.has_scales(experts):
         return
     if is_dynamo_compiling():

@@ -18,10 +18,10 @@ from .expert_rows import OP, OfWorld
 from .rows import check_routed, combine_rows, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
-"""With gradients, GEMMs read copied rows if the copy has at most COPIED_BYTES and I is at least COPIED_WIDTH; else they
-read rows by index. A GEMM that reads by index takes 3 to 9 % longer; a copy takes 5 us for 10 MB, for any I. Forward +
-backward of 8192 rows of Mixtral-8x7B (I 14336) are 3 % faster on copies; of 32768 rows of Qwen3-30B (I 768), 4 % faster
-by index.
+"""Limits for copying rows when gradients are recorded: GEMMs read copied rows if the copy has at most COPIED_BYTES and
+I is at least COPIED_WIDTH; else they read rows by index. A GEMM that reads by index takes 3 to 9 % longer; a copy takes
+5 us for 10 MB, for any I. Forward + backward of 8192 rows of Mixtral-8x7B (I 14336) are 3 % faster on copies; of 32768
+rows of Qwen3-30B (I 768), 4 % faster by index.
 """
 
 

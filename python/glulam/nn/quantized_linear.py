@@ -84,7 +84,7 @@ class QuantizedLinear(GroupedLinear):
     loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
     """The allowed dtypes of each part in state dicts."""
     has_scales_of_rows: ClassVar[bool] = True
-    """Whether each scale belongs to one row, so that rows can be reordered with their scales."""
+    """True if each scale belongs to one row, so that rows can be reordered with their scales."""
     weight: Tensor
     weight_scale: Tensor
     _kept: _Kept | None = None
@@ -373,7 +373,7 @@ def _read(
 def _fault(
     layer: QuantizedLinear, prefix: str, name: str, dtypes: tuple[torch.dtype, ...], given: dict[str, Any]
 ) -> str:
-    """Return what is wrong with a part of a state dict; "": nothing."""
+    """Return the error text for a part of a state dict; "": the part is valid."""
     key, own = prefix + name, getattr(layer, name)
     if name not in given:
         return f"{key} is missing, but {prefix}{next(iter(given))} is there; give all parts of a quantised weight"

@@ -211,7 +211,7 @@ def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
-    """Convert moments; None: they do not fit. Values are cloned, since optimizers write their state in place."""
+    """Convert moments; None: they do not fit. New parameters share no tensor, since optimizers write state in place."""
     if not all(isinstance(part, Mapping) and part.keys() == old[0].keys() for part in old):
         return None
     result: list[dict[str, Any]] = [{} for _ in range(count)]

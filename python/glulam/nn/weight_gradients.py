@@ -3,7 +3,8 @@
 The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
 itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
 If the trainer has set `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run:
-zeros if `zero_out_wgrad` is true, else uninitialised. Individually frozen experts get no gradient and need no main_grad.
+zeros if `zero_out_wgrad` is true, else uninitialised. Individually frozen experts get no gradient, and need no
+main_grad.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from ...recipes import Recipe
 from .gates import NotServed
 
 MULTIPLE = 8
-"""On a GPU, H and I of weights in 16 bits must be multiples of this."""
+"""Divisor of H and I that kernels require of weights in 16 bits."""
 RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "bf16": (recipes.BF16, recipes.BF16),
     "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
