@@ -55,7 +55,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send this rank's tokens, weights and ids; return tokens, weights and ids that have an expert on this rank."""
+        """Send tokens x [N, H], weights and ids [N, K] to the ranks of their experts; return those received."""
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Exchange(abc.ABC):
         """Tell the other ranks that this rank failed; called instead of `back`."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Sum expert rows y [T, H] by token and send them `back`."""
+        """Sum expert rows y [T, H] by token, and send the sums back as `back` does."""
         return self.back(combine(y, here), residual)
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class Exchange(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Handle from dispatch to `combine`: the exchange, and the Routing of the tokens that came to own experts."""
+    """Handle from dispatch for `combine`: the exchange, and the Routing of the tokens that arrived here."""
 
     exchange: Exchange
     here: Routing

@@ -1,4 +1,4 @@
-"""Which rank owns which expert. Plain arithmetic, for numbers and tensors."""
+"""Ownership of experts by ranks, by plain arithmetic on numbers and tensors."""
 
 from __future__ import annotations
 

@@ -208,12 +208,12 @@ class _Slots(Exchange):
         self.transport.send_tokens(status=status_of(x), **rows, **table, **self._back())
 
     def _back(self) -> dict[str, int]:
-        """Return kernel arguments: the addresses of the places of returned rows."""
+        """Return kernel arguments: addresses of the tensors that hold the places of returned rows."""
         tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _check_back(self, y: Tensor, of_a_token: int) -> None:
-        """Raise ValueError or TypeError if y has not the shape, dtype and device that the kernel reads."""
+        """Raise ValueError or TypeError if y does not have the shape, dtype and device that the kernel reads."""
         sizes = self.transport.sizes
         shape, why = (of_a_token * sizes.rows, sizes.hidden_size), f"hidden_size is {sizes.hidden_size}"
         like = self.transport.window.sums

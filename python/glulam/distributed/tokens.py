@@ -62,7 +62,9 @@ def refuse_gradients(op: str, x: Any, weights: Any) -> None:
 
 
 def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Return whether a layer sends 16-bit tokens in MXFP8: FC1 reads only MXFP8, and no backward saves other rows."""
+    """Return whether a layer sends 16-bit tokens as MXFP8: if FC1 reads only MXFP8 rows, and nothing is saved for
+    backward.
+    """
     return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
 
 

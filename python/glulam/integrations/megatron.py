@@ -106,7 +106,7 @@ class GlulamMLP(MegatronModule):
                     _initialize_affine_weight_gpu(weight, method, partition_dim=axis, is_expert=True)
         for name, parameter in self.mlp.named_parameters():
             layer, kind = name.split(".")
-            # Megatron reduces parameters with allreduce = False over the expert data-parallel ranks.
+            # Megatron reduces gradients of parameters with allreduce False over other ranks (expert data parallelism).
             parameter.allreduce = config.expert_model_parallel_size <= 1  # type: ignore[attr-defined]
             if kind.startswith("bias"):
                 torch.nn.init.zeros_(parameter)

@@ -47,8 +47,8 @@ KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 """Minor versions that this was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
-"""True if torch.compile can call a function on a module while tracing. If False, a module that was never called
-breaks the graph once.
+"""True: torch.compile can call a function on a module while tracing. False: a module that was never called breaks the
+graph once.
 """
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | N
 
 
 def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
-    """Raise ValueError, naming the argument, if a tensor has not `tokens` rows, or is misaligned for kernels."""
+    """Raise ValueError, naming the argument, if a tensor does not have `tokens` rows or is misaligned."""
     for name, tensor in given.items():
         if tensor is not None:
             if tensor.shape[0] != tokens:
@@ -50,7 +50,7 @@ def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
 
 
 def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
-    """Raise ValueError if a routing, changed by hand, has not as many choices as rows."""
+    """Raise ValueError if a routing, changed by hand, has different numbers of choices and rows."""
     if row_of.numel() != rows:
         raise ValueError(
             f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "

@@ -247,7 +247,7 @@ def _lost(name: str, how: str) -> str:
 def _write(
     experts: Experts, buffers: list[Tensor], adds: list[bool], dy: Tensor, x: Tensor, groups: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write gradients into the buffers of trained weights. adds: for each buffer, whether to add instead."""
+    """Write gradients to the buffers of trained weights. adds: for each buffer, whether to add to it instead."""
     groups, is_trained = _groups_of(experts.trained, groups)
     out: Any = buffers[0] if experts.packed else buffers
     if frozen := is_trained.count(False):

@@ -84,7 +84,7 @@ def grid_shape(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
 
 
 def check_scale_shape(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if `scale` has not the shape of the scales of a weight of this shape."""
+    """Raise ValueError unless `scale` has a valid shape for a weight of this shape."""
     valid = [grid_shape(shape, 1)] + ([] if shape[-2] % 2 else [grid_shape(shape, 2)])
     if tuple(scale.shape) not in valid:
         raise ValueError(

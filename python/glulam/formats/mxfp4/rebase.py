@@ -1,4 +1,4 @@
-"""Re-basing: give each MXFP4 row a power of two, so that its block scales are few binades from it.
+"""Re-basing: give each MXFP4 row a power of two, a few binades from the scales of all its blocks.
 
 An E2M1 number times 2^k, k = -6 .. 6, is an E4M3 number. So FP8 MMAs multiply a row exactly if its blocks' scales are
 within 2^12 of each other: on the way to the MMA, a block's elements are multiplied by the ratio of the block's scale to
