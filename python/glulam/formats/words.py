@@ -94,7 +94,7 @@ def _byte(bits: Bits) -> Bits:
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """Return for each of the four pairs, and each of its 256 byte values, the bits that it contributes to the word."""
+    """Return for each of the four pairs, and each of its 256 byte values, the bits of the word, int32, that it sets."""
     rows = []
     for bit in range(WORD_BITS):
         rows.append((sum(byte << 8 * i for i, byte in enumerate(_pairs(1 << bit))), 1 << bit))

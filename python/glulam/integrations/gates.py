@@ -72,7 +72,7 @@ def _probes(device: torch.device) -> list[Tensor]:
     far, generator = torch.cat((sizes, -sizes)), torch.Generator("cpu").manual_seed(0)
     orders = [torch.randperm(len(far), generator=generator, device="cpu").to(device) for _ in range(FAR_ROWS)]
     mixed = [far[order] for order in orders]
-    # Interleaved layouts have blocks of up to 32: 2 * POINTS columns are enough to tell the layouts apart.
+    # Interleaved layouts have blocks of up to 32: 64 columns are enough to tell the layouts apart.
     h = torch.stack([near, near.flip(0) * 1.7, near.roll(POINTS // 3) + 0.25, *mixed])
     return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
 

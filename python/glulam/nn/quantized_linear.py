@@ -66,9 +66,9 @@ def _is_memory(part: Tensor) -> bool:
 
 
 class QuantizedLinear(GroupedLinear):
-    """A GroupedLinear whose weights are the buffers `weight` and `weight_scale`, which kernels read directly.
+    """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form`.
 
-    8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one such
+    Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one such
     weight per expert, is quantised as it loads from a state dict. If a part is missing, or has another dtype or shape,
     load_state_dict raises an error, and the layer keeps its whole previous weight.
 

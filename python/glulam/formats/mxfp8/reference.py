@@ -35,7 +35,9 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Quantise x [R, C] in blocks of `size` along rows: return E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)]."""
+    """Quantise x [R, C] in blocks of `size` along rows: return E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one per 32
+    elements.
+    """
     rows, columns = x.shape
     blocks = pad(x.float(), (0, -columns % size)).unflatten(1, (-1, size))
     exponents = scale_exponents(blocks.abs().amax(dim=2))
