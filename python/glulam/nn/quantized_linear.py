@@ -68,9 +68,10 @@ def _is_memory(part: Tensor) -> bool:
 class QuantizedLinear(GroupedLinear):
     """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form`.
 
-    Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one such
-    weight per expert, is quantised as it loads from a state dict. If a part is missing, or has another dtype or shape,
-    load_state_dict raises an error, and the layer keeps its whole previous weight.
+    Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32
+    without a `weight_scale`, or one such weight per expert, is quantised as it loads from a state dict. If a part is
+    missing, or has another dtype or shape, load_state_dict raises an error, and the layer keeps its whole previous
+    weight.
 
     Args:
         form: the form in which a recipe reads the weights.
