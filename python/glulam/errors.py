@@ -1,13 +1,13 @@
-"""Errors of the front that are not a bad argument (those are ValueError and TypeError)."""
+"""Error classes for causes other than a bad argument, which raises ValueError or TypeError."""
 
 from __future__ import annotations
 
 ARGUMENT_ERRORS = (
     ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError, BufferError,
 )  # fmt: skip
-"""Classes of errors that a bad argument causes in Python, in torch and in TVM-FFI. After one of these a call is checked
-again, so that the error names the argument. Others propagate at once: torch ends a checkpoint's recomputation by an
-Exception of its own, raised within the call.
+"""Classes of errors that a bad argument causes in Python, in torch and in TVM-FFI. After one of these, the call's
+arguments are checked again, so that the error names the argument. Other errors propagate at once: torch ends the
+recomputation of a checkpoint by an Exception of its own, raised inside the call.
 """
 
 
@@ -16,8 +16,8 @@ class UnsupportedDevice(RuntimeError):
 
 
 class GradientNotSupported(NotImplementedError):
-    """A gradient was asked for of an operator that has none yet."""
+    """A gradient was requested of an operator that has no backward yet."""
 
 
 class CaptureError(RuntimeError):
-    """A call that no CUDA graph, or no exported program, can hold as it stands; the message says what to do before."""
+    """A call that a CUDA graph or an exported program cannot hold as it stands; the message says what to do first."""

@@ -1,4 +1,4 @@
-"""ExpertLora: the low-rank matrices of all experts, and PEFT's two orders of them."""
+"""ExpertLora: the low-rank adapters of all experts, and conversion from and to PEFT's layouts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ PAIRS = ("a1", "b1"), ("a2", "b2")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExpertLora:
-    """Adapters of experts, as `lora=` of `glulam.grouped_mlp` and `glulam.moe`: w1_e + scale b1_e a1_e is multiplied in
-    place of w1_e, and w2_e + scale b2_e a2_e in place of w2_e.
+    """Low-rank adapters of experts, passed as `lora=` to `glulam.grouped_mlp` and `glulam.moe`.
+
+    Expert e multiplies w1_e + scale b1_e a1_e instead of w1_e, and w2_e + scale b2_e a2_e instead of w2_e.
 
     Differentiable in all four matrices. Shapes do not depend on `transpose_w`.
 
     Args:
-        a1, b1: [E, r, H] and [E, 2I or I, r], rows of b1 in the order of w1's rows (`glu_layout`). None: w1 has none.
-        a2, b2: [E, r, I] and [E, H', r], H' the number of w2's rows. None: w2 has none. Either pair is given. The two
-            ranks may differ. Ranks that are no multiple of 8 are padded with zeros at each call.
-        scale: of both products, as alpha / r.
+        a1, b1: [E, r, H] and [E, 2I or I, r], rows of b1 in the order of w1's rows (`glu_layout`). None: w1 has no
+            adapter.
+        a2, b2: [E, r, I] and [E, H', r], H' the number of w2's rows. None: w2 has no adapter. At least one pair is
+            required. The ranks r of the two pairs may differ; a rank that is not a multiple of 8 is padded with zeros
+            at each call.
+        scale: factor of both products, usually alpha / r.
 
-    All matrices have one dtype: x's, or float32 beside an x of 16 bits, where they are rounded at each call and their
+    All matrices have one dtype: x's, or float32 with a 16-bit x. Float32 matrices are rounded at each call, and their
     gradients are float32.
 
     Raises:
-        ValueError, TypeError: matrices that do not fit together.
+        ValueError, TypeError: the matrices do not fit together.
     """
 
     a1: Tensor | None
@@ -73,7 +76,7 @@ class ExpertLora:
                 mismatch(NAME, b, shape, (*shape[:2], rank), f"{a} has r = {rank}")
 
     def given(self) -> dict[str, Tensor]:
-        """The matrices that are there, by name."""
+        """Return the matrices that are not None, by name."""
         named = {"a1": self.a1, "b1": self.b1, "a2": self.a2, "b2": self.b2}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -88,8 +91,10 @@ class ExpertLora:
                 raise TypeError(f"{op}: lora.{name} is a DTensor, which adapters cannot be; give its to_local()")
 
     def check_fits(self, op: str, x: Tensor, experts: int, **widths: int) -> None:
-        """Check the matrices against a call of `op`. `widths`: the number of columns or rows that is no rank, by the
-        matrix's name.
+        """Check the matrices against a call of `op`.
+
+        Args:
+            widths: by matrix name, the required size of the dimension that is neither E nor the rank.
 
         Raises:
             ValueError, TypeError: a matrix does not fit.
@@ -103,10 +108,11 @@ class ExpertLora:
             check_like_x(op, f"lora.{name}", tensor, x, wide=True)
 
     def check_memory(self, op: str, out: Tensor | None) -> None:
-        """Check that the matrices are numbers in memory, on a GPU where kernels can read them, and apart from `out`.
+        """Check that the matrices are plain tensors, aligned if kernels read them, and do not overlap `out`.
 
         Raises:
-            ValueError, TypeError: a matrix is not; GradientNotSupported: one of a transform of torch.func.
+            ValueError, TypeError: a matrix is not plain, misaligned or overlaps.
+            GradientNotSupported: a matrix belongs to a transform of torch.func.
         """
         for name, tensor in self.given().items():
             check_plain(op, f"lora.{name}", tensor)
@@ -120,12 +126,13 @@ class ExpertLora:
         cls, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None, b2: Tensor | None, num_experts: int,
         scale: float = 1.0, *, grouped_by_expert: bool = False,
     ) -> ExpertLora:  # fmt: skip
-        """The adapters of a PEFT checkpoint; gradients reach the tensors given.
+        """Return the adapters of a PEFT checkpoint as views; gradients reach the tensors passed in.
 
         Args:
-            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight, expert by expert. None: it has no adapter.
-            b1, b2: `lora_B.weight` [out, r E], rank by rank: column j is of expert j % E.
-            num_experts: E. scale: PEFT's `scaling`, lora_alpha / r, or with rslora lora_alpha / sqrt(r).
+            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight, expert by expert. None: no adapter.
+            b1, b2: `lora_B.weight` [out, r E], rank by rank: column j belongs to expert j % E.
+            num_experts: E.
+            scale: PEFT's `scaling`, lora_alpha / r, or with rslora lora_alpha / sqrt(r).
             grouped_by_expert: columns of b1 and b2 lie expert by expert, as in old adapters of unsloth.
 
         Raises:
@@ -140,7 +147,7 @@ class ExpertLora:
     def to_peft(
         self, *, grouped_by_expert: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """a1, b1, a2 and b2 as `from_peft` takes them."""
+        """Return (a1, b1, a2, b2) in the shapes that `from_peft` takes; None: no adapter."""
 
         def of_a(a: Tensor | None) -> Tensor | None:
             return None if a is None else a.flatten(0, 1)
@@ -153,7 +160,7 @@ class ExpertLora:
         return of_a(self.a1), of_b(self.b1), of_a(self.a2), of_b(self.b2)
 
     def __repr__(self) -> str:
-        """Without values: `distributed` keeps what it checked by this."""
+        """Return shapes, dtypes and devices without values: `distributed` recognises checked adapters by this text."""
         shown = [f"{name}={shape_text(t.shape)} {t.dtype} {t.device}" for name, t in self.given().items()]
         return f"{NAME}({', '.join(shown)}, scale={self.scale})"
 
@@ -175,7 +182,7 @@ def _check_alike(name: str, tensor: Any, first_name: str, first: Any) -> None:
 
 
 def _experts_first(name: str, matrix: Any, experts: int, grouped_by_expert: bool) -> Tensor:
-    """A matrix of PEFT's as a view [E, r, in] or [E, out, r]."""
+    """Return a PEFT matrix as a view [E, r, in] or [E, out, r]."""
     is_a = name in ("a1", "a2")
     form, dim = ("[E r, in]", 0) if is_a else ("[out, r E]", 1)
     check_is_tensor("from_peft", name, matrix, form)

@@ -1,9 +1,11 @@
-"""The operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see each as one.
+"""Registration of the operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see
+each operator as one node.
 
-Eager calls do not come here. Schemas have no "tensor or list", so weights, biases and their gradients are lists of
-tensors: a packed tensor is a list of that one, told by its rank, and a GateUp one of its two. Schemas have no optional
-results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only what is
-not in it. Operators whose kernels take addresses (`addressed`) return a list of the results that are wanted instead.
+Eager calls do not come here. Schemas have no type "tensor or list", so weights, biases and their gradients are lists of
+tensors: a packed tensor is a list of one tensor, recognised by its rank, and a GateUp is a list of two. Schemas have no
+optional results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only
+the results that are not in the buffer. Operators whose kernels take addresses (`addressed`) return a list of the wanted
+results instead.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from .layer import choices, few_tokens
 from .ops import adapted, gate, mlp_training
 
 DEFINED_IN = adapted, choices, few_tokens, gate, mhc, mlp_training, quantize
-"""Modules that define operators, which register themselves, and import those that define the others."""
+"""Modules imported so that their operators register themselves; they import the modules of all other operators."""
 CALLS: tuple[type[Call], ...] = tuple(kind for kind in front.OPERATORS if kind.is_torch_op)
 
 
 class Form(NamedTuple):
-    """An operator of torch's: what it takes and returns, and the arguments of the call that its name settles."""
+    """A torch operator: schema text of its arguments and results, and the call's arguments fixed by its name."""
 
     call_type: type[Call]
     arguments: str
@@ -40,10 +42,10 @@ class Form(NamedTuple):
     settled: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
-        """The call that arguments stand for; torch drops the names of positional ones."""
+        """Return the call for these arguments; torch passes some of them by position, without names."""
         given = {**dict(zip(self.names, values, strict=False)), **named}
         if "numbers" in given:
-            given["numbers"] = tuple(given["numbers"])  # parts of keys are hashed
+            given["numbers"] = tuple(given["numbers"])  # keys that contain it are hashed
         for names, rank in ((self.call_type.weights, 3), (self.call_type.biases, 2), (self.call_type.gradients, 3)):
             for name in names:
                 if name in given:
@@ -56,7 +58,7 @@ class Form(NamedTuple):
 
 
 def _forms(kind: type[Call]) -> dict[str, Form]:
-    """Those of a kind of call: for each set of results, one that makes them all, and one that is given a buffer."""
+    """Return the forms of a kind of call by name: for each set of results, one form without and one with a buffer."""
     found = {}
     for variant, count, settled in _variants(kind):
         out_settled = {**settled, **kind.settled_with_out}
@@ -70,8 +72,8 @@ def _forms(kind: type[Call]) -> dict[str, Form]:
 
 
 def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
-    """Return the sets of results that a kind of call has: the suffix to the operator's name, the number of results,
-    None for a list of them, and the arguments that this settles.
+    """Return the sets of results of a kind of call: (suffix of the operator's name, number of results or None for a
+    list, arguments that are fixed by the choice of this set).
     """
     if kind.returns_list():
         return [("", None, {})]
@@ -81,14 +83,14 @@ def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
 
 
 def _tensors(count: int | None) -> str:
-    """Return a schema's text for so many tensors; None: a list."""
+    """Return a schema's text for a number of tensors; None: a list of tensors."""
     if count is None:
         return "Tensor[]"
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
 def _type(kind: type[Call], name: str) -> str:
-    """The type of an argument in a schema: the operator's own, or that of its role."""
+    """Return the schema type of an argument: the operator's own type for it, or else its role's type."""
     if name in kind.gradients:
         return "Tensor(a!)[]"
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
@@ -106,7 +108,7 @@ _library = torch.library.Library("glulam", "DEF")
 
 
 def call(pending: Call) -> Any:
-    """A call, through torch's dispatcher."""
+    """Run a call through torch's dispatcher."""
     form = FORMS[pending.form]
     arguments = {name: value for name, value in pending.arguments().items() if name in form.names}
     for listed in (*pending.weights, *pending.biases, *pending.gradients):
@@ -129,7 +131,7 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 
 def _returned(form: Form, pending: Call, results: Any) -> Any:
-    """The results that are not in given buffers."""
+    """Return the results that are not the caller's buffers."""
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
@@ -140,7 +142,7 @@ def _returned(form: Form, pending: Call, results: Any) -> Any:
 
 
 def _as_data(value: Any) -> Any:
-    """A tensor without its subclass, which torch has heard by now: what comes here is numbers in memory."""
+    """Return tensors as plain Tensors: torch has dispatched subclasses already, and only memory is left to read."""
     if isinstance(value, list):
         return [_as_data(one) for one in value]
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) not in PLAIN_TENSORS else value
@@ -156,7 +158,7 @@ def _kernel(form: Form) -> Callable[..., Any]:
 
 
 def _autograd(name: str, form: Form) -> Callable[..., Any]:
-    """Where a gradient is recorded; the operators that the differentiable form is made of are traced in its place."""
+    """Return the Autograd kernel: if a gradient is recorded, it traces the operators of the differentiable form."""
 
     def run(*values: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():

@@ -1,6 +1,6 @@
-"""Recipes: in which formats an MLP's operands are multiplied, and by which kernels.
+"""Recipes: the formats in which an MLP's operands are multiplied, and the kernels that do it.
 
-Wherever an operator or a module takes `recipe=`, it takes a row of `RECIPES`, or its name.
+Operators and modules take as `recipe=` an entry of `RECIPES` or its name.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from .host import device as gpus
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a grouped_mlp computes.
+    """The formats and kernels of a grouped_mlp.
 
     Attributes:
-        name: what `recipe=` takes.
-        operands: what FC1 multiplies, as of `cute_kernels.specs.OPERANDS`; fc2_operands: FC2.
-        x, activation, weights: what each is multiplied as; None: 16-bit, as it is. x is quantised at each call, unless
-            it is given so, the activation by the kernel that makes it, from float32, and weights once for each version.
-        gradient_weights: what data gradients multiply weights as, where they are not what forward reads.
-        wgrad_operands: what weight gradients multiply, as `operands`. wgrad: what rows of a group, incoming gradients
-            and activations, are multiplied as there; None: 16-bit, as they are. Each call quantises them.
-        dtypes: of x, biases and the result, on a GPU; the CPU reference takes float32 and float64 as well.
-        trains: whether weights in 16 bits have gradients.
+        name: the text that `recipe=` takes.
+        operands: operands of FC1's GEMM, a key of `cute_kernels.specs.OPERANDS`. fc2_operands: of FC2's GEMM.
+        x, activation, weights: the format in which each is multiplied; None: 16-bit, unchanged. x is quantised at each
+            call, unless it is passed quantised; the activation by the kernel that computes it, from float32; weights
+            once for each version.
+        gradient_weights: the format of weights for data gradients; None: the format that forward reads.
+        wgrad_operands: operands of the weight gradients' GEMM, a key like `operands`.
+        wgrad: the format of incoming gradients and activations in that GEMM, quantised at each call; None: 16-bit,
+            unchanged.
+        dtypes: dtypes of x, biases and the result on a GPU; the CPU reference also takes float32 and float64.
+        trains: whether weights in 16 bits get gradients.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Recipe:
 
     @property
     def freezes_weights(self) -> bool:
-        """Whether gradients pass through weights that are decoded on the way and never trained."""
+        """True if backward computes data gradients through quantised weights, which are not trained."""
         return OPERANDS[self.operands].has_data_gradients
 
     def __str__(self) -> str:
@@ -72,12 +74,12 @@ class Recipe:
 
 BF16 = Recipe(PLAIN_RECIPE, "16bit", "16bit", trains=True)
 MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, FOLDED_COLUMNS, trains=True)
-# Blackwell's tensor cores multiply by the scales of both operands.
+# Blackwell's tensor cores apply the block scales of both operands.
 MXFP8_BLOCKS = Recipe("mxfp8_blocks", "mxfp8_blocks", "mxfp8_blocks", BY_32, BY_32, BLOCKS, COLUMN_BLOCKS, trains=True)
 MXFP8_WGRAD = dataclasses.replace(
     MXFP8_BLOCKS, name="mxfp8_wgrad", wgrad_operands="mxfp8_blocks", wgrad=COLUMNS_BY_32
 )  # fmt: skip
-# 2^e beyond float16's range would have to saturate, so that weights are decoded to bfloat16 alone.
+# Weights are decoded only to bfloat16: scales 2^e beyond float16's range would saturate.
 MXFP8_EXACT = Recipe(
     "mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, dtypes=("bfloat16",)
 )  # fmt: skip
@@ -86,7 +88,7 @@ FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, F
 
 
 def weight_only(name: str, weights: Form) -> Recipe:
-    """Make a recipe of 16-bit rows and weights that kernels decode; its operands have its name."""
+    """Return a recipe of 16-bit rows and weights that kernels decode; its operands have the recipe's name."""
     return Recipe(name, name, name, weights=weights, dtypes=("bfloat16",))
 
 
@@ -111,19 +113,19 @@ RECIPES: dict[str, Recipe] = {
         FP8_BLOCK_WEIGHT_ONLY,
     )
 }
-"""By name. "bf16": 16-bit operands of x's dtype, which may be float16 as well."""
+"""All recipes by name. "bf16": 16-bit operands of x's dtype, bfloat16 or float16."""
 
 
 def of_weight_gradients(operands: str) -> str:
-    """The name of the first recipe whose weight gradients multiply these operands."""
+    """Return the name of the first recipe whose weight gradients multiply these operands."""
     return next(name for name, recipe in RECIPES.items() if recipe.wgrad_operands == operands)
 
 
 def find(op: str, recipe: Any) -> Recipe:
-    """The row that a name stands for, or an equal object.
+    """Return the entry of RECIPES with this name, or equal to this Recipe.
 
     Raises:
-        ValueError: there is none; other objects are refused, since no kernel serves them.
+        ValueError: there is no such entry; other Recipe objects are refused, since no kernel serves them.
     """
     if isinstance(recipe, str) and recipe in RECIPES:
         return RECIPES[recipe]
@@ -136,7 +138,7 @@ _VARYING = {name for arch in ARCHS.values() for name in arch.recipes}
 
 
 def on_device(recipe: Recipe, x: Any) -> Recipe:
-    """The recipe by which the GPU of x multiplies what a recipe says: `Architecture.recipes`. Itself on the CPU."""
+    """Return the recipe that x's GPU uses for `recipe` (`Architecture.recipes`); on the CPU `recipe` itself."""
     if recipe.name not in _VARYING:
         return recipe
     arch = _architecture(x if isinstance(x, Tensor) else getattr(x, "data", None))
@@ -144,21 +146,24 @@ def on_device(recipe: Recipe, x: Any) -> Recipe:
 
 
 def has_kernels(recipe: Recipe, x: Tensor) -> bool:
-    """Return True if the GPU of x has kernels that multiply a recipe's operands; the CPU computes any recipe."""
+    """Return True if x's GPU has kernels for a recipe's operands; always True on the CPU."""
     arch = _architecture(x)
     return arch is None or on_device(recipe, x).operands not in arch.lacks
 
 
 def _architecture(x: Any) -> Architecture | None:
-    """That of a tensor's GPU; None on the CPU."""
+    """Return the architecture of a tensor's GPU; None: the CPU."""
     return ARCHS[gpus.gpu(x.get_device()).arch] if isinstance(x, Tensor) and runs_kernels(x) else None
 
 
 def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int) -> None:
-    """The dtype of x, biases and the result, and the widths of an MLP by the names that a message gives them.
+    """Check that a recipe serves this dtype of x, biases and the result, and these widths of an MLP.
+
+    Args:
+        widths: by their names in error messages.
 
     Raises:
-        TypeError, ValueError: the recipe cannot serve them.
+        TypeError, ValueError: the recipe does not serve them.
     """
     if dtype not in recipe.dtypes and (on_gpu or dtype == "float16"):
         raise TypeError(

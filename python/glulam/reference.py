@@ -1,8 +1,8 @@
-"""The CPU reference: what every operator computes, by plain torch operators, one expert at a time.
+"""The CPU reference of every operator, by plain torch operators, one expert at a time.
 
-16-bit inputs compute in float32 and are rounded once, on output; float32 and float64 compute as they are. Rows behind
-the last group are not touched. `experts` arguments hold E tensors: a packed tensor, a list, or what else gives one for
-an expert's number.
+16-bit inputs compute in float32, and results are rounded once; float32 and float64 compute in their own dtype. Rows
+after the last group are not written. Arguments for weights and biases hold E tensors: a packed tensor, a list, or any
+object that an expert's number indexes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .host.experts import GateUp
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype that products are made in."""
+    """Return x in the dtype in which products are computed: 16 bits become float32."""
     return x.float() if x.dtype.itemsize == 2 else x
 
 
 def groups_of(ends: Sequence[int], empty: bool = False) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, or with `empty` each expert, and its rows."""
+    """Yield each expert that has rows, and the slice of its rows; with `empty`, also experts without rows."""
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if empty or end > begin:
             yield expert, slice(begin, end)
 
 
 def _linear(x: Tensor, w: Any, biases: Any, expert: int, scale: Tensor | None, transpose_w: bool = False) -> Tensor:
-    """x w^T + bias * scale, or with `transpose_w` x w + ..., of one expert, in x's dtype."""
+    """Return x w^T + bias * scale of one expert, in x's dtype; with `transpose_w`, x w + bias * scale."""
     weight = (torch.cat([half[expert] for half in w]) if isinstance(w, GateUp) else w[expert]).to(x.dtype)
     y: Tensor = x @ (weight if transpose_w else weight.mT)
     if biases is None:
@@ -50,7 +50,7 @@ def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
 def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], bias: Any, bias_scale: Tensor | None, transpose_w: bool, out: Tensor
 ) -> None:
-    """Writes out [T, N]; `ends` are the groups' ends."""
+    """Write out [T, N]. ends: cumulative ends of the groups."""
     for expert, rows in groups_of(ends):
         values = wide(x[rows])
         scale = _column(bias_scale, rows, values)
@@ -61,7 +61,7 @@ def grouped_glu(
     x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: Activation,
     out: Tensor, preact: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Writes out [T, I], and preact [T, 2I or I] unless None."""
+    """Write out [T, I], and preact [T, 2I or I] unless None."""
     for expert, rows in groups_of(ends):
         h = _linear(wide(x[rows]), w1, bias, expert, None, transpose_w)
         out[rows] = _scaled(activate(h, *function), _column(row_scale, rows, h)).to(out.dtype)
@@ -74,9 +74,9 @@ def grouped_mlp(
     function: Activation, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda act: act,
 ) -> None:  # fmt: skip
-    """Writes out [T, H], and preact [T, 2I or I] unless None. `rounded`: what FC2 reads of the activation.
+    """Write out [T, H], and preact [T, 2I or I] unless None.
 
-    The row scale multiplies the activation, and so the second bias as well.
+    rounded: rounds the activation as FC2 reads it. The row scale multiplies the activation, and also the second bias.
     """
     for expert, rows in groups_of(ends):
         h = _linear(wide(x[rows]), w1, b1, expert, None, transpose_w)
@@ -91,7 +91,7 @@ def grouped_dglu(
     dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: Activation,
     dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
+    """Write dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
     for expert, rows in groups_of(ends):
         dm = _linear(wide(dy[rows]), w2, None, expert, None, not transpose_w)
         scale = _column(row_scale, rows, dm)
@@ -106,9 +106,9 @@ def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any,
     rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> None:  # fmt: skip
-    """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing.
+    """Write out [E, N, K], or a list of E [N, K]. An empty group writes zeros, or adds nothing.
 
-    `rounded`: what is multiplied of a group's rows.
+    adds: for each expert, whether to add to out. rounded: rounds a group's rows as the GEMM reads them.
     """
     for expert, rows in groups_of(ends, empty=True):
         dw = wide(rounded(dy[rows])).mT @ wide(rounded(x[rows]))
@@ -119,9 +119,9 @@ def grouped_wgrad(
 
 
 def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x[rows], with indices clamped: those after the last group may be anything. x itself if rows is None."""
+    """Return x[rows] with indices clamped, since those after the last group may be anything. None: x itself."""
     if rows is None:
         return x
-    matrix = x.view(torch.uint8) if x.element_size() == 1 else x  # torch takes no rows of FP8
+    matrix = x.view(torch.uint8) if x.element_size() == 1 else x  # index_select does not support FP8
     taken = matrix.index_select(0, rows.clamp(0, max(x.shape[0] - 1, 0)))
     return taken.view(x.dtype)

@@ -1,8 +1,8 @@
 """Transport by torch.distributed's all-to-all: any back end, any number of nodes. Each operation begins with a header
-(`headers`), for which the host waits; that of a dispatch says how many rows each rank sends.
+(`headers`), for which the host waits; the header of a dispatch says how many rows each rank sends.
 
-A rank is sent the tokens that have an expert there, each once, in their order: ranks are the experts of a `Routing` of
-their own, which says who is sent where, and by whose rows what comes back is added.
+A rank receives the tokens that have an expert there, each token once, in their order. A second `Routing`, in which
+ranks take the place of experts, says which token goes to which ranks, and sums the rows that come back by token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .turn import Turn
 
 
 class AllToAll:
-    """Between the ranks of a group of torch.distributed.
+    """The all-to-all transport between the ranks of a torch.distributed group.
 
     Args:
-        identity: a number of the object that its ranks agreed on.
+        identity: the number of this ExpertParallel that its ranks agreed on.
     """
 
     name = "all_to_all"
@@ -42,7 +42,7 @@ class AllToAll:
         self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
-        """An exchange of tokens x, whose choices are ids [N, K]."""
+        """Begin an exchange of tokens x whose choices are ids [N, K]; the host waits for all ranks' headers."""
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
@@ -51,17 +51,17 @@ class AllToAll:
         return _Rows(self, sent, num_sent, num_received, self.headers.number)
 
     def refuse(self) -> None:
-        """Tell the other ranks, in place of an exchange, that their tokens get no answer."""
+        """Tell the other ranks, instead of an exchange, that this rank refused its tokens."""
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
-        """Raise the PeerError of an operation after which the ranks are no more in step."""
+        """Raise the PeerError of an earlier operation after which the ranks are no longer in step."""
         self.headers.check()
 
     @contextlib.contextmanager
     def sending(self, phase: str) -> Iterator[None]:
-        """Send rows after a header. If this rank fails meanwhile, its object ends: the others wait for the rest of the
-        rows until their time-out.
+        """Send rows after a header inside this context. If this rank fails inside, the object refuses all later calls,
+        since the others wait for the remaining rows until their time-out.
         """
         try:
             yield
@@ -73,7 +73,11 @@ class AllToAll:
         self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None,
         group: Any = None,
     ) -> None:  # fmt: skip
-        """torch.distributed's all-to-all, of as many rows from and to each rank. What it raises becomes a PeerError."""
+        """Run torch.distributed's all-to-all: num_in[r] rows go to rank r, num_out[r] come from it; None: equal counts.
+
+        Raises:
+            PeerError: the all-to-all failed.
+        """
         try:
             dist.all_to_all_single(out, rows, num_out, num_in, group=group or self.group)
         except (RuntimeError, ValueError) as error:
@@ -91,8 +95,8 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(group: Any) -> Any:
-    """Return a group of the same ranks that exchanges memory of the host, so that a header waits for no kernel. NCCL
-    exchanges GPUs' memory alone: its groups get a gloo group each, which is made once. Every rank calls this.
+    """Return a group of the same ranks that exchanges host memory, so that headers wait for no kernel. NCCL exchanges
+    only GPU memory: each NCCL group gets a gloo group, made once. Every rank must call this.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -104,11 +108,12 @@ def host_group(group: Any) -> Any:
 
 @dataclasses.dataclass
 class _Rows(Exchange):
-    """Compact rows.
+    """An exchange of compact rows: no gaps between the rows of different ranks.
 
     Attributes:
-        sent: a Routing of own tokens, whose experts are ranks. num_sent, num_received: rows to and from each rank.
-        number: of the dispatch, among the object's operations.
+        sent: a Routing of this rank's tokens in which ranks take the place of experts.
+        num_sent, num_received: rows to and from each rank.
+        number: the dispatch's number among the operations of the object.
     """
 
     transport: AllToAll
@@ -129,7 +134,7 @@ class _Rows(Exchange):
             return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
 
     def _tokens_forth(self, x: Tokens) -> Tokens:
-        """Those in MXFP8 as bytes, since neither torch nor back ends move all 8-bit floats."""
+        """Send tokens; MXFP8 goes as bytes, since neither torch nor the back ends move every 8-bit float dtype."""
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
@@ -163,12 +168,12 @@ class _Rows(Exchange):
         return self._swap(phase, out, rows, self.num_received, self.num_sent)
 
     def _back(self, phase: str, rows: Tensor, out: Tensor) -> Tensor:
-        """Into the first rows of `out`."""
+        """Send rows back to their tokens' ranks; the received rows are written to the first rows of `out`."""
         self._swap(phase, out[: sum(self.num_sent)], rows, self.num_sent, self.num_received)
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """gloo's by way of the host, since it moves no memory of GPUs."""
+        """Exchange rows. With gloo, GPU tensors are copied through the host, since gloo moves no GPU memory."""
         by_host = out.is_cuda and self.transport.back_end == "gloo"
         received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows
@@ -176,14 +181,14 @@ class _Rows(Exchange):
         return out.copy_(received) if by_host else out
 
     def _sums(self, phase: str, rows: Tensor, residual: Tensor | None) -> Tensor:
-        """Of own tokens, of what all ranks send back for them, [N, H]."""
+        """Return [N, H]: for each of this rank's tokens, the sum of the rows sent back for it, + residual."""
         row_of = self.sent.row_of
         buffer = self._back(phase, rows, rows.new_empty(row_of.numel(), rows.shape[1]))
         made: Tensor = combine_rows(buffer.view(*row_of.shape, rows.shape[1]), row_of, residual)
         return made
 
     def _of_weights(self, phase: str, d_weights: Tensor) -> Tensor:
-        """Each weight has a gradient on the rank of its expert, and exactly 0 on others."""
+        """Return gradients of weights [N, K], summed over ranks: exactly 0 except on the rank of a weight's expert."""
         row_of = self.sent.row_of
         zeros = d_weights.new_zeros(row_of.numel() + 1, d_weights.shape[1])
         rows = self._back(phase, d_weights, zeros)

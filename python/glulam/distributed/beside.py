@@ -1,4 +1,4 @@
-"""Work that no other rank has a part in, on a stream of its own while rows are on their way."""
+"""Run work that needs no other rank, as a shared expert, on a side stream while rows are exchanged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..host import device as gpus
 
 FEW_TOKENS = 256
-"""Up to here. A graph of 64 tokens on two H100: the layer of Qwen2-57B-A14B, whose shared expert is wide, takes 800 us
-where it took 821, DeepSeek-V3's 3850 and 3864. Of 4096 tokens the shared expert's tiles take turns with those of the
-others: 2 % less and 2 % more.
+"""Most tokens at which a side stream is used. As a CUDA graph of 64 tokens on two H100, the layer of Qwen2-57B-A14B,
+whose shared expert is wide, takes 800 us with a side stream and 821 us without; DeepSeek-V3's takes 3850 and 3864 us.
+At 4096 tokens the shared expert's tiles take turns with the other experts' tiles: 2 % less time, and 2 % more.
 """
 
 
@@ -23,11 +23,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Beside:
-    """`work` of x: of few tokens, on a GPU and without gradients, beside whatever the current stream gets from here on;
-    else in its turn.
+    """Run `work(x)` on a side stream, concurrently with the work that the current stream gets after construction.
 
-    What it makes lies in memory of its own stream, which other threads, and other current streams of this one, share:
-    that memory goes back only when the current stream has read it.
+    The side stream is used for at most FEW_TOKENS tokens, on a GPU and without gradients; else `run` computes on the
+    current stream. The result's memory belongs to the side stream, which all threads and all current streams of this
+    device share: the memory is freed only after the current stream has read the result.
     """
 
     def __init__(self, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -36,14 +36,14 @@ class Beside:
         self._begin = torch.cuda.current_stream(x.device).record_event() if is_beside else None
 
     def run(self) -> Tensor:
-        """What work makes, for the current stream once that has joined."""
+        """Return the result of `work`; the current stream may read it after `join`."""
         if self._begin is None:
             return self._work(self._x)
         side, current = _stream(self._x.device), torch.cuda.current_stream(self._x.device)
         side.wait_event(self._begin)
         with torch.cuda.stream(side):
             made = self._work(self._x)
-        if not gpus.is_capturing():  # within a graph only its own work follows
+        if not gpus.is_capturing():  # inside a graph, only the graph's own work can reuse the memory
             made.record_stream(current)
         return made
 

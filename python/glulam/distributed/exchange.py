@@ -1,4 +1,4 @@
-"""What every transport has: the two ends of a layer whose experts are on several ranks, and their gradients."""
+"""The interface of a transport: dispatch and combine of a layer whose experts are on several ranks, and backward."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .tokens import Tokens
 from .turn import Turn
 
 DISPATCH, COMBINE = "dispatch", "combine"
-"""Phases, as errors call them."""
+"""Names of the phases in error messages."""
 WHY = {
     "refused": "the tokens of rank {} were refused, as its own error says",
     "failed": "rank {} failed between dispatch and combine, as its own error says",
     "other form": "rank {} has tokens in another form; give 16-bit ones on all ranks or MXFP8 on all, and record "
     "gradients on all or none",
 }
-"""Why what a rank sent does not count, by `windows.REASONS` and `headers.SAID`."""
+"""Reasons for which an exchange with a rank failed, by the names in `windows.REASONS` and `headers.SAID`."""
 
 
 class PeerError(RuntimeError):
-    """Another rank could not do its part; the message names it and what it was asked for."""
+    """Another rank could not do its part; the message names the rank and the operation."""
 
 
 class Exchange(abc.ABC):
-    """One dispatch, and the way back. What it sends forth is by token; what comes here lies by rank and then by token.
-
-    Callers of the methods hold the transport's turn.
+    """One dispatch with its combine and their backward passes. Tensors that this rank sends are ordered by its tokens;
+    received tensors are ordered by rank, then by token. Callers of the methods hold the transport's turn.
 
     Attributes:
-        transport: an AllToAll or a Symmetric. row_of: of the Routing here, once there is one.
+        transport: an AllToAll or a Symmetric.
+        row_of: `row_of` of the Routing of the received tokens; None until there is one.
     """
 
     transport: Any
@@ -44,7 +44,7 @@ class Exchange(abc.ABC):
 
     @property
     def turn(self) -> Turn:
-        """The ExpertParallel's, which backward passes take themselves."""
+        """The Turn of the ExpertParallel; backward passes enter it themselves."""
         turn: Turn = self.transport.turn
         return turn
 
@@ -55,39 +55,41 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """The same of the tokens of all ranks that have an expert here."""
+        """Send tokens x [N, H], weights and ids [N, K] to the ranks of their experts; return those received."""
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
-        """Gradients of results [N, H], to where their tokens went."""
+        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return received gradients."""
 
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
-        """Of own tokens [N, H], the sums over ranks of those that come back for them, + residual."""
+        """Send sums to their tokens' ranks; return [N, H], each own token's sum over all ranks, + residual."""
 
     @abc.abstractmethod
     def fail(self) -> None:
-        """In place of `back`: tell the other ranks that this one failed."""
+        """Tell the other ranks that this rank failed; called instead of `back`."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """`back` of rows of experts [T, H]."""
+        """Sum expert rows y [T, H] by token, and send the sums back as `back` does."""
         return self.back(combine(y, here), residual)
 
     @abc.abstractmethod
     def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Of own tokens [N, H] as `back`, and of their weights [N, K], each from the rank of its expert; 0 without."""
+        """Send gradients of received tokens and weights back; return those of this rank's tokens [N, H], summed over
+        ranks, and weights [N, K], from the rank of each choice's expert; 0 for a choice without an expert.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """What `combine` answers: an exchange, and the Routing of the tokens that came to own experts."""
+    """Handle from dispatch for `combine`: the exchange, and the Routing of the tokens that arrived here."""
 
     exchange: Exchange
     here: Routing
 
 
 class Dispatch(torch.autograd.Function):
-    """x [N, H], weights [N, K] and ids to those of the tokens that have an expert here."""
+    """Differentiable `Exchange.dispatch` of x [N, H], weights [N, K] and ids."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
@@ -106,7 +108,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Sums over a rank's own experts, by token that came, to those over all of them, [N, H], + residual."""
+    """Differentiable `Exchange.back`: from sums over this rank's experts to sums over all experts, [N, H]."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:

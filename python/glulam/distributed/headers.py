@@ -1,8 +1,8 @@
-"""Headers: what ranks tell each other before they exchange rows by all_to_all.
+"""Headers that ranks exchange before they exchange rows by all_to_all.
 
-torch.distributed moves whatever bytes it is given. If one rank is in dispatch while another is in combine, or sends
-another dtype, rows come out wrong without an error, or the back end ends the process. So each operation begins with a
-header of fixed size to every rank, and rows follow only where all headers agree.
+torch.distributed moves any bytes. If one rank is in dispatch while another is in combine, or sends another dtype, rows
+come out wrong without an error, or the back end ends the process. So each operation begins with a header of fixed size
+to every rank, and rows follow only if all headers agree.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 
 
 class Header(NamedTuple):
-    """One rank's part of an operation. The same on all ranks, except for `rows`.
+    """One rank's description of an operation. All fields except `rows` must be equal on all ranks.
 
     Attributes:
-        identity: the ExpertParallel, by a number that its ranks agreed on. number: its operations so far.
-        phase: an index of PHASES. answers: the number of the dispatch that it belongs to; 0 of a dispatch itself.
+        identity: the number of the ExpertParallel that its ranks agreed on. number: its operations so far.
+        phase: an index of PHASES. answers: the number of the dispatch that this operation belongs to; 0: a dispatch.
         status: an index of SAID. dtype: an index of DTYPES. width: columns. has_weights: whether gradients of choices'
             weights follow. rows: how many follow for the rank that reads this header.
     """
@@ -59,7 +59,8 @@ class Headers:
 
     Args:
         swap: torch.distributed's all-to-all of a tensor [W, n], which raises PeerError.
-        world: W. identity: see Header. turn: of the object; one that was shared ends it.
+        world: W, the number of ranks. identity: see Header.
+        turn: the object's Turn; once two threads shared it, all operations are refused.
     """
 
     def __init__(self, swap: Callable[[str, Tensor], Tensor], world: int, identity: int, turn: Turn) -> None:
@@ -68,12 +69,12 @@ class Headers:
         self._ended = ""
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which ranks are no more in step."""
+        """Raise the PeerError of an earlier operation after which ranks are no longer in step."""
         if self._ended:
             raise PeerError(f"{self._ended}; make a new object on all ranks")
 
     def end(self, why: str) -> None:
-        """Refuse all later operations: other ranks may be in the midst of one."""
+        """Refuse all later operations, since other ranks may still be inside one."""
         self._ended = self._ended or why
 
     def agree(
@@ -83,8 +84,8 @@ class Headers:
         """Begin an operation of all ranks, and return how many rows come from each.
 
         Args:
-            like: rows [., width] of the dtype that is to be sent. rows: how many for each rank.
-            expected: how many come from each; None: other ranks' headers say it.
+            like: a tensor [., width] of the dtype that will be sent. rows: number of rows for each rank.
+            expected: number of rows from each rank; None: taken from the other ranks' headers.
             answers, has_weights: see Header.
 
         Raises:
@@ -111,7 +112,7 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """In place of an operation: say "refused" or "failed" to the other ranks, for whom it ends in a PeerError."""
+        """Send "refused" or "failed" instead of an operation; on the other ranks it raises a PeerError."""
         if self._ended:
             return
         try:

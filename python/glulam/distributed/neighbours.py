@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on before the first call: sizes, and how rows travel."""
+"""Agreement of the ranks of a group before the first call: sizes, and the transport of rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _host() -> str:
-    """This machine, since it was started."""
+    """Return a name of this machine that changes when it reboots."""
     return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
 def _gpu() -> str:
-    """The current GPU of this process, by a name that is its own; empty where there is none."""
+    """Return the UUID of this process's current GPU; empty: no GPU."""
     if not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
-    """What keeps ranks at these hosts and GPUs from each other's memory; empty where nothing does."""
+    """Return why ranks at these (host, GPU) cannot reach each other's memory; empty: they can."""
     gpus = [gpu for _, gpu in places]
     if "nccl" not in dist.get_backend(group):
         return f"the group's back end is {dist.get_backend(group)}; it must be nccl"
@@ -49,7 +49,9 @@ def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
 
 
 def _untested(index: int) -> str:
-    """Why kernels between GPUs are not to run on one; empty where they may. A stamp says nothing of them."""
+    """Return why kernels between GPUs must not run on this GPU; empty: they may. A stamp of
+    `glulam validate` does not count, since it covers no kernels between GPUs.
+    """
     try:
         gpu = devices.gpu(index)
     except UnsupportedDevice as error:
@@ -62,11 +64,12 @@ def _untested(index: int) -> str:
 def agree(
     group: Any, transport: str, sizes: tuple[Any, ...], unfit: str, error: Exception | None = None
 ) -> tuple[str, int]:
-    """The transport of all ranks, asked for or the best, and a number of this object. Every rank calls it.
+    """Return (the transport for all ranks, a number that identifies this object). Every rank must call this.
 
     Args:
-        sizes: that must be every rank's. unfit: why they do not fit the symmetric transport; empty where they do.
-        error: what is wrong with this rank's options, which is raised once the others know.
+        transport: the requested transport, or "auto" for the best.
+        sizes: must be equal on every rank. unfit: why they do not fit the symmetric transport; empty: they do.
+        error: an error in this rank's options, raised after the other ranks have been told; None: no error.
 
     Raises:
         ValueError: a rank has other sizes, or asks for another transport, or "symmetric" cannot work; on every rank.

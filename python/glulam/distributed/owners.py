@@ -1,4 +1,4 @@
-"""Which rank owns which expert. Plain arithmetic, for numbers and tensors."""
+"""Ownership of experts by ranks, by plain arithmetic on numbers and tensors."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ class Owners(NamedTuple):
     world: int
 
     def first(self, rank: int) -> int:
-        """The first expert of a rank; `first(world)` is the number of experts."""
+        """Return the first expert of a rank; `first(world)` is the number of experts."""
         return rank * self.num_experts // self.world
 
     def count(self, rank: int) -> int:
         return self.first(rank + 1) - self.first(rank)
 
     def spread_of_arrived(self, rank: int, top_k: int) -> int:
-        """Return the experts that the choices of tokens are spread over that came to a rank, one by one.
+        """Return the number of experts over which the choices of the tokens that arrived at `rank` are spread, if only
+        those tokens are counted.
 
-        A token comes if a choice of it is here: of E experts, L of them here, a share of 1 - C(E - L, K) / C(E, K).
+        A token arrives if one of its K choices is here: of E experts, L of them here, the share of tokens that arrive
+        is 1 - C(E - L, K) / C(E, K).
         """
         here, chosen = self.count(rank), math.comb(self.num_experts, top_k)
         share = 1 - math.comb(self.num_experts - here, top_k) / chosen
         return max(here, round(self.num_experts * share))
 
     def spread_in_room(self, tokens: int, most: int) -> int:
-        """Return the experts that choices are spread over where a rank has room for `most` tokens of each rank, which
-        all have as many as this one, `tokens`. These are rounded up to a power of two, so that few numbers of tokens
-        need plans of their own; 0: nothing is known of others.
+        """Return the number of experts over which choices are spread, if a rank has room for `most` tokens of each rank
+        and every rank has `tokens`, as this one does. `tokens` is rounded up to a power of two, so that few numbers of
+        tokens need plans of their own; 0: nothing is known of the other ranks, so `most` is assumed.
         """
         used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
         return self.num_experts * most // used
 
     def ranks_of(self, ids: Tensor) -> Tensor:
-        """int64, the rank that owns each expert; `world` for ids that are no expert's."""
+        """Return int64 ranks that own the experts `ids`; `world` for an id that is no expert."""
         ids = ids.long()
         rank = ((ids + 1) * self.world - 1).div(self.num_experts, rounding_mode="floor")
         return rank.where((ids >= 0) & (ids < self.num_experts), self.world)
 
     def destinations(self, ids: Tensor) -> Tensor:
-        """int32 [N, world] of the choices [N, K] of N tokens: r in column r where one lives on rank r, else -1."""
+        """Return int32 [N, world] for choices [N, K]: column r is r if a choice of the token is on rank r, else -1."""
         goes = torch.zeros(len(ids), self.world + 1, dtype=torch.bool, device=ids.device)
         goes = goes.scatter_(1, self.ranks_of(ids), True)[:, : self.world]
         return torch.arange(self.world, dtype=torch.int32, device=ids.device).where(goes, -1)

@@ -15,7 +15,7 @@ from .parallel import ExpertParallel
 _NUMBERED = re.compile(
     r"(?P<before>(?:.*\.)?experts\.(?:fc[12]\.(?:weight|bias|weight_scale))?)(?P<number>\d+)(?P<after>.*)"
 )
-"""A key of one expert: `experts.7.up_proj.weight` of others, `experts.fc1.weight7` of nn.MoE."""
+"""Matches a key of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
 _PACKED = re.compile(r"(?:.*\.)?experts\..*")
 
 
@@ -25,14 +25,17 @@ def _number_of(key: str) -> tuple[str, int, str] | None:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Of the state dict of a whole model what this rank loads: of experts its own, of all else everything.
+    """Return the part of a whole model's state dict that this rank loads: its own experts, and all other tensors.
 
     Args:
-        state: with experts under any names that `nn.MoE` loads, stacked or one by one.
-        parallel: of all layers in it.
+        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked or one by one.
+        parallel: the ExpertParallel of all layers in it.
+
+    Returns:
+        A new dict; one-by-one experts are renumbered from 0, stacked experts are views.
 
     Raises:
-        ValueError: a tensor of all experts has another number of them.
+        ValueError: a stacked tensor does not hold `parallel.num_experts` experts.
     """
     first, end = parallel.first, parallel.first + parallel.num_local
     made: dict[str, Tensor] = {}
@@ -51,8 +54,16 @@ def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> d
 
 
 def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """The state dict of the whole model, on every rank and on the CPU, from that of each: to be saved, and loaded by
-    any number of ranks. Every rank calls it.
+    """Return the state dict of the whole model from each rank's: to be saved, and loaded by any number of ranks.
+
+    Every rank must call this.
+
+    Args:
+        state: this rank's state dict.
+        parallel: the ExpertParallel of all layers in it.
+
+    Returns:
+        On every rank, a dict of CPU tensors with the experts of all ranks.
     """
     mine = {key: value.detach().cpu() for key, value in state.items() if _PACKED.fullmatch(key)}
     parts: list[Any] = [None] * parallel.world
@@ -70,11 +81,15 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, by name, that each rank has its own of: experts of the layers in `module` that are spread over
-    ranks. Their gradients are whole where they are; those of all other parameters are to be averaged over the group's
-    data, as by DistributedDataParallel, which leaves out names that it is given so:
+    """Return the parameters of which each rank has its own: experts of the layers in `module` that have a `parallel`.
+
+    Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
+    over the group's data, as DistributedDataParallel does; make it skip the experts by:
 
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
+
+    Returns:
+        {name in `module`: parameter}.
     """
     found = {}
     for path, layer in module.named_modules():

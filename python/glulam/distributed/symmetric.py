@@ -1,5 +1,5 @@
-"""Transport by stores to the memory of other GPUs of the host: kernels send rows, and words that say so (docs/
-distributed.md). The host waits for nothing, and CUDA graphs hold it.
+"""Transport by stores to the memory of the host's other GPUs: kernels write rows, then words that announce them
+(docs/distributed.md). The host waits for nothing, and CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT = 600.0
 
 
 class _Kernels:
-    """Of one GPU and dtype, by name."""
+    """The transport's kernels for one GPU and dtype, by name."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.index = gpus.cuda_index("ExpertParallel", device)
@@ -48,15 +48,15 @@ class _Kernels:
 
 
 class Symmetric:
-    """A rank among ranks that reach each other's windows.
+    """The transport of one rank, among ranks that can access each other's windows.
 
-    All ranks make the same calls in the same order. A call on another stream than the one before it waits for that
-    stream; where a graph is captured, the order is the caller's business.
+    All ranks must make the same calls in the same order. A call on another stream than the previous call's waits for
+    that stream; during graph capture the caller must order the streams.
     """
 
     name = "symmetric"
     poison = False
-    """For tests: what was received is overwritten where no rank may need it any more."""
+    """For tests: overwrite received data with NaN as soon as no rank may need it."""
 
     def __init__(self, window: Window, held: Any, rank: int, num_experts: int, sizes: Sizes) -> None:
         self.window, self._held, self.sizes, self.turn = window, held, sizes, Turn()
@@ -77,7 +77,7 @@ class Symmetric:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a rank waits for others; graphs that were captured before take it, too."""
+        """Seconds that a rank waits for others; a new value also applies to graphs that are captured already."""
         return self._timeout
 
     @timeout.setter
@@ -86,7 +86,7 @@ class Symmetric:
         self._state[STATE.index("timeout")] = int(seconds * 1e9)
 
     def check(self) -> None:
-        """Raise the PeerError of what the device found in calls before this one, or RuntimeError of two threads."""
+        """Raise PeerError if the device found an error in an earlier call, RuntimeError if two threads shared this."""
         if error := self._error.value:
             rank, reason, phase, number = failure(error)
             what = {
@@ -101,7 +101,7 @@ class Symmetric:
             raise RuntimeError(SHARED)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Slots:
-        """An exchange of tokens x, whose choices are ids [N, K]."""
+        """Begin an exchange of tokens x whose choices are ids [N, K]."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty
@@ -109,7 +109,7 @@ class Symmetric:
         return _Slots(self, handle, empty(tokens, world), empty(tokens, k), keeps=torch.is_grad_enabled())
 
     def refuse(self) -> None:
-        """In place of an exchange: the other ranks learn of it, and the object ends."""
+        """Tell the other ranks, instead of an exchange, that this rank refused its tokens; the object ends."""
         if not self._error.value:
             self.send_tokens(tokens=0, status="refused")
 
@@ -131,7 +131,7 @@ class Symmetric:
         self.kernels.launch("send_sums", **values, **self.common)
 
     def _follow(self) -> None:
-        """An operation comes after the one before it, which may be another stream's."""
+        """Make the current stream wait for the stream of the previous operation."""
         device = self._state.device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
@@ -142,12 +142,13 @@ class Symmetric:
 
 @dataclasses.dataclass
 class _Slots(Exchange):
-    """A token in the place of its number, on every rank that it goes to.
+    """An exchange in fixed slots: a token's number is its place in the window of every rank that it goes to.
 
     Attributes:
-        handle: int64 [1 + W], the operation's number, and tokens of each rank.
-        sum_rows, weight_places: where what comes back lies, as of the kernel.
-        keeps: whether what came must outlive the next dispatch.
+        handle: int64 [1 + W], the operation's number, and the number of tokens of each rank.
+        sum_rows, weight_places: [N, W] and [N, K], written by the kernel: places in the window of the sums and weight
+            gradients that come back.
+        keeps: whether received tensors must outlive the next dispatch.
     """
 
     transport: Symmetric
@@ -161,11 +162,11 @@ class _Slots(Exchange):
         return len(self.sum_rows)
 
     def fail(self) -> None:
-        """Send a refused dispatch: the other ranks, which are in combine, see that this rank is not."""
+        """Send a refused dispatch, from which the other ranks, which are in combine, see that this rank failed."""
         self.transport.refuse()
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Views of the window, which the next dispatch overwrites, unless they are kept."""
+        """Send tokens; return views of the window, which the next dispatch overwrites, or copies if `keeps`."""
         weights = weights.contiguous()
         self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())
         window = self.transport.window
@@ -173,7 +174,7 @@ class _Slots(Exchange):
         return tuple(one.clone() for one in came) if self.keeps else came  # type: ignore[return-value]
 
     def forth(self, d_out: Tensor) -> Tensor:
-        """A copy: weight gradients may be computed late."""
+        """Send gradients; return a copy of those received, since weight gradients may be computed later."""
         self._send(d_out, ids=0, weights=0)
         return self.transport.window.rows.clone()
 
@@ -183,7 +184,7 @@ class _Slots(Exchange):
         return self._add(residual)
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Rows are added on their way."""
+        """Send expert rows y [T, H] back; the sending kernel sums them by token."""
         self._check_back(y, of_a_token=self.transport.sizes.top_k)
         self._send_back(y, is_summed=0)
         return self._add(residual)
@@ -207,12 +208,12 @@ class _Slots(Exchange):
         self.transport.send_tokens(status=status_of(x), **rows, **table, **self._back())
 
     def _back(self) -> dict[str, int]:
-        """Where what comes back lies, as kernels take it."""
+        """Return kernel arguments: addresses of the tensors that hold the places of returned rows."""
         tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _check_back(self, y: Tensor, of_a_token: int) -> None:
-        """Raise ValueError or TypeError where y is not what the kernel reads at its address."""
+        """Raise ValueError or TypeError if y does not have the shape, dtype and device that the kernel reads."""
         sizes = self.transport.sizes
         shape, why = (of_a_token * sizes.rows, sizes.hidden_size), f"hidden_size is {sizes.hidden_size}"
         like = self.transport.window.sums
@@ -229,7 +230,7 @@ class _Slots(Exchange):
         )  # fmt: skip
 
     def _add(self, residual: Tensor | None) -> Tensor:
-        """Sums over ranks, in their order."""
+        """Return received sums added over ranks, in rank order, + residual."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
         out = sums.new_empty(tokens, sums.shape[1])

@@ -1,4 +1,4 @@
-"""In which form tokens travel: in 16 bits, or in MXFP8 where that is what a layer's recipe multiplies."""
+"""The format in which tokens are sent: 16 bits, or MXFP8 if a layer's recipe multiplies MXFP8."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
 FORM = ("row", "1x128", "plain")
-"""Of those in MXFP8, as FC1 reads them."""
+"""Axis, block and scale layout of MXFP8 tokens, as FC1 reads them."""
 WIDE = BLOCK_SIZES["1x128"]
-"""What H is then a multiple of: scales of a row are whole words of 4 bytes, and so words of every row are aligned."""
+"""MXFP8 tokens need H to be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
 
 
 def status_of(x: Tokens) -> str:
-    """A row of `windows.STATUSES`."""
+    """Return the entry of `windows.STATUSES` for the format of x."""
     return "MXFP8 rows" if isinstance(x, MXFP8Tensor) else "16-bit rows"
 
 
 def check_tokens(op: str, x: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype) -> None:
-    """Raises ValueError or TypeError where x is not [N, hidden_size], N at most max_tokens, of dtype or in MXFP8."""
+    """Raise ValueError or TypeError unless x is [N, hidden_size], of `dtype` or in MXFP8, with N <= max_tokens."""
     data = x.data if isinstance(x, MXFP8Tensor) else x
     check_tensor(op, "x", data, "a tensor [N, H]", dtypes=(DATA_DTYPE if data is not x else dtype,))
     if data.dim() != 2 or data.shape[1] != hidden_size:
@@ -56,25 +56,29 @@ def _check_form(op: str, x: MXFP8Tensor, dtype: torch.dtype) -> None:
 
 
 def refuse_gradients(op: str, x: Any, weights: Any) -> None:
-    """Raises GradientNotSupported where weights are trained and x is in MXFP8, which no backward takes."""
+    """Raise GradientNotSupported if weights are trained and x is in MXFP8, which no backward takes."""
     if isinstance(x, MXFP8Tensor) and torch.is_grad_enabled() and any_requires_grad(weights):
         want_16_bits(op, "x")
 
 
 def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether a layer sends 16-bit tokens in MXFP8: where FC1 multiplies nothing else, and nothing else is saved."""
+    """Return whether a layer sends 16-bit tokens as MXFP8: if FC1 reads only MXFP8 rows, and nothing is saved for
+    backward.
+    """
     return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
 
 
 def in_mxfp8(x: Tensor) -> MXFP8Tensor:
-    """Tokens quantised as a forward of recipe "mxfp8" would where they go."""
+    """Return x quantised as the forward of recipe "mxfp8" would quantise it on the receiving rank."""
     made: MXFP8Tensor = quantize_mxfp8(x, block=BY_128.block)
     return made
 
 
 def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -> Tokens:
-    """Tokens in MXFP8 as a layer's recipe reads them. Those that it reads in 16 bits travel so: what comes lies among
-    room for the tokens of all ranks, and decoding all of that takes longer than the link.
+    """Return MXFP8 tokens in the format that a layer's recipe reads, to be sent.
+
+    Tokens that the recipe reads in 16 bits are decoded before they are sent: the receiving buffer has room for the
+    tokens of all ranks, and decoding all of it takes longer than the link.
 
     Raises:
         ValueError, TypeError: the recipe does not take them.

@@ -1,4 +1,4 @@
-"""One thread at a time in the operations of an ExpertParallel."""
+"""Turn: keeps the operations of an ExpertParallel to one thread at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SHARED = (
 
 
 class Turn:
-    """A context of one thread, which may enter it again within.
+    """A re-entrant context for one thread; a second thread that enters meanwhile gets a RuntimeError.
 
     Attributes:
-        was_shared: a second thread came meanwhile. Its call was refused, and the object is of no more use.
+        was_shared: a second thread tried to enter. Its call was refused, and the ExpertParallel is unusable.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Windows: memory of a rank that all ranks of the host reach."""
+"""Windows: memory of a rank that all ranks of the host can access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 
 class Sizes(NamedTuple):
-    """What a window's layout follows from: W ranks of at most L tokens, K choices each, H columns of a dtype."""
+    """Sizes that determine a window's layout: W ranks of at most L tokens, K choices each, H columns of a dtype."""
 
     world: int
     max_tokens: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
         return self.world * self.max_tokens
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each region of `windows.REGIONS`."""
+        """Return dtype and shape of each region in `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
             "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
         return {name: shapes[name] for name in REGIONS}
 
     def offsets(self) -> dict[str, int]:
-        """Where each region begins, in bytes; under "" where the last ends."""
+        """Return the byte at which each region begins; under "", the size of the window."""
         found, end = {}, 0
         for name, (dtype, shape) in self.regions().items():
             found[name] = end
@@ -58,11 +58,12 @@ class Window:
     """A rank's own window.
 
     Args:
-        buffer: uint8, of `sizes.offsets()[""]` bytes. bases: the address of each rank's, own included.
+        buffer: uint8, `sizes.offsets()[""]` bytes. bases: the address of each rank's buffer, this rank's included.
 
     Attributes:
-        rows, scales, ids, weights, sums, weight_gradients, words: views of the regions. in_mxfp8: tokens that came in
-            MXFP8, [W L, H], of `rows` and `scales`. addresses: int64 [REGIONS, W].
+        rows, scales, ids, weights, sums, weight_gradients, words: views of the regions.
+        in_mxfp8: `rows` and `scales` viewed as MXFP8 tokens [W L, H].
+        addresses: int64 [REGIONS, W], the address of each region on each rank.
     """
 
     def __init__(self, buffer: Tensor, bases: list[int], sizes: Sizes) -> None:
@@ -92,7 +93,7 @@ class Window:
 
 
 def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
-    """A window that all ranks of a group reach, and what keeps it so. Every rank calls it."""
+    """Return (a window that all ranks can access, the objects that keep it alive). Every rank must call this."""
     size = sizes.offsets()[""]
     if sizes.world == 1:
         buffer, held = torch.empty(size, dtype=torch.uint8, device=device), None
@@ -105,5 +106,5 @@ def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Windo
         bases = list(held.buffer_ptrs)
     window = Window(buffer, bases, sizes)
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # no word comes before all are zero
+    dist.barrier(group)  # no rank may write a word before every window's words are zero
     return window, (buffer, held)

@@ -1,1 +1,1 @@
-"""Formats of quantised weights, a folder each: its tensor, how it is made, and how kernels read it (`form.Form`)."""
+"""Formats of quantised weights, a folder each: the tensor class, its quantiser, and the `form.Form` kernels read."""

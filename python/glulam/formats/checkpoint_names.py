@@ -1,4 +1,4 @@
-"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and what these tensors hold."""
+"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and formats of these tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .nvfp4.form import NVFP4
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """The gate, the up-projection and the down-projection."""
 IGNORED = frozenset(("input_scale", "input_global_scale"))
-"""Parts that are of activations: recipes here quantise rows by their own maxima, or not at all."""
+"""Parts that scale activations. They are not read: recipes quantise rows by the rows' own maxima, or not at all."""
 
 Dtypes = tuple[torch.dtype, ...]
 E4M3: Dtypes = (torch.float8_e4m3fn,)
@@ -26,7 +26,7 @@ E8M0: Dtypes = (torch.float8_e8m0fnu, torch.uint8)
 E2M1_PAIRS: Dtypes = (torch.uint8, torch.int8)
 FLOAT32: Dtypes = (torch.float32,)
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of block scales, which Qwen's checkpoints have in 16 bits; they become float32."""
+"""Dtypes of block scales; they become float32. Qwen's checkpoints have them in 16 bits."""
 SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
 
@@ -34,11 +34,11 @@ class Dialect(NamedTuple):
     """A way in which checkpoints store a projection [out, in].
 
     Attributes:
-        name: the format, and who ships it so.
-        form: what the weight becomes.
-        block: rows and columns that share a scale.
-        parts: the elements', the scales' and the global scale's name, each with its dtypes.
-        divides: whether values are divided by the global scale, not multiplied.
+        name: the format, and whose checkpoints have it.
+        form: the Form of the loaded weight.
+        block: rows and columns of elements that share a scale.
+        parts: names of the elements, the scales and the global scale, in this order, each with its allowed dtypes.
+        divides: whether values are divided by the global scale instead of multiplied.
     """
 
     name: str
@@ -67,16 +67,16 @@ DIALECTS = (
         {"weight_packed": E2M1_PAIRS, "weight_scale": E4M3, "weight_global_scale": FLOAT32}, divides=True,
     ),
 )  # fmt: skip
-"""Two that have the same names differ in dtypes."""
+"""All known dialects; those with the same part names differ in dtypes."""
 
 
 class ExpertNames(NamedTuple):
-    """The experts at a prefix.
+    """Names of the experts at a prefix of a checkpoint.
 
     Attributes:
-        start: what their names begin with.
-        parts: of each projection of each expert, the names of its parts, but for IGNORED.
-        is_numbered: False if the names have no numbers: expert 0 is alone, as one that every token goes to.
+        start: the beginning of all these names.
+        parts: by expert and projection, the names of the parts except IGNORED.
+        is_numbered: False: names have no expert number, as for a shared expert; the only expert is 0.
     """
 
     start: str
@@ -91,7 +91,7 @@ class ExpertNames(NamedTuple):
         return {projection for expert in self.parts.values() for projection in expert}
 
     def part_names(self) -> dict[str, str]:
-        """Every name of a part, with the first key that has it."""
+        """Return every part name, with the first key that has it."""
         found: dict[str, str] = {}
         for expert, projections in sorted(self.parts.items()):
             for projection, parts in projections.items():
@@ -105,7 +105,7 @@ _ANY_EXPERT = re.compile(rf"(.*?)\.?\d+\.(?:{'|'.join(name for names in PROJECTI
 
 
 def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) -> ExpertNames:
-    """The experts whose names begin with a prefix. is_numbered: False for the names of one expert without a number."""
+    """Return the experts whose names begin with a prefix. is_numbered: False: names have no expert number."""
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     parts: dict[int, dict[str, set[str]]] = {}
     for key in keys:

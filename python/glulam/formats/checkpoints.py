@@ -1,4 +1,4 @@
-"""load_experts: a layer's experts from a checkpoint, under the checkpoint's own names, as operators take them."""
+"""load_experts: read a layer's experts from a checkpoint, by the checkpoint's own names, as weights for operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scaled import SCALE_DTYPE, Scaled, bytes_of_floats, scales_of
 
 OP = "load_experts"
 LISTED = 4
-"""Names that a message lists at most."""
+"""Most names that a message lists."""
 
 
 def load_experts(
@@ -25,7 +25,7 @@ def load_experts(
     experts: Sequence[int] | None = None,
     device: torch.device | str | int | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Return the quantised weights (w1, w2) of a layer's experts from a checkpoint that has them one by one.
+    """Return the quantised weights (w1, w2) of a layer's experts from a checkpoint that stores experts one by one.
 
     Names and dtypes tell the format: FP8 blocks (DeepSeek-V3, Qwen3-FP8, DeepSeek-V4's base, AMD Quark), MXFP8
     (MiniMax-M3, compressed-tensors), MXFP4 (DeepSeek-V4), NVFP4 (modelopt, compressed-tensors). w1 and w2 hold the
@@ -33,22 +33,23 @@ def load_experts(
     Scales of activations (`input_scale`, `input_global_scale`) are not read.
 
     Args:
-        state: tensors by the checkpoint's names, on any device, contiguous or not. A mapping that reads files when it
-            is asked for a tensor works: tensors are asked for one by one. It is not changed.
-        prefix: what comes before an expert's number, as "model.layers.3.mlp.experts".
-        num_experts: how many experts the layer has.
-        experts: numbers of those to load, in this order, as of a rank; by default all.
-        device: of the result; by default that of the first tensor.
+        state: tensors by the checkpoint's names, on any device, contiguous or not. A mapping that reads
+            files on access works: tensors are read one by one. The mapping is not changed.
+        prefix: the part of names before an expert's number, as "model.layers.3.mlp.experts".
+        num_experts: number of experts of the layer.
+        experts: numbers of the experts to load, in this order, as the experts of a rank; None: all.
+        device: device of the result; None: the first tensor's device.
 
     Returns:
         (w1, w2): FP8BlockTensors, MXFP8Tensors, MXFP4Tensors or NVFP4Tensors [E, 2I, H] and [E, H, I], for glu_layout
-        "concat": the gate's rows before the up-projection's. Their `recipe` is the name of one that takes them. An
-        NVFP4 w1 has a global scale [E], or [E, 2] where the halves' differ.
+        "concat": the gate's rows before the up-projection's. Their `recipe` names a recipe that takes them. An
+            NVFP4 w1 has a global scale [E], or [E, 2] if the two halves have different ones.
 
     Raises:
-        ValueError: no experts at the prefix, an expert or a part is missing, names of several formats are mixed, shapes
-            that do not fit each other, scales that are NaN, infinite or negative, global scales that are not positive.
-        TypeError: an argument of another kind, a tensor of another dtype.
+        ValueError: there are no experts at the prefix, an expert or a part is missing, names of several formats are
+            mixed, shapes do not fit each other, a scale is NaN, infinite or negative, or a global scale is not
+            positive.
+        TypeError: an argument has the wrong type, or a tensor the wrong dtype.
     """
     _check_arguments(state, prefix, num_experts)
     names = experts_at(state, prefix)
@@ -62,7 +63,7 @@ def load_named(
     experts: Sequence[int] | None = None,
     device: torch.device | str | int | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Do what `load_experts` does, for the experts with these names in the state."""
+    """Return (w1, w2) as `load_experts` does, for the experts with these names in the state."""
     wanted, projections = _wanted(state, num_experts, experts, names), _projections(names)
     source = Source(state, names, _dialect(state, names, wanted, projections))
     *gate_up, down = projections
@@ -88,7 +89,7 @@ def _check_arguments(state: Any, prefix: Any, num_experts: Any) -> None:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """Some names as text, and how many others there are."""
+    """Return the first LISTED names as text, and the number of further names."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"{', '.join(map(repr, names[:LISTED]))}{more}"
 
@@ -99,7 +100,7 @@ def _listed(names: Sequence[Any]) -> str:
 def _wanted(
     state: Mapping[str, Tensor], num_experts: int, experts: Sequence[int] | None, names: ExpertNames
 ) -> list[int]:
-    """Numbers of the experts to load. Raises ValueError where they are none, or not all there."""
+    """Return the numbers of the experts to load. Raises ValueError if there are none, or one is missing."""
     prefix = names.start.removesuffix(".")
     if not names.parts:
         found = sorted(prefixes(state), key=lambda one: not one.startswith(prefix))
@@ -134,7 +135,7 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """The one whose names and dtypes these are. Raises ValueError, TypeError: there is none, or a part is missing."""
+    """Return the dialect with these names and dtypes. Raises ValueError, TypeError: none fits, or a part is missing."""
     part_names = names.part_names()
     by_names = dialects_of(part_names)
     if not by_names:
@@ -153,7 +154,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
-    """Raises ValueError: no dialect has exactly these names of parts."""
+    """Raise ValueError for part names that match no dialect exactly."""
     known = {name for dialect in DIALECTS for name in dialect.parts}
     if unknown := [key for part, key in part_names.items() if part not in known]:
         raise ValueError(
@@ -195,9 +196,9 @@ class Source(NamedTuple):
         return _tensor(self.state, self.names.key(expert, projection, next(iter(self.dialect.parts))))
 
     def parts(self, expert: int, projection: str) -> dict[str, Tensor]:
-        """A projection's parts by their keys: data, scales and a global scale, which fit each other.
+        """Return a projection's data, scales and, if the dialect has one, global scale, by their keys.
 
-        Raises TypeError, ValueError: a dtype or a shape is no such part's.
+        Raises TypeError, ValueError: a part has the wrong dtype or shape.
         """
         found = {}
         for part, dtypes in self.dialect.parts.items():
@@ -213,7 +214,7 @@ class Source(NamedTuple):
         return found
 
     def _check_shapes(self, parts: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where a projection's parts do not fit each other, or kernels do not take its rows."""
+        """Raise ValueError if a projection's parts do not fit each other, or kernels do not take its row width."""
         (data_key, data), (scale_key, scale), *others = parts.items()
         if data.dim() != 2 or not data.numel():
             raise ValueError(f"{OP}: {data_key} has shape {shape_text(data.shape)}; give a matrix [out, in]")
@@ -235,7 +236,7 @@ class Source(NamedTuple):
 
 
 def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], device: torch.device) -> Any:
-    """A weight of experts in the dialect's format: the rows of these projections, one after the other."""
+    """Return a weight of all experts in the dialect's format: the rows of these projections, one after the other."""
     wholes: list[Tensor] = []
     like, keys, bad = None, [], []
     for place, expert in enumerate(experts):
@@ -255,7 +256,7 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
 
 
 def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
-    """Memory for a part of all experts. A global scale has no dimension of its own, however it is stored."""
+    """Allocate a part for all experts. A global scale is a scalar here, whether stored as [] or [1]."""
     own = part.shape if part.dim() == 2 else ()
     return torch.empty(*shape, *own, dtype=torch.uint8 if part.itemsize == 1 else torch.float32, device=device)
 
@@ -270,7 +271,7 @@ def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
 
 
 def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
-    """Return a flag, bool [] on the scales' device, for the block scales and for each global scale: it is not valid."""
+    """Return a flag, bool [] on the scales' device, for the block scales and for each global scale: it is invalid."""
     first, *others = scales
     dtype = dialect.form.kind.scale_dtype
     numbers = scales_of(first) if dtype == SCALE_DTYPE else first.view(dtype).float()
@@ -280,7 +281,7 @@ def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
 
 
 def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
-    """Raises ValueError for the first of these scales that is bad."""
+    """Raise ValueError for the first scale whose flag is set."""
     for names, flags in zip(keys, bad.tolist(), strict=True):
         for place, (key, is_bad) in enumerate(zip(names, flags, strict=True)):
             if is_bad and not place:
@@ -292,7 +293,7 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Make a tensor of the dialect's format, of parts [E, halves, ...]."""
+    """Make a tensor of the dialect's format from parts [E, halves, ...]."""
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1
     is_by_row = dialect.block[0] == 1

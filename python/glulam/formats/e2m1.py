@@ -11,19 +11,19 @@ from torch import Tensor
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""Between neighbouring magnitudes, and whether the upper one is the even one, to which the midpoint is rounded."""
+"""Midpoints between neighbouring magnitudes, and whether a midpoint is rounded up, to the even code."""
 SIGN = 8
 
 
 def numbers_of(data: Tensor) -> Tensor:
-    """float32 [..., K] of bytes [..., K/2]."""
+    """Return the values, float32 [..., K], of bytes [..., K/2]."""
     magnitudes = torch.tensor(MAGNITUDES, device=data.device)
     numbers = torch.cat((magnitudes, -magnitudes))
     return numbers[torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()]
 
 
 def bytes_of_numbers(numbers: Tensor) -> Tensor:
-    """Bytes [R, K/2] of float32 [R, K], rounded to nearest even, up to 6; NaN to 0."""
+    """Return bytes [R, K/2] of float32 [R, K]: rounded to nearest even, at most 6 in magnitude; NaN becomes 0."""
     magnitude = numbers.abs()
     codes = torch.zeros_like(magnitude, dtype=torch.uint8)
     for midpoint, is_upper_even in _MIDPOINTS:

@@ -1,4 +1,4 @@
-"""Forms: the parts in which kernels read a weight, and how callers' weights become these parts. A class per format."""
+"""Forms: the parts of a weight that kernels read, and how callers' weights become these parts. A class per format."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .scaled import SOURCE_DTYPES, Parts, Scaled
 
 
 class Form:
-    """A format's weights [E, N, K] as a recipe's kernels read them.
+    """The layout in which a recipe's kernels read weights [E, N, K] of one format.
 
     Attributes:
-        name: of it, and of tensors that are read as they are (`Scaled.reads_as`).
-        kind: what callers hold. classes: all that is taken besides weights in 16 bits.
-        multiple: what widths that scales run along are multiples of. block: elements of a row that share a scale.
-        elements: of a number of `kind`'s data.
-        quantize: makes a `kind` of a matrix in 16 bits or float32, or of several.
-        ready_as: the dtype of data and the dimensions of scales that kernels read.
+        name: the form's name; `Scaled.reads_as` of tensors that need no preparation.
+        kind: the tensor class that callers hold.
+        classes: all tensor classes accepted, besides weights in 16 bits.
+        multiple: K must be a multiple of this.
+        block: elements of a row that share a scale.
+        elements: elements in one entry of `kind`'s data.
+        quantize: function that makes a `kind` from one or several matrices in 16 bits or float32.
+        ready_as: the dtype of data and the number of dimensions of scales that kernels read.
     """
 
     name: ClassVar[str]
@@ -34,7 +36,7 @@ class Form:
     ready_as: ClassVar[tuple[torch.dtype, int]]
 
     def check(self, op: str, name: str, w: Any) -> None:
-        """Raises ValueError where a tensor of `classes` does not lie as this reads it."""
+        """Raise ValueError if w, an instance of `classes`, does not have the layout that this form reads."""
 
     def is_ready(self, parts: Parts) -> bool:
         """Return whether kernels read these parts as they are."""
@@ -45,24 +47,24 @@ class Form:
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Prepare parts that are not ready for kernels. `report`: raise FoldError where too much would change."""
+        """Prepare parts that are not ready for kernels. `report`: raise FoldError if values would change too much."""
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """The form of a gated w1 in layout "concat" that is given in 16 bits, with so many rows."""
+        """Return the form of a gated 16-bit w1 in layout "concat" with this number of rows."""
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
-        """Raises ValueError, TypeError: scales or the third part do not fit a weight of this shape. is_concatenated:
-        the rows' halves are a gate's.
+        """Raise ValueError or TypeError if scales or the third part do not fit a weight of this shape.
+        is_concatenated: the rows are a gate's half followed by an up-projection's.
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:
-        """Make a tensor of `kind` of parts that were made before, unchecked; 8-bit floats may be bytes."""
+        """Return a `kind` from ready parts, unchecked; 8-bit floats may be stored as bytes."""
         raise NotImplementedError
 
     def columns(self, data: Tensor) -> int:
-        """Elements of a row of data."""
+        """Return the number of elements of a row of data."""
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
@@ -70,7 +72,7 @@ class Form:
         return *shape[:-1], -(-shape[-1] // self.block)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
-        """An expert's weight [N, K], float32."""
+        """Return an expert's weight [N, K], float32."""
         raise NotImplementedError
 
     def quantized(self, w: Any) -> Parts:
@@ -88,22 +90,22 @@ class Form:
         return Parts(*whole)
 
     def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
-        """Parts without memory."""
+        """Return parts on the meta device for a weight of this shape."""
         *lead, k = shape
         data = like.new_empty((*lead, k // self.elements), dtype=self.kind.data_dtypes[0])
         scale = like.new_empty(self.scale_shape(shape, like.new_empty(0, 0, 0)), dtype=self.kind.scale_dtype)
         return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
-        """A weight in 16 bits as a `kind`."""
+        """Return a weight in 16 bits quantised to a `kind`."""
         made: Any = self.kind
         return made(*[part for part in self.quantized(w) if part is not None])
 
     def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
-        """An argument's parts.
+        """Return the parts of argument w; a weight in 16 bits has data only.
 
         Raises:
-            TypeError: it is in another format. ValueError: it lies otherwise than this reads it.
+            TypeError: w is in another format. ValueError: w does not have the layout that this form reads.
         """
         if w.__class__ in self.classes:
             self.check(op, name, w)
@@ -126,7 +128,7 @@ class Form:
         )
 
     def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
-        """Raises TypeError where data, or a weight that is to be prepared, is of another dtype."""
+        """Raise TypeError if data, or a weight in 16 bits that must be prepared, has another dtype."""
         valid = SOURCE_DTYPES if parts.scale is None else self.kind.data_dtypes
         if dtype not in valid:
             kinds = ", ".join(kind.__name__ for kind in self.classes)
@@ -134,5 +136,5 @@ class Form:
 
 
 def _with_article(kind: type) -> str:
-    """The name of a class; one that begins with an abbreviation is spelled: an MXFP8Tensor."""
+    """Return a class name with its article; an abbreviation is spelled out: an MXFP8Tensor."""
     return f"{'an' if kind.__name__[1].isupper() else 'a'} {kind.__name__}"

@@ -1,4 +1,4 @@
-"""Tensors of 4-bit elements: bytes as in checkpoints, or words as kernels read them (`words`)."""
+"""Tensors of 4-bit elements, stored as the bytes of checkpoints or as the words that kernels read (`words`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FourBits(Stored):
 
     data_dtypes = (torch.uint8, WORD_DTYPE)
     block: ClassVar[int]
-    """Elements that share a scale."""
+    """Elements of a row that share a scale."""
     multiple: ClassVar[int] = 32
-    """K is a multiple of this number: whole blocks, and whole words of elements."""
+    """K must be a multiple of this: rows hold whole blocks and whole words."""
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
@@ -30,7 +30,7 @@ class FourBits(Stored):
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        """Raises ValueError where data and scales do not fit together."""
+        """Raise ValueError if the shapes of data and scales do not fit together."""
         kind = type(self).__name__
         if self.data.dim() < 2:
             raise ValueError(f"{kind}: data has shape {shape_text(self.data.shape)}; give [..., N, K/2]")
@@ -55,14 +55,14 @@ class FourBits(Stored):
 
     @property
     def is_prepared(self) -> bool:
-        """True if data are words, which kernels read."""
+        """True if data are words in the order that kernels read."""
         return self.data.dtype == WORD_DTYPE
 
     def prepare_(self: Kind) -> Kind:
-        """Bring data into the order in which kernels read it, where it lies; nothing where it is. Returns self.
+        """Reorder data in place into the words that kernels read; do nothing if it is prepared already. Returns self.
 
-        Operators take a tensor in either order, but of one that is not prepared they make and keep a prepared copy.
-        Other views of the same memory, as blocks of a checkpoint or a slice, are not told: their values change.
+        Operators take a tensor in either order, but for an unprepared tensor they make and keep a prepared copy. Other
+        views of the same memory, as blocks of a checkpoint or a slice, are not updated: their values change.
 
         Raises:
             ValueError: data is not contiguous.
@@ -76,17 +76,17 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, data as bytes; a prepared tensor's data are copied."""
+        """Return the tensors that a checkpoint stores, with data as bytes; data of a prepared tensor is copied."""
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
 
     @property
     def bytes(self) -> Tensor:
-        """Data as checkpoints have them: of a prepared tensor a copy."""
+        """Data in the byte order of checkpoints; a copy if the tensor is prepared."""
         return bytes_of(self.data) if self.is_prepared else self.data
 
     def __getitem__(self: Kind, index: int | slice) -> Kind:
-        """Entries of the first leading dimension, as an expert's matrix of [E, N, K], or rows of a matrix; a view."""
+        """Return a view of entries of the first dimension: experts of [E, N, K], or a slice of a matrix's rows."""
         if isinstance(index, int) and self.data.dim() < 3:
             raise IndexError(
                 f"{type(self).__name__}: a single matrix has no leading dimension to index; slice its rows"

@@ -1,4 +1,4 @@
-"""Weights of 4-bit elements as kernels read them: words of eight elements, and scales as they are."""
+"""Forms of weights with 4-bit elements: kernels read words of eight elements, and unchanged scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .words import WORD_DTYPE, elements_of, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Words(Form):
-    """Parts as in a prepared tensor of `kind`; references read bytes as well."""
+    """The parts of a prepared tensor of `kind`; references also read unprepared bytes."""
 
     kind: ClassVar[type[FourBits]]
     elements = 2

@@ -1,8 +1,8 @@
-"""The CPU reference of grouped_mlp in MXFP8: what each recipe computes, at the level of its quantised operands.
+"""The CPU reference of grouped_mlp with quantised operands, for each recipe.
 
-Operands are rounded as the kernels round them, x and weights to the bit, the activation from float32. Products are
-accumulated in float32, or in float64 where x is. Kernels add up in another order, so that an activation that lies on
-the edge between two E4M3 numbers may round to the other one.
+Operands are rounded as the kernels round them: x and weights to the bit, the activation from float32. Products are
+accumulated in float32, or in float64 if x is float64. Kernels sum in another order, so an activation close to the
+midpoint of two E4M3 numbers may round to the other one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .scaled import Parts
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as `reference` reads experts: its parts, as a form has them."""
+    """A weight that `reference` indexes by expert: a form and its parts."""
 
     form: Form
     parts: Parts
 
     def __getitem__(self, expert: int) -> Tensor:
-        """An expert's weight [R, C], float32."""
+        """Return an expert's weight [R, C], float32."""
         return self.form.values(self.parts, expert)
 
 
 def rounded(values: Tensor, rows: Any) -> Tensor:
-    """Rows as the kernels multiply them: as a recipe's `x` or `activation` has them, or as they are."""
+    """Return rows as the kernels multiply them. rows: a recipe's `x` or `activation`; None: unchanged."""
     return values if rows is None else rows.rounded(values)
 
 
@@ -43,9 +43,9 @@ def grouped_mlp(
     biases: tuple[Any, Any], row_scale: Tensor | None, function: Activation, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes out [T, H], and preact [T, 2I or I] unless None.
+    """Write out [T, H], and preact [T, 2I or I] unless None.
 
-    x: rows, and their scales where they are in MXFP8; the rest as of `reference.grouped_mlp`.
+    x: (rows, their scales if they are MXFP8, else None). The other arguments are those of `reference.grouped_mlp`.
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
@@ -60,9 +60,10 @@ def data_gradients(
     row_scale: Tensor | None, function: Activation, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """As `reference.grouped_dglu`, and dx [T, H] unless None. Weights (w1 for dx alone) are folded along their columns.
+    """Write dpreact, act and d_row_scale as `reference.grouped_dglu` does, and dx [T, H] unless None.
 
-    dy is quantised as x is in forward, and so is what is stored of dpreact.
+    Weights must be folded along their columns; w1 is needed only for dx. dy and the stored dpreact are quantised as x
+    is in forward.
     """
     w1, w2 = weights
     reference.grouped_dglu(

@@ -1,8 +1,8 @@
-"""Elements of few bits with scales: what all such tensors share, and scales' bytes as powers of two.
+"""Base classes of tensors of few-bit elements with scales, and E8M0 bytes as powers of two.
 
-A dataclass around two tensors, not a subclass of torch.Tensor. A subclass would have to answer every operator of torch,
-and each answer would be either a silent dequantisation or an error; nothing here needs one: operators take the two
-tensors, gradients do not pass through quantised values, and modules keep the two as buffers.
+These are dataclasses around two tensors, not subclasses of torch.Tensor. A subclass would have to answer every operator
+of torch, by either a silent dequantisation or an error, and nothing here needs one: operators take the two tensors,
+gradients do not pass through quantised values, and modules keep the two tensors as buffers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from ..calls.checks import shape_text
 
 NAMES = ("data", "scale", "global_scale", "row_scale")
-"""Names of the fields that are tensors; most formats have the first two, some one of the others."""
+"""Names of fields that are tensors: all formats have the first two, some also one of the others."""
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What is quantised."""
+"""Dtypes that can be quantised."""
 BLOCK = 32
-"""Elements that share a scale in the formats."""
+"""Elements that share a scale in the MX formats."""
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MANTISSA_BITS = 23
 F32_TWO_TO_MINUS_127 = 0x00400000
@@ -32,35 +32,37 @@ Kind = TypeVar("Kind", bound="Scaled")
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^(exponent - 127), float32, of int32 exponents from 0 to 0xFE; NaN for 0xFF."""
+    """Return 2^(exponent - 127), float32, for int32 exponents from 0 to 0xFE; NaN for 0xFF."""
     bits = (exponent << F32_MANTISSA_BITS).masked_fill(exponent == 0, F32_TWO_TO_MINUS_127)
     return bits.masked_fill(exponent == E8M0_NAN, F32_NAN).view(torch.float32)
 
 
 def scales_of(exponents: Tensor) -> Tensor:
-    """2^(e - 127) of E8M0 bytes, float32; NaN for 0xFF."""
+    """Return the scales 2^(e - 127) of E8M0 bytes e, float32; NaN for 0xFF."""
     return _power(exponents.to(torch.int32))
 
 
 def multipliers_of(exponents: Tensor) -> Tensor:
-    """2^(127 - e) of E8M0 bytes, float32; NaN for 0xFF."""
+    """Return the reciprocal scales 2^(127 - e) of E8M0 bytes e, float32; NaN for 0xFF."""
     wide = exponents.to(torch.int32)
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
 def bytes_of_floats(part: Tensor) -> Tensor:
-    """View 8-bit floats as uint8, and leave other dtypes as they are.
+    """Return 8-bit floats viewed as uint8; other dtypes unchanged.
 
-    Python's own pickle cannot restore 8-bit floats, and `copy_` into bytes would convert the numbers, 0.5 to 0.
+    Python's pickle cannot restore 8-bit floats, and `copy_` into bytes would convert the numbers, 0.5 to 0.
     """
     return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
 class Parts(NamedTuple):
-    """A weight of E experts: elements, scales, and where a format has such, what all scales of an expert are multiplied
-    by, or what they are of a row's.
+    """The tensors of a weight of E experts, as kernels take them.
 
-    `scale`: None of a weight in 16 bits, which is to be prepared.
+    Attributes:
+        data: elements, or a whole weight in 16 bits that must still be prepared.
+        scale: scales of blocks; None: the weight is in 16 bits.
+        global_scale: the third part, if the format has one: global scales of experts, or powers of two of rows.
     """
 
     data: Any
@@ -69,34 +71,34 @@ class Parts(NamedTuple):
 
 
 class Scaled:
-    """A dataclass of `data`, elements of 8 bits or less, `scale`, in some formats `global_scale`, and fields that say
-    how they lie: what all share.
+    """Base of dataclasses with `data` (elements of 8 bits or less), `scale`, in some formats `global_scale`, and fields
+    that describe the layout.
 
-    They copy and pickle, and pass torch.load(weights_only=True) and pytree functions, and so containers of them
-    torch.compile and torch.export.
+    Instances can be copied and pickled, and pass torch.load(weights_only=True) and pytree functions; so containers of
+    them pass torch.compile and torch.export.
     """
 
     data: Tensor
     scale: Tensor
     parts: ClassVar[Parts]
     reads_as: ClassVar[str]
-    """`form_name()`. This and parts are an instance's, but no fields."""
+    """The result of `form_name()`. `reads_as` and `parts` are set on each instance, but are not dataclass fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
-    """The name of one that takes it; `weight_only`: of the one that decodes it for rows in 16 bits, if any does."""
+    """The name of a recipe that takes it; `weight_only`: the recipe that decodes it for rows in 16 bits, if any."""
     weight_only: ClassVar[str] = "mxfp8_weight_only"
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
-    """Of data; the first is what bytes of a file are."""
+    """Dtypes of data; bytes read from a file are viewed as the first."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
     names: ClassVar[tuple[str, ...]]
     """The fields that are tensors."""
     form: ClassVar[tuple[str, ...]]
-    """The fields that are no tensors."""
+    """The fields that are not tensors."""
     fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
         annotated = cls.__annotations__
-        if "data" not in annotated:  # of several formats
+        if "data" not in annotated:  # a base class of several formats
             return
         cls.names = tuple(name for name in NAMES if name in annotated)
         cls.form = tuple(name for name in annotated if name not in NAMES)
@@ -114,7 +116,7 @@ class Scaled:
 
     @classmethod
     def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """The values of `form` as they were before JSON kept them."""
+        """Return the values of the fields in `form` from their JSON."""
         return tuple(form)
 
     def form_name(self) -> str:
@@ -122,7 +124,7 @@ class Scaled:
         return ""
 
     def note(self) -> None:
-        """Keep what calls look at: a property takes them a frame each time."""
+        """Store `parts` and `reads_as`, which every call reads; properties would cost a Python frame each time."""
         object.__setattr__(self, "parts", Parts(*self._tensors()))
         object.__setattr__(self, "reads_as", self.form_name())
 
@@ -142,19 +144,19 @@ class Scaled:
 
     @classmethod
     def _unflattened(cls, parts: Any, form: Any) -> Any:
-        """Unchecked, since pytree functions may have replaced the parts by anything."""
+        """Rebuild an instance unchecked, since pytree functions may have replaced the parts by any objects."""
         return cls.unchecked(*parts, *form)
 
     @classmethod
     def unchecked(cls, *values: Any) -> Any:
-        """Of the values of all fields, in their order, that are known to fit: checks take 3 us."""
+        """Return an instance from the values of all fields, in order, without the checks, which take 3 us."""
         result = object.__new__(cls)
         result.__dict__.update(zip(cls.fields, values, strict=True))
         result.note()
         return result
 
     def check_parts(self) -> None:
-        """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
+        """Raise TypeError if a part is not a tensor of its dtype, ValueError if two parts are on different devices."""
         kind = type(self).__name__
         dtypes_of = {
             "data": self.data_dtypes,
@@ -173,12 +175,12 @@ class Scaled:
         self.note()
 
     def __getstate__(self) -> dict[str, Any]:
-        """8-bit floats as bytes: Python's own pickle cannot restore torch's."""
+        """Return the fields with 8-bit floats as bytes, since Python's pickle cannot restore torch's 8-bit floats."""
         fields = {name: getattr(self, name) for name in self.fields}
         return fields | {name: bytes_of_floats(t) for name, t in fields.items() if name in NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Checked as any other is, since it may come from a file."""
+        """Restore the fields with all checks, since the state may come from a file."""
         data = state["data"]
         typed = data.view(self.data_dtypes[0]) if data.dtype == torch.uint8 else data
         self.__init__(**{**state, "data": typed, "scale": state["scale"].view(self.scale_dtype)})  # type: ignore[misc]
@@ -193,11 +195,11 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts together."""
+        """Total bytes of all parts."""
         return sum(part.nbytes for part in self._tensors())
 
     def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
-        """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
+        """Return this on a device; self if it is there already. For another dtype call `dequantize`."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"to: {self.format} has no other dtype; call dequantize({device})")
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in self.names}
@@ -212,7 +214,7 @@ class Scaled:
 
 
 class Stored(Scaled):
-    """One whose fields that are no tensors are strings, as a checkpoint keeps them."""
+    """A Scaled whose non-tensor fields are strings, so that a checkpoint can store it."""
 
     def cpu(self: Kind) -> Kind:
         return self.to("cpu")
@@ -229,18 +231,18 @@ class Stored(Scaled):
         return {name: part.view(torch.uint8) if part.dtype == SCALE_DTYPE else part for name, part in parts.items()}
 
     def metadata(self, prefix: str = "") -> dict[str, str]:
-        """What else a checkpoint stores, as strings: the fields that are no tensors."""
+        """Return the non-tensor fields, strings, that a checkpoint stores besides `tensors`."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.form}
 
     @classmethod
     def from_tensors(
         cls: type[Kind], tensors: Mapping[str, Tensor], metadata: Mapping[str, str], prefix: str = ""
     ) -> Kind:
-        """The inverse of `tensors` and `metadata`; other entries are ignored.
+        """Return the instance stored by `tensors` and `metadata`; other entries are ignored.
 
         Raises:
             KeyError: an entry is missing.
-            ValueError, TypeError: they do not fit together.
+            ValueError, TypeError: the entries do not fit together.
         """
         given: dict[str, Any] = {"tensors": tensors, "metadata": metadata}
         for argument, value in given.items():

@@ -1,4 +1,4 @@
-"""Helpers of all quantisers of weights: the check of their argument, and a division that devices round alike."""
+"""Helpers of weight quantisers: the check of their argument, and a division that all devices round alike."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..calls.checks import check_plain, refuse_gradients, shape_text
 from .scaled import SOURCE_DTYPES
 
 CHUNK_ROWS = 2**14
-"""Rows that are quantised together: their float32 copies take memory."""
+"""Rows that are quantised together; bounds the memory of their float32 copies."""
 
 
 def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> None:
-    """Check a weight that is to be quantised along its rows.
+    """Check a weight that will be quantised along its rows.
 
     Args:
-        multiple: what K is a multiple of. any_batch: take [..., N, K]; else [N, K] and [E, N, K].
+        multiple: K must be a multiple of this. any_batch: accept [..., N, K]; else only [N, K] and [E, N, K].
 
     Raises:
-        TypeError: no tensor, or one of another dtype. ValueError: its shape, or how its memory lies.
+        TypeError: w is not a tensor of SOURCE_DTYPES. ValueError: its shape or memory layout is wrong.
         GradientNotSupported: grad mode is on and w requires a gradient.
     """
     if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
@@ -39,7 +39,7 @@ def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> 
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once: of a number torch's GPU operators multiply by the reciprocal, of a tensor they divide,
-    as those of the CPU and kernels do.
+    """Return x / number, rounded once. Dividing by a Python number, torch's GPU operators multiply by its reciprocal;
+    dividing by a tensor, they divide, as the CPU and the kernels do.
     """
     return x / torch.full_like(x, number)

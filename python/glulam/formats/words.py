@@ -1,19 +1,19 @@
-"""The order in which kernels read elements of 4 bits, and bytes of checkpoints in it: int32 words of eight elements.
+"""Conversion between a checkpoint's bytes of 4-bit elements and the int32 words of eight elements that kernels read.
 
-A block of 32 elements is four words. Word j has, of every eight elements of the block, those at 2j and 2j + 1, which
-are one byte of a checkpoint and a register of two bfloat16 numbers in a kernel: bits 15 and 8 to 6 of such a number are
-its element's sign and three other bits, the even element's number in the lower half. A word's bits are ordered so that
-its four pairs are these, with all other bits of a register masked away (shifts fill with zeros):
+A block of 32 elements is four words. Word j holds elements 2j and 2j + 1 of every eight elements of the block. Such a
+pair is one byte of a checkpoint, and becomes one register of two bfloat16 numbers in a kernel, the even element in the
+lower half: bits 15 and 8 to 6 of a bfloat16 number are the element's sign and its three other bits. A word's bits are
+ordered so that its four pairs are these, after all other bits of the register are masked away (shifts fill with zeros):
 
     pair 0   word                        pair 2   (word >> 4) ^ (word rotated left by 10)
     pair 1   word << 4                   pair 3   (word >> 4) ^ (word << 6)
 
-Their 32 bits are a linear function, over bits, of the word's, and it has an inverse. That is four shifts and four
-logical operations, since one instruction takes the exclusive or and masks it; a search found no such function of three
-shifts, nor one of four shifts without the exclusive or.
+The 32 bits of the pairs are a linear, invertible function (over GF(2)) of the word's bits. Decoding takes four shifts
+and four logical operations, since one instruction does the exclusive or and the mask; a search found no such function
+with three shifts, nor with four shifts and no exclusive or.
 
-In the third and fourth of every four blocks of a row, pairs 2 and 3 come before 0 and 1: with that the four threads
-which have neighbouring blocks ask for x from banks of their own (`cute_kernels/sm90/mainloop/few_rows.py`).
+In the third and fourth of every four blocks of a row, pairs 2 and 3 come before pairs 0 and 1: with this order the four
+threads that hold neighbouring blocks read x from different banks (`cute_kernels/sm90/mainloop/few_rows.py`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ WORD_BITS, WORD_BYTES = 32, WORD_ELEMENTS // 2
 PAIRS = WORD_ELEMENTS // 2
 BLOCK_WORDS = BLOCK // WORD_ELEMENTS
 CHUNK_BYTES = 2**24
-"""That are converted together: what they become on the way takes sixteen times as much memory."""
+"""Bytes that are converted together: the intermediate tensors take sixteen times as much memory."""
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """Return how many elements one number of data has: a byte's, or a word's."""
+    """Return the number of elements in one entry of data: in a byte, or in a word."""
     return WORD_ELEMENTS if dtype == WORD_DTYPE else 2
 
 
 def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """int32 [..., K/8] of bytes [..., K/2], two elements a byte, the even one in its lower half; K a multiple of 32.
+    """Return words, int32 [..., K/8], of bytes [..., K/2] that hold the even element in the lower half; 32 divides K.
 
-    out: where they are written, contiguous, which may be where the bytes lie.
+    out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
     """
     *lead, num_bytes = data.shape
     words = torch.empty(*lead, num_bytes // WORD_BYTES, dtype=WORD_DTYPE, device=data.device) if out is None else out
-    # Made anew by each call: under a FakeTensorMode they are fake, and kept ones would leave later words unwritten.
+    # Not cached: tables made under a FakeTensorMode are fake, and would leave the words of later calls unwritten.
     tables = torch.tensor(_tables(), dtype=WORD_DTYPE, device=data.device)
     for source, target in _chunks(data, words):
         pairs = _turned(source.unflatten(-1, (-1, PAIRS, BLOCK_WORDS))).int().unbind(-2)
@@ -59,7 +59,7 @@ def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """The inverse of `words_of`."""
+    """Return bytes [..., K/2] of words [..., K/8]: the inverse of `words_of`."""
     *lead, count = words.shape
     data = torch.empty(*lead, count * WORD_BYTES, dtype=torch.uint8, device=words.device)
     for source, target in _chunks(words, data):
@@ -69,36 +69,36 @@ def bytes_of(words: Tensor) -> Tensor:
 
 
 def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Rows of all, some at a time."""
+    """Split the rows of all tensors into the same chunks of about CHUNK_BYTES."""
     flat = [tensor.flatten(0, -2) for tensor in tensors]
     rows = max(CHUNK_BYTES // max(flat[0].shape[1] * flat[0].element_size(), 1), 1)
     return list(zip(*(tensor.split(rows) for tensor in flat), strict=True))
 
 
 def _turned(pairs: Tensor) -> Tensor:
-    """[..., blocks, pairs, words] in the order of elements, or of a word's pairs: of every second two blocks others."""
+    """Swap pairs 0, 1 with 2, 3 in the third and fourth of every four blocks of [..., blocks, pairs, words]."""
     is_turned = torch.arange(pairs.shape[-3], device=pairs.device) & 2 > 0
     return torch.where(is_turned[:, None, None], pairs.roll(PAIRS // 2, dims=-2), pairs)
 
 
 def _pairs(words: Bits) -> list[Bits]:
-    """Each pair of words int32, as the byte that it is in a checkpoint."""
+    """Return the four pairs of int32 words, each as its byte in a checkpoint."""
     down, turned = words >> 4 & 0x0FFFFFFF, words << 10 | words >> 22 & 0x3FF
     return [_byte(bits) for bits in (words, words << 4, down ^ turned, down ^ words << 6)]
 
 
 def _byte(bits: Bits) -> Bits:
-    """Of two bfloat16 numbers' bits."""
+    """Return a checkpoint's byte from a register of two bfloat16 numbers."""
     return bits >> 6 & 0x07 | bits >> 12 & 0x08 | bits >> 18 & 0x70 | bits >> 24 & 0x80
 
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """For each pair, the bits of the word that each of its 256 bytes asks for, as int32."""
+    """Return for each of the four pairs, and each of its 256 byte values, the bits of the word, int32, that it sets."""
     rows = []
     for bit in range(WORD_BITS):
         rows.append((sum(byte << 8 * i for i, byte in enumerate(_pairs(1 << bit))), 1 << bit))
-    for bit in range(WORD_BITS):  # Gauss-Jordan elimination: row `bit` comes to make that bit of the pairs alone
+    for bit in range(WORD_BITS):  # Gauss-Jordan elimination: afterwards row `bit` sets only that bit of the pairs
         pivot = next(i for i in range(bit, WORD_BITS) if rows[i][0] >> bit & 1)
         rows[bit], rows[pivot] = rows[pivot], rows[bit]
         made, word = rows[bit]

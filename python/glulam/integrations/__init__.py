@@ -1,1 +1,1 @@
-"""Other packages' mixture-of-experts models on Glulam. Each module imports its package when it is asked to register."""
+"""Integrations that run other packages' mixture-of-experts models on Glulam; packages are imported only when used."""

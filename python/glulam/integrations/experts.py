@@ -1,4 +1,4 @@
-"""Experts modules of transformers: what their weights are called, and how quantised ones are kept."""
+"""Experts modules of transformers: names of their weights, and storage of quantised weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..nn.quantized_linear import refusal
 from ..recipes import Recipe
 
 NAME = "glulam"
-"""Of the implementation."""
+"""The name of the experts implementation in transformers."""
 _, SCALE, _ = SUFFIXES
-"""What a quantised weight's scales are called behind its own name."""
+"""Suffix that a weight's name gets for its scales."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-"""What transformers' ExpertsInterface gives a class."""
+"""Attributes that transformers' ExpertsInterface sets on an experts class."""
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that configurations have for the number of a layer's experts, on all ranks."""
+"""Names of configuration entries for the number of a layer's experts on all ranks."""
 
 
 def world_of(experts: Any) -> int | None:
-    """Return the experts of all ranks, as the model's configuration counts them; None if all of them are here."""
+    """Return the number of experts on all ranks, from the model's configuration; None: all of them are here."""
     config = getattr(experts, "config", None)
     counts = [getattr(config, name, None) for name in _COUNTS]
     world = next((count for count in counts if type(count) is int), 0)
@@ -38,12 +38,12 @@ def is_experts(module: Any) -> bool:
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Of FC1's and FC2's weights."""
+    """Return the names of FC1's and FC2's weights."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
-    """Keep a weight in a recipe's format, as buffers: 8-bit floats as bytes, and so in state dicts."""
+    """Store a weight in a recipe's format as buffers; 8-bit floats are bytes there and in state dicts."""
     if not hasattr(experts, "glulam_recipe"):
         experts.register_load_state_dict_pre_hook(_read)
     for part, tensor in zip(SUFFIXES, parts, strict=True):
@@ -56,7 +56,7 @@ def _read(
     experts: Any, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any, _unexpected: Any,
     errors: list[str],
 ) -> None:  # fmt: skip
-    """Make bytes of 8-bit floats before they load: copy_ would convert the numbers. Other dtypes are an error."""
+    """View 8-bit floats as bytes before they load, since copy_ would convert the numbers. Other dtypes are errors."""
     kind = experts.glulam_recipe.weights.kind
     for name in weight_names(experts):
         for part, floats in zip(SUFFIXES, (DATA_DTYPE, kind.scale_dtype, None), strict=True):
@@ -72,12 +72,12 @@ def _read(
 
 
 def parameter(experts: Any, name: str) -> Any:
-    """A parameter, found in 0.1 us where the module's own look-up takes 0.6; or what stands in its place."""
+    """Return a parameter, or an attribute that replaces it. Takes 0.1 us; the module's own look-up takes 0.6 us."""
     found = experts._parameters.get(name)
     return getattr(experts, name) if found is None else found
 
 
 def quantised(experts: Any, name: str) -> Any:
-    """A weight that was kept, as `glulam.moe` takes it."""
+    """Return a weight stored by `keep`, as `glulam.moe` takes it."""
     parts = Parts(*[experts._buffers.get(name + part) for part in SUFFIXES])
     return experts.glulam_recipe.weights.tensor_of(parts)

@@ -1,7 +1,7 @@
-"""transformers' FP8Experts, the modules that checkpoints in FP8 load into: their recipes, and their weights in place.
+"""transformers' FP8Experts, the modules that FP8 checkpoints load into: recipes for them, and access to their weights.
 
-A module keeps its parameters, E4M3 elements and scales `*_scale_inv`, and kernels read the elements where they lie.
-Scales that kernels read in another dtype or shape are made at the first forward, as buffers that no state dict has.
+A module keeps its parameters, E4M3 elements and scales `*_scale_inv`; kernels read the elements in place. If kernels
+need the scales in another dtype or shape, these are made at the first forward, as buffers outside of state dicts.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Reci
 from .experts import SCALE, parameter, weight_names
 
 SCALE_INV = "_scale_inv"
-"""What FP8Experts calls a weight's scales, after the weight's name; values are elements times these."""
+"""Suffix of a weight's scales in FP8Experts; values are elements times scales."""
 FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS, torch.uint8: BLOCKS}
-"""The form that reads a weight, by the dtype of the scales that kernels read."""
+"""The form of a weight, by the dtype of the scales that kernels read."""
 
 
 def _widened(data: Tensor, scale: Tensor) -> Tensor:
-    """The same scales, in float32."""
+    """Return E8M0 scales as float32."""
     return scales_of(scale.view(torch.uint8))
 
 
 def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
-    """Scales for each row, as bytes: Python's pickle cannot restore 8-bit floats."""
+    """Return scales of each row from 32 x 32 scales, as bytes, since Python's pickle cannot restore 8-bit floats."""
     return mxfp8_of_square_blocks(data, scale).scale.view(torch.uint8)
 
 
 class Served(NamedTuple):
-    """The recipes that multiply weights of a kind.
+    """The recipes for one kind of FP8 weights.
 
     Attributes:
-        recipe: on GPUs that have kernels for it, and on the CPU. weight_only: on other GPUs.
-        make_scales: makes the scales that kernels read of a weight and its scales; None: kernels read those.
+        recipe: used on GPUs that have kernels for it, and on the CPU. weight_only: used on other GPUs.
+        make_scales: function (weight, scales) -> scales that kernels read; None: kernels read the module's scales.
     """
 
     recipe: Recipe
@@ -56,11 +56,11 @@ SERVED = {
     ((32, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY, _of_rows),
     ((1, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY),
 }
-"""Keyed by a module's block size and the dtype of its scales."""
+"""Recipes by a module's block size and the dtype of its scales."""
 
 
 class Fp8(NamedTuple):
-    """The weights of a module as its plan found them: device and dtype; block and scale_dtype are the key in SERVED."""
+    """Device and dtype of a module's weights when its plan was made; block and scale_dtype are the key in SERVED."""
 
     device: torch.device
     dtype: torch.dtype
@@ -78,15 +78,15 @@ class Fp8(NamedTuple):
 
 
 def is_fp8(experts: Any) -> bool:
-    """Return True if a module is of FP8Experts."""
+    """Return True if a module is an FP8Experts."""
     return hasattr(experts, "down_proj" + SCALE_INV)
 
 
 def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
-    """Check a module's weights. is_in_halves: the first half of FC1's rows is the gate's.
+    """Check a module's weights, and return their description. is_in_halves: the first half of FC1's rows is the gate's.
 
     Raises:
-        NotImplementedError: the weights or their scales are none that kernels read; the message names them.
+        NotImplementedError: kernels do not read these weights or scales; the message names them.
     """
     kind = type(experts).__name__
     if experts.activation_scheme != "dynamic":
@@ -115,12 +115,12 @@ def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
 
 
 def _refuse(what: str) -> None:
-    """Raises NotImplementedError."""
+    """Raise NotImplementedError with this cause and a remedy."""
     raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
 
 
 def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
-    """The recipe of a module's weights on the GPU where they lie."""
+    """Return the recipe for a module's weights on their device."""
     served = fp8.served
     return served.recipe if has_kernels(served.recipe, experts.down_proj) else served.weight_only
 

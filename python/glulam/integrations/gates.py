@@ -1,12 +1,12 @@
-"""Which of Glulam's activations a foreign function is, told by what it computes and not by its name.
+"""Recognition of another package's activation function, by the values that it computes and not by its name.
 
-A function is called with gates and ups from 0 to `FAR`, in float64. It is an activation if it returns that activation's
-values for all of them, in tensors of several numbers of rows and columns. A clamped SwiGLU's numbers follow from three
-values: with s(g) = sigmoid(alpha g) g,
+The function is called with gates and ups from 0 to `FAR`, in float64. It matches one of Glulam's activations if it
+returns that activation's values for all of them, in tensors of several numbers of rows and columns. A
+clamped SwiGLU's numbers follow from three values: with s(g) = sigmoid(alpha g) g,
 
     f(1, 0) = s(1) offset,  f(1, 1) = s(1) (1 + offset),  f(1, far) = s(1) (limit + offset)
 
-and those of situ, a SwiGLU with caps, from two, since sigmoid and tanh are 1 far from 0:
+and the numbers of situ, a SwiGLU with caps, follow from two values, since sigmoid and tanh are 1 far from 0:
 
     f(far, 1) = gate_cap up_cap tanh(1 / up_cap),  f(far, far) = gate_cap up_cap
 """
@@ -30,18 +30,18 @@ from ..activations import Activation, activate, join_halves, split_halves
 Function = Callable[[Tensor], Tensor]
 
 CLAMPED, CAPPED = "clamped_swiglu", "situ"
-FAR = 1e8  # beyond any limit of a clamp; its cube is a float32
+FAR = 1e8  # beyond any limit of a clamp; its cube is finite in float32
 UNCLAMPED = 0.999 * FAR
 POINTS, REACH = 64, 30.0
 NEAREST_FAR = 4.0  # beyond offsets: float32 loses digits where up + offset is nearly 0 and the gate is large
-UP_OF_ONE = 10.0  # up to which the tolerance is absolute
+UP_OF_ONE = 10.0  # up to this value of up, the tolerance is absolute
 FAR_ROWS, MANY_ROWS = 16, 300
 TOLERANCE = 1e-5  # functions may compute in float32
-DIGITS = 9  # of what follows from values in float64
+DIGITS = 9  # to which numbers derived from float64 values are rounded
 
 
 def gate_of(function: Function, device: torch.device) -> Activation | None:
-    """The gated activation [T, 2I] -> [T, I] that a function is; None where it is none that Glulam has."""
+    """Return the gated activation that function, [T, 2I] -> [T, I], computes; None: Glulam has no such activation."""
     for layout in GLU_LAYOUTS:
         plain = (Activation.named(name, layout) for name in GATED if not FORMULAS[name].numbers)
         fitted = (fit(function, layout, device) for fit in (_clamped, _capped))
@@ -51,7 +51,7 @@ def gate_of(function: Function, device: torch.device) -> Activation | None:
 
 
 def activation_of(function: Function, device: torch.device) -> Activation | None:
-    """The same of one without a gate, [T, I] -> [T, I]."""
+    """Return the ungated activation that function, [T, I] -> [T, I], computes; None: Glulam has no such activation."""
     return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
@@ -65,20 +65,20 @@ def _equal(function: Function, forms: Iterable[Activation], device: torch.device
 
 
 def _probes(device: torch.device) -> list[Tensor]:
-    """Preactivations [T, 2I] of several T and I: near points, and far ones of either sign beside each other."""
+    """Return preactivations [T, 2I] for several T and I: values near 0, and mixed far values of either sign."""
     where: dict[str, Any] = {"dtype": torch.float64, "device": device}
     near = torch.linspace(-REACH, REACH, 2 * POINTS, **where)
     sizes = torch.logspace(math.log10(NEAREST_FAR), math.log10(FAR), POINTS, **where)
     far, generator = torch.cat((sizes, -sizes)), torch.Generator("cpu").manual_seed(0)
     orders = [torch.randperm(len(far), generator=generator, device="cpu").to(device) for _ in range(FAR_ROWS)]
     mixed = [far[order] for order in orders]
-    # Interleaved layouts have blocks of 32: 64 columns are enough to tell them apart.
+    # Interleaved layouts have blocks of up to 32: 64 columns are enough to tell the layouts apart.
     h = torch.stack([near, near.flip(0) * 1.7, near.roll(POINTS // 3) + 0.25, *mixed])
     return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
 
 
 def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
-    """Return True if a form has these values at preactivations h."""
+    """Return True if activation `form` has the values `got` at preactivations h."""
     wanted = activate(h, *form)
     if got.shape != wanted.shape:
         return False
@@ -89,7 +89,7 @@ def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
 
 
 def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """The clamped SwiGLU of a layout that has the function's values at three points, if there is one."""
+    """Yield the clamped SwiGLU with this layout that has the function's values at three points, if there is one."""
     at = functools.partial(_value, function, layout, device, 1.0)
     at_zero, at_one, at_far = at(0.0), at(1.0), at(FAR)
     slope = at_one - at_zero
@@ -101,7 +101,7 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
 
 
 def _capped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """The situ of a layout that has the function's values at two points, if there is one."""
+    """Yield the situ with this layout that has the function's values at two points, if there is one."""
     at = functools.partial(_value, function, layout, device, FAR)
     at_one, at_far = at(1.0), at(FAR)
     if at_one > 0.0 and 1.0 < at_far / at_one < math.inf:

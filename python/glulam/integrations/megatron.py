@@ -1,10 +1,10 @@
-"""Megatron-Core's experts on Glulam: an experts module that a layer's spec names.
+"""Experts module for Megatron-Core: put it into a layer's spec.
 
     from glulam.integrations.megatron import experts_spec
     MoESubmodules(experts=experts_spec())
 
-It takes permuted tokens, tokens_per_expert and probabilities from any of Megatron's dispatchers. Its checkpoints,
-sharded or not, are those of Megatron's own SequentialMLP, in both directions. Importing this imports Megatron-Core.
+The module takes permuted tokens, tokens_per_expert and probabilities from any of Megatron's dispatchers. It saves and
+loads the checkpoints of Megatron's own SequentialMLP, sharded or not. Importing this file imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from .versions import warn_if_untested
 KNOWN_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 """Minor versions that this was tested with."""
 LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
-"""Ours, and as Megatron's MLP calls them."""
+"""Layer names here, and in Megatron's MLP."""
 SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
-"""By which dimension of an expert's tensor tensor parallelism cuts it."""
+"""The dimension along which tensor parallelism splits an expert's tensor."""
 UNSUPPORTED = (
     "fp8", "fp4", "moe_latent_size", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_paged_stash",
 )  # fmt: skip
-"""Options of a config that must be None or False, or not there."""
+"""Config options that must be None, False or absent."""
 INTERLEAVE_SIZE = "moe_mlp_glu_interleave_size"
 INTERLEAVED = {None: "concat", 1: "interleaved", 32: "interleaved32"}
-"""Layouts of a gated FC1, by a config's `moe_mlp_glu_interleave_size`."""
+"""Glulam's layout of a gated FC1, by the config's `moe_mlp_glu_interleave_size`."""
 
 
 def experts_spec(packed: bool = False) -> ModuleSpec:
-    """The experts of a layer's spec. packed: one parameter a layer instead of one for each expert."""
+    """Return the `experts` entry of a layer's spec. packed: one parameter a layer instead of one per expert."""
     return ModuleSpec(module=GlulamMLP, params={"packed": packed})
 
 
 class GlulamMLP(MegatronModule):
-    """In place of SequentialMLP, GroupedMLP or TEGroupedMLP: FC1, the activation and FC2 in one call.
+    """Replacement of SequentialMLP, GroupedMLP and TEGroupedMLP: FC1, the activation and FC2 in one call.
 
-    `main_grad`, `delay_wgrad_compute` with `backward_dw` and recomputation of "moe_act" are those of `nn.GroupedMLP`.
-    With expert tensor parallelism results are partial sums, which the dispatcher adds, as of Megatron's own.
+    `main_grad`, `delay_wgrad_compute` with `backward_dw` and recomputation of "moe_act" work as in `nn.GroupedMLP`.
+    With expert tensor parallelism results are partial sums, which the dispatcher adds, as for Megatron's own experts.
 
     Args:
-        num_local_experts, config, pg_collection, name: as Megatron's MoELayer gives them, the name since 0.18.
-        submodules: of a spec; ignored.
-        packed: one parameter a layer instead of one for each expert.
+        num_local_experts, config, pg_collection, name: passed by Megatron's MoELayer; the name since version 0.18.
+        submodules: ignored.
+        packed: one parameter a layer instead of one per expert.
 
     Raises:
-        NotImplementedError: an activation or an option that Glulam has not; the message names it.
-        ValueError, TypeError: as of `glulam.nn.GroupedMLP`.
+        NotImplementedError: Glulam lacks an activation or an option of the config; the message names it.
+        ValueError, TypeError: raised by `glulam.nn.GroupedMLP`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GlulamMLP(MegatronModule):
         self.register_load_state_dict_pre_hook(_from_megatron)
 
     def _initialise(self) -> None:
-        """As Megatron's linear layers: each expert by itself, on a CPU from the weight of all ranks; biases 0."""
+        """Initialise like Megatron's linear layers: expert by expert, on a CPU from the whole weight; biases 0."""
         config, inner = self.config, self.config.moe_ffn_hidden_size
         methods = {"fc1": config.init_method, "fc2": config.output_layer_init_method}
         for layer, method in methods.items():
@@ -106,7 +106,7 @@ class GlulamMLP(MegatronModule):
                     _initialize_affine_weight_gpu(weight, method, partition_dim=axis, is_expert=True)
         for name, parameter in self.mlp.named_parameters():
             layer, kind = name.split(".")
-            # Megatron's data parallelism reduces over other ranks what has it False.
+            # Megatron reduces gradients of parameters with allreduce False over other ranks (expert data parallelism).
             parameter.allreduce = config.expert_model_parallel_size <= 1  # type: ignore[attr-defined]
             if kind.startswith("bias"):
                 torch.nn.init.zeros_(parameter)
@@ -115,18 +115,19 @@ class GlulamMLP(MegatronModule):
                 set_tensor_model_parallel_attributes(parameter, kind.startswith("weight") or layer == "fc1", axis, 1)
 
     def _of_experts(self, layer: str, name: str) -> list[Tensor]:
-        """A tensor for each expert: parameters, or views of a packed one."""
+        """Return a tensor for each expert: parameters, or views of the packed parameter."""
         parameters = getattr(self.mlp, layer).parameter_list(name)
         return list(parameters[0].detach().unbind()) if self.packed and parameters else parameters
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[T, H] -> [T, H], rows sorted by expert, and no bias, since that is added.
+        """Return (the experts' result [T, H], None): biases are added already.
 
         Args:
-            tokens_per_expert: [E], on the rows' device or on the CPU; they are all of the rows.
-            permuted_probs: [T], which multiply the activation, or the input where `moe_apply_probs_on_input`.
+            permuted_local_hidden_states: [T, H], rows sorted by expert.
+            tokens_per_expert: [E], on the rows' device or on the CPU; the sum must be T.
+            permuted_probs: [T], multiply the activation, or the input if `moe_apply_probs_on_input`.
         """
         rows, scale = permuted_local_hidden_states, permuted_probs.float()
         if self.config.moe_apply_probs_on_input:
@@ -144,7 +145,7 @@ class GlulamMLP(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As of SequentialMLP: local experts by their numbers among all."""
+        """Return the sharded state dict of a SequentialMLP: local experts with their numbers among all experts."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         singleton = metadata.get("singleton_local_shards", False)
         total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
@@ -181,7 +182,7 @@ def _check(config: Any) -> None:
 
 
 def _form_of(config: Any) -> Activation:
-    """What Megatron's MLP does between its layers. Raises NotImplementedError where Glulam has no such activation."""
+    """Return the activation of Megatron's MLP. Raises NotImplementedError if Glulam has no such activation."""
     limit, act = config.activation_func_clamp_value, config.activation_func
 
     def glu(h: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ def _form_of(config: Any) -> Activation:
 
 
 def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:
-    """Of each expert's parameters: ours, where each has its own, and Megatron's."""
+    """Yield for each parameter of each expert its name here (unpacked), and its name in Megatron."""
     for layer, theirs in LAYERS.items():
         for kind in ("weight", "bias"):
             for expert in range(module.num_local_experts):
@@ -220,7 +221,7 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """nn.GroupedMLP packs what needs it."""
+    """Rename Megatron's entries to unpacked ones; nn.GroupedMLP then packs them if necessary."""
     for ours, theirs in _names(module, prefix):
         if theirs in state:
             state[ours] = state.pop(theirs)

@@ -1,9 +1,9 @@
-"""Checkpoints of gpt-oss in transformers: their MXFP4 blocks and scales are used as they are, and never dequantised.
+"""Loading gpt-oss checkpoints in transformers with their MXFP4 blocks and scales as shipped, never dequantised.
 
-transformers' own quantizer of the method "mxfp4" makes 16-bit weights of them, or tensors of another package's kernels.
-The one here gives experts modules parameters of the checkpoint's names and shapes before it is loaded. Once it is, they
-become buffers in the order of kernels, one weight after another: loading takes the memory of one weight more. Nothing
-is written in place, since transformers takes over the tensors of a state dict that a caller has in memory.
+transformers' own quantizer of the method "mxfp4" makes 16-bit weights, or tensors for another package's kernels. The
+quantizer here gives experts modules parameters with the checkpoint's names and shapes before loading. After loading,
+these become buffers in the order that kernels read, one weight after another: loading takes the memory of one more
+weight. Nothing is written in place, since transformers may share the tensors of a state dict that the caller holds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .experts import NAME, SCALE, is_experts, keep, weight_names
 
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What a checkpoint calls the parts of a weight, behind its name."""
+"""Suffixes of the parts of a weight in a checkpoint."""
 DTYPES = {BLOCKS: (torch.uint8,), SCALES: SCALE_DTYPES}
 DTYPE_PLAN = "_get_dtype_plan"
-"""A model's method: which dtypes transformers converts a checkpoint's tensors to, by parts of their names."""
+"""A model's method: returns the dtypes to which transformers converts a checkpoint's tensors, by name pattern."""
 
 
 _replaced: Any = None
@@ -38,24 +38,24 @@ _replaced: Any = None
 
 
 def use(as_shipped: bool) -> None:
-    """Let transformers load such checkpoints with the quantizer here, or with the one that was there before."""
+    """Make transformers load MXFP4 checkpoints with the quantizer here, or with the previously registered one."""
     global _replaced
     found = AUTO_QUANTIZER_MAPPING[METHOD]
     if as_shipped and found is not _quantizer:
         AUTO_QUANTIZER_MAPPING[METHOD], _replaced = _quantizer, found
-    elif not as_shipped and found is _quantizer:  # one that was registered since stays
+    elif not as_shipped and found is _quantizer:  # a quantizer registered since then stays
         AUTO_QUANTIZER_MAPPING[METHOD] = _replaced
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:
-    """Make the quantizer that was there before where a caller asks for 16-bit weights, or where there are no others."""
+    """Make AsShipped; or the previous quantizer, if 16-bit weights are asked for or the checkpoint has no others."""
     is_others = config.dequantize or not options.get("pre_quantized", True)
     made: HfQuantizer = (_replaced if is_others else AsShipped)(config, **options)
     return made
 
 
 class AsShipped(HfQuantizer):
-    """See above."""
+    """The quantizer that keeps MXFP4 blocks and scales as shipped."""
 
     is_trainable = False
 
@@ -63,9 +63,9 @@ class AsShipped(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        model.set_experts_implementation(NAME)  # no other reads what comes
+        model.set_experts_implementation(NAME)  # no other implementation reads these buffers
         for _name, experts in _experts_of(model):
-            experts._is_hf_initialized = True  # else transformers would fill weights that are gone
+            experts._is_hf_initialized = True  # else transformers would initialise the deleted weights
             for name in weight_names(experts):
                 weight = getattr(experts, name)
                 count, rows, columns = (weight.mT if experts.is_transposed else weight).shape
@@ -91,7 +91,7 @@ class AsShipped(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """As the checkpoint was."""
+        """Return the state dict under the names and in the layout of the checkpoint."""
         state = model.state_dict()
         for path, experts in _experts_of(model):
             for name in weight_names(experts):
@@ -103,7 +103,7 @@ class AsShipped(HfQuantizer):
 
 
 def _check_parts(model: Module) -> None:
-    """Raise ValueError for parts of weights that were not loaded, TypeError for those of a wrong dtype."""
+    """Raise ValueError if parts of weights were not loaded, TypeError if parts have a wrong dtype."""
     missing, wrong = [], []
     for path, experts in _experts_of(model):
         for name in weight_names(experts):
@@ -120,5 +120,5 @@ def _check_parts(model: Module) -> None:
 
 
 def _experts_of(model: Module) -> Iterator[tuple[str, Any]]:
-    """Experts modules, with their names."""
+    """Yield experts modules with their names."""
     return ((name, module) for name, module in list(model.named_modules()) if is_experts(module))

@@ -1,8 +1,8 @@
-"""PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, as `lora=` takes them.
+"""Reading PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, for `lora=`.
 
-For the time of a forward PEFT's ParamWrapper registers a parametrization of the experts' parameter that makes the sum
-W + scale lhs rhs, of all experts. Here its factors are read instead, and backward keeps no second weight. (When a
-parametrization is registered torch calls it once, to look at its result.)
+During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter that computes the sum
+W + scale lhs rhs for all experts. Here its factors are read instead, so that no second weight is kept for backward.
+(torch calls a parametrization once when it is registered, to look at its result.)
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from ..expert_lora import ExpertLora
 
 FACTORS = "peft.tuners.lora.layer", "_LoraFactorsProxy"
-"""Module and name of the class of such a parametrization, which holds one adapter: `lhs`, `rhs` and `scaling`."""
+"""Module and name of the parametrization's class, which holds one adapter: `lhs`, `rhs` and `scaling`."""
 Factors = tuple[Tensor, Tensor, float]
 
 
 def is_parametrized(experts: Any) -> bool:
-    """Return True if torch makes a parameter of the module anew at each access."""
+    """Return True if a parameter of the module has a parametrization, which torch computes at each access."""
     return "parametrizations" in experts._modules
 
 
 def weights_and_lora(experts: Any, names: tuple[str, str]) -> tuple[Any, Any, ExpertLora | None]:
-    """FC1's weight, FC2's, and their adapters; a weight with another parametrization is what that makes."""
+    """Return (FC1's weight, FC2's weight, their adapters or None). Parametrizations other than PEFT's are computed."""
     (w1, first), (w2, second) = (_weight_and_factors(experts, name) for name in names)
     if first is None and second is None:
         return w1, w2, None
@@ -42,7 +42,7 @@ def _weight_and_factors(experts: Any, name: str) -> tuple[Any, Factors | None]:
 
 
 def _matrices(experts: Any, factors: Factors | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
-    """a [E, r, in] and b [E, out, r] of an adapter, b for products times this scale."""
+    """Return a [E, r, in] and b [E, out, r] of an adapter, b rescaled so that `scale` is the factor of the product."""
     if factors is None:
         return None, None
     lhs, rhs, own_scale = factors

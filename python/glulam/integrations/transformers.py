@@ -1,13 +1,13 @@
-"""transformers' mixture-of-experts models on Glulam: `experts_implementation="glulam"`.
+"""Experts implementation for transformers' mixture-of-experts models: `experts_implementation="glulam"`.
 
     import glulam.integrations.transformers
     glulam.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="glulam")
 
-An experts module of transformers keeps its parameters, and gets a forward that is one call of `glulam.moe`, of few
-tokens without gradients the sorting of choices included (`layer/choices.py`): nothing is copied or permuted. What its
-gate computes is looked at, not its name (`gates.py`). With a recipe that quantises, weights become buffers in its
-format when they are first used. Checkpoints in FP8 stay as they are (`fp8_experts.py`).
+An experts module of transformers keeps its parameters, and its forward becomes one call of `glulam.moe`; for few tokens
+without gradients, this call also sorts the choices (`layer/choices.py`). Nothing is copied or permuted. The gate is
+recognised by the values that it computes, not by its name (`gates.py`). A recipe that quantises replaces weights by
+buffers in its format when they are first used. Checkpoints in FP8 keep their weights (`fp8_experts.py`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 """Minor versions that this was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
-"""Whether torch.compile can call a function of a module while it traces it. Else a module that was never called breaks
-the graph once.
+"""True: torch.compile can call a function on a module while tracing. False: a module that was never called breaks the
+graph once.
 """
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
@@ -59,14 +59,14 @@ _lock_of_locks = threading.Lock()
 
 
 class Plan(NamedTuple):
-    """What is the same at every call of an experts module, which keeps it as `glulam_plan`, in constants that
-    torch.compile knows.
+    """Constants of an experts module's calls, stored on the module as `glulam_plan`; torch.compile can hold them.
 
-    in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
-    post: the name of what is done to experts' rows before they are weighed, "" where nothing.
-    numbers: of the module when its gate was looked at, by their names: limits and slopes are among them.
-    fp8: the weights of an FP8Experts module; None: of another module.
-    world_experts: those of all ranks, if the module has a part of them; else None.
+    in_16_bits: whether the weights are. weights: names of FC1's and FC2's weight.
+    biases: (argument of `glulam.moe`, name in the module). options: keyword arguments of `glulam.moe`.
+    post: name of the module's method applied to experts' rows before they are weighted; "": none.
+    numbers: the module's int and float attributes when its gate was recognised, since limits and slopes are among them.
+    fp8: description of an FP8Experts module's weights; None: another module.
+    world_experts: number of experts on all ranks if the module holds a part of them; None: it holds all.
     """
 
     in_16_bits: bool
@@ -81,19 +81,19 @@ class Plan(NamedTuple):
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
-    """Let transformers' models have `experts_implementation="glulam"`: in `from_pretrained`, in `from_config` and in
-    `set_experts_implementation`. Experts are of 16 bits on a GPU, of 16 bits or float32 on a CPU.
+    """Make `experts_implementation="glulam"` available in `from_pretrained`, `from_config` and
+    `set_experts_implementation` of transformers. Experts are in 16 bits on a GPU, in 16 bits or float32 on a CPU.
 
     Args:
-        recipe: of all such models from now on: "bf16", or for inference "mxfp8", "mxfp8_weight_only" or
-            "mxfp4_weight_only", as of `glulam.moe`. A module's weights are quantised at its first forward and kept as
-            buffers in place of its parameters, `gate_up_proj` and `gate_up_proj_scale` and so on; a line of the log
-            (INFO) says what that saved. With "mxfp4_weight_only" a checkpoint of gpt-oss is loaded as it is shipped,
-            and never dequantised (`mxfp4_checkpoints.py`). Experts of checkpoints in FP8 have recipes of their own.
+        recipe: recipe of `glulam.moe` for all such models from now on: "bf16", or for inference "mxfp8",
+            "mxfp8_weight_only" or "mxfp4_weight_only". A module's weights are quantised at its first forward, and
+            buffers `gate_up_proj`, `gate_up_proj_scale` and so on replace its parameters; a log line (INFO) says how
+            much memory that saved. With "mxfp4_weight_only" a gpt-oss checkpoint is loaded as shipped, and never
+            dequantised (`mxfp4_checkpoints.py`). Experts of FP8 checkpoints have recipes of their own.
 
     Raises:
-        ImportError: transformers is not installed, or has no interface for experts, as before version 5.
-        ValueError: another recipe.
+        ImportError: transformers is not installed, or older than version 5, without an interface for experts.
+        ValueError: the recipe is not one of these.
     """
     global _recipe
     found = recipes.find("register", recipe)
@@ -107,7 +107,7 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
     warn_if_untested("transformers", KNOWN_VERSIONS)
     ExpertsInterface.register(NAME, experts_forward)
-    with suppress(ImportError):  # versions without FP8Experts
+    with suppress(ImportError):  # this version of transformers has no FP8Experts
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 
         FP8ExpertsInterface.register(NAME, experts_forward)
@@ -116,23 +116,24 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of an experts module of transformers.
+    """Compute the forward of an experts module of transformers.
 
     Args:
-        experts: with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H] and `down_proj` [E, H, I], transposed or not, and
-            their biases `*_bias` where it has them; those of FP8Experts have `*_scale_inv`.
-        hidden_states: [N, H]. top_k_index: [N, K]; ids from E on, of other ranks' experts, have no part. top_k_weights:
-            [N, K].
+        experts: a module with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H] and `down_proj` [E, H, I], transposed
+            or not, biases `*_bias` if it has them, and `*_scale_inv` if it is an FP8Experts.
+        hidden_states: [N, H].
+        top_k_index: [N, K]; ids >= E, experts of other ranks, are ignored.
+        top_k_weights: [N, K].
 
     Returns:
         [N, H], in hidden_states' dtype.
 
     Raises:
-        NotImplementedError: the module's gate or activation is none that Glulam has, or its FP8 weights are of a kind
-            that Glulam does not read; the message names its class.
-        RuntimeError: weights are to be quantised, and the module is in training, or is traced by torch.compile before
-            its first call, where that changes weights or scales.
-        ValueError, TypeError: as of `glulam.moe`.
+        NotImplementedError: Glulam has no such gate or activation, or does not read FP8 weights of this kind; the
+            message names the module's class.
+        RuntimeError: weights must be quantised while the module is in training; or weights or scales must be changed
+            while torch.compile traces a module that was never called.
+        ValueError, TypeError: raised by `glulam.moe`.
     """
     plan = plan_of(experts)
     if plan.in_16_bits and _recipe is not BF16:
@@ -150,15 +151,15 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     for operand, name in plan.biases:
         given[operand] = parameter(experts, name)
     choices = top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts
-    # One choice a token: an all-to-all brought it to its expert.
+    # One choice a token: an all-to-all has brought the token to its expert's rank.
     world_experts = plan.world_experts if top_k_index.shape[1] > 1 else None
     if plan.fp8 is not None and torch.is_grad_enabled() and any_requires_grad(hidden_states, top_k_weights):
-        given["recipe"] = plan.fp8.served.weight_only.name  # which has a gradient of rows
+        given["recipe"] = plan.fp8.served.weight_only.name  # the weight-only recipe is differentiable in rows
     x = _cast(hidden_states, w2.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
     if plan.post:
         routing = Routing.from_topk(*choices, world_experts=world_experts)
         rows = grouped_mlp(permute(x, routing), w1, w2, offs=routing.offs, lora=lora, **given)
-        # Rows behind the last group were never written, and a norm's gradient is a sum over all rows.
+        # Rows after the last group were never written, and a norm's gradient sums over all rows.
         is_tail = is_after_groups(rows, routing.offs)
         rows = getattr(experts, plan.post)(rows.masked_fill(is_tail[:, None], 0))
         rows = rows * routing.weight_of_row.masked_fill(is_tail, 0)[:, None].to(rows.dtype)
@@ -170,14 +171,14 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`to` takes the host 0.8 us where there is nothing to do."""
+    """Return tensor in `dtype`. Skips `to` if nothing changes, since `to` alone takes the host 0.8 us."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _quantise(experts: Any, recipe: Recipe) -> Plan:
-    """Keep a module's weights in a recipe's format, as buffers in place of its parameters, and return the new plan.
+    """Replace a module's parameters by buffers in a recipe's format, and return the new plan.
 
-    Threads that call a module at once wait for the first of them. Raises as `experts_forward`.
+    Threads that call the module concurrently wait for the first. Raises the errors of `experts_forward`.
     """
     if is_dynamo_compiling():
         raise RuntimeError("glulam: call the model once before it is compiled: its experts' weights are not quantised")
@@ -214,13 +215,13 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
 
 
 def _may_freeze(experts: Any, recipe: Recipe) -> bool:
-    """Whether a recipe trains adapters and routers through weights that nobody trains."""
+    """Return whether the recipe can backpropagate through frozen weights, and the module's weights are frozen."""
     weights = [getattr(experts, name) for name in weight_names(experts)]
     return recipe.freezes_weights and not any_requires_grad(*weights)
 
 
 def _have_scales(experts: Any, fp8: Fp8) -> None:
-    """Make the scales that kernels read of FP8Experts' own, if they are not there."""
+    """Convert the scales of FP8Experts to scales that kernels read, unless that is done already."""
     if fp8_experts.has_scales(experts):
         return
     if is_dynamo_compiling():
@@ -231,14 +232,14 @@ def _have_scales(experts: Any, fp8: Fp8) -> None:
 
 
 def _lock_of(experts: Any) -> threading.RLock:
-    """The lock under which a module's weights are exchanged and its plan is found."""
+    """Return the lock under which a module's weights are replaced and its plan is made."""
     with _lock_of_locks:
         return _locks.setdefault(experts, threading.RLock())
 
 
 def plan_of(experts: Any) -> Plan:
-    """Found once for each module, since its attributes take the host longer than a launch; and again where its act_fn
-    or a number of it was replaced. Raises as `experts_forward`.
+    """Return a module's plan. It is made once, since reading the module's attributes takes the host longer than a
+    launch, and again if the module's act_fn or a number changed. Raises the errors of `experts_forward`.
     """
     plan: Plan | None = getattr(experts, "glulam_plan", None)
     if plan is not None and _is_current(plan, experts):
@@ -246,7 +247,7 @@ def plan_of(experts: Any) -> Plan:
     if not is_dynamo_compiling():
         return _kept_plan(experts)
     plan = _traced_plan(experts)
-    _is_of(plan, experts, _act_fn(experts))  # torch.compile guards what it reads
+    _is_of(plan, experts, _act_fn(experts))  # reads the attributes, so that torch.compile guards them
     return plan
 
 
@@ -262,7 +263,7 @@ def _is_of(plan: Plan, experts: Any, act_fn: Any) -> bool:
 
 
 def _act_fn(experts: Any) -> Any:
-    """A module's act_fn, if it has one: as `parameter` finds a parameter."""
+    """Return a module's act_fn or None, by the same fast look-up as `parameter`."""
     found = experts._modules.get("act_fn")
     return getattr(experts, "act_fn", None) if found is None else found
 
@@ -303,7 +304,7 @@ def _kept_plan(experts: Any) -> Plan:
 
 
 def _keep_plan(experts: Any) -> Plan:
-    """Find a module's plan, and keep it; last, since threads read both without the lock."""
+    """Make a module's plan and store it. The plan is set last, since threads read act_fn and plan without the lock."""
     act_fn, plan = _act_fn(experts), _new_plan(experts)
     experts.glulam_act_fn = (act_fn,)  # in a tuple, so that it is no second child of the module
     experts.glulam_plan = plan
@@ -317,8 +318,8 @@ else:
 
 
 def _post_of(experts: Any) -> str:
-    """The name of what a module does to experts' rows before they are weighed, "" where nothing: versions to 5.23 flag
-    a norm; later ones give every module a method, which mostly returns what it gets.
+    """Return the name of the module's method applied to experts' rows before they are weighted; "": none. transformers
+    up to 5.23 has a flag for a norm; later versions give every module a method, which mostly returns its argument.
     """
     if getattr(experts, "has_post_expert_norm", False):
         return "post_expert_norm"
@@ -331,7 +332,7 @@ def _post_of(experts: Any) -> str:
 
 
 def _form_of(experts: Any) -> Activation:
-    """The activation that a module's experts have. Raises as `experts_forward`."""
+    """Return the activation of a module's experts. Raises the errors of `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():
         form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)

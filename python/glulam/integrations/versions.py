@@ -1,4 +1,4 @@
-"""Versions of other packages that an integration was tested with."""
+"""Warning about package versions that an integration was not tested with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def warn_if_untested(package: str, known: tuple[str, ...]) -> None:
-    """One line where the installed version is none of these minor versions. The package is installed."""
+    """Warn in one line if the installed version is none of these minor versions. The package must be installed."""
     version = importlib.metadata.version(package) or "of unknown version"  # None where metadata have no version
     if ".".join(version.split(".")[:2]) not in known:
         tested = f"{', '.join(known)} {'were' if len(known) > 1 else 'was'}"

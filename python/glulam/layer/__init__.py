@@ -1,4 +1,4 @@
-"""The layer, from tokens to tokens: routing, rows of experts, and their sums."""
+"""The MoE layer, from tokens to tokens: routing, permute, the experts' MLPs, and combine."""
 
 from .losses import load_balancing_loss, router_z_loss
 from .moe import moe

@@ -1,4 +1,4 @@
-"""moe with adapters, see `lora.mlp`."""
+"""moe with low-rank adapters; see `lora.mlp`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rows import combine, permute
 
 
 class AdaptedMoeCall(OfTokens, AdaptedMlpCall):
-    """A call of adapted_moe."""
+    """A call of `adapted_moe`."""
 
     torch_op = "adapted_moe"
     labels = {**OfTokens.labels, **AdaptedMlpCall.labels}
@@ -35,20 +35,20 @@ def adapted_moe(
     activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, world_experts: int,
     out: Any,
 ) -> Any:  # fmt: skip
-    """moe, of what its routing holds, with `adapted_mlp`'s matrices."""
+    """Compute `moe` with low-rank adapters, from the tensors of its routing and `adapted_mlp`'s matrices."""
     raise NotImplementedError  # `front` writes the body
 
 
 def moe_with_lora(call: Any, routing: Routing, lora: ExpertLora) -> Tensor:
-    """`moe` where no kernels have adapters: tokens to rows, the experts' MLPs, and rows back to tokens.
+    """Compute `moe` with adapters if no kernel does it in one call: permute, the experts' MLPs, combine.
 
     Args:
-        call: without adapters.
+        call: the call of `moe` without adapters.
     """
 
     def made(is_trained: bool) -> Tensor:
         of_rows, kept = changed(call, out=None), None
-        if is_trained or isinstance(call, Quantized):  # the others read tokens by index
+        if is_trained or isinstance(call, Quantized):  # other calls read tokens by index
             of_rows = changed(of_rows, x=permute(call.x, routing), rows=None)
             kept = Rows(call.x, call.rows)
         y = rows_with_lora(of_rows, lora, kept)

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router: that experts get equal loads, and that logits stay small. Plain torch, no host sync."""
+"""Auxiliary losses of a router, for equal loads of experts and for small logits. Plain torch, no host sync."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def load_balancing_loss(routing: Routing) -> Tensor:
-    """E * sum over experts of f_e P_e. Differentiable in the logits, through P.
+    """Return the load-balancing loss E * sum over experts of f_e P_e. Differentiable in the logits, through P.
 
-    f_e is the fraction of all choices that are e's (they sum up to 1), and P_e the mean over tokens of e's probability:
-    softmax over all logits, or of sigmoids each divided by their token's sum. So the loss is 1 where f or P is even,
-    whatever k is. It is Switch Transformer's (arXiv:2101.03961, equations 4 to 6) without its alpha, and with a
-    sigmoid DeepSeek-V3's (arXiv:2412.19437, equations 17 to 20) over all tokens of the routing. Where f_e counts
-    choices a token instead, as in transformers, the loss is k times as large. Padding does not count.
+    f_e is the fraction of all choices that choose expert e (the f_e sum up to 1). P_e is the mean over tokens of e's
+    probability: the softmax over all logits, or the sigmoid divided by the token's sum of sigmoids. So the loss is 1 if
+    f or P is uniform, for any k. Source: Switch Transformer (arXiv:2101.03961, equations 4 to 6) without its alpha;
+    with a sigmoid, DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) over all tokens of the routing. Implementations
+    in which f_e counts choices per token, as in transformers, give a loss k times as large. Padding does not count.
 
     Args:
-        routing: from `route`. Of several sequences it is their common loss; route each for a loss of its own.
+        routing: a Routing from `route`. For several sequences this is their common loss; route each sequence by itself
+            for a loss per sequence.
 
     Returns:
-        A scalar, float32 (float64 of such logits); 0 without a token.
+        A scalar, float32 (float64 for float64 logits); 0 if there is no token.
 
     Raises:
-        TypeError, ValueError: it is no Routing, or one `from_topk`, which has no logits.
+        TypeError, ValueError: routing is not a Routing, or is one from `from_topk`, which has no logits.
     """
     if not isinstance(routing, Routing):
         raise TypeError(f"load_balancing_loss: routing is a {type(routing).__name__}; give what glulam.route returned")
@@ -49,7 +50,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 
 
 def _check(routing: Routing) -> None:
-    """Raise ValueError or TypeError where a routing that was changed by hand does not fit itself."""
+    """Raise ValueError or TypeError if tensors of a routing that was changed by hand do not fit each other."""
     op, logits = "load_balancing_loss", routing.logits
     tokens, experts = check_matrix(op, "routing.logits", logits, "N, E")
     for name, count, letters in (("ids", tokens, "N, K"), ("offs", experts, "E")):
@@ -63,17 +64,19 @@ def _check(routing: Routing) -> None:
 
 
 def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
-    """The mean over tokens of logsumexp(logits)^2: ST-MoE's (arXiv:2202.08906, equation 5). Differentiable.
+    """Return the router z-loss, the mean over tokens of logsumexp(logits)^2. Differentiable.
+
+    Source: ST-MoE (arXiv:2202.08906, equation 5).
 
     Args:
         logits: [..., E].
-        num_tokens: as of `route`; tokens from there on do not count.
+        num_tokens: [1] on logits' device, as for `route`; tokens from this number on do not count. None: all count.
 
     Returns:
-        A scalar, float32 (float64 of such logits); 0 without a token.
+        A scalar, float32 (float64 for float64 logits); 0 if there is no token.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
     check_tensor("router_z_loss", "logits", logits, "a tensor [..., E]")
     check_plain("router_z_loss", "logits", logits)

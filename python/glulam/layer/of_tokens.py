@@ -1,4 +1,4 @@
-"""Calls of a layer: from tokens to rows, their MLP, and to tokens again."""
+"""Calls of a layer: tokens to rows, the rows' MLP, and rows back to tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .expert_rows import OP, OfWorld
 from .rows import check_routed, combine_rows, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
-"""With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
-longer; a copy takes 5 us for 10 MB, however wide the experts are. Forward + backward of 8192 rows of Mixtral-8x7B (I
-14336) are 3 % faster on copies, those of 32768 of Qwen3-30B (I 768) 4 % faster by index.
+"""Limits for copying rows when gradients are recorded: GEMMs read copied rows if the copy has at most COPIED_BYTES and
+I is at least COPIED_WIDTH; else they read rows by index. A GEMM that reads by index takes 3 to 9 % longer; a copy takes
+5 us for 10 MB, for any I. Forward + backward of 8192 rows of Mixtral-8x7B (I 14336) are 3 % faster on copies; of 32768
+rows of Qwen3-30B (I 768), 4 % faster by index.
 """
 
 
@@ -34,13 +35,13 @@ def _rows(x: Tensor, row_of: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """Those of each token's rows."""
+    """Return the sum of each token's rows, + residual."""
     sums: Tensor = combine_rows(rows.view(*row_of.shape, rows.shape[1]), row_of, residual, out=out)
     return sums
 
 
 def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
-    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
+    """Raise ValueError, naming the argument, if a tensor does not have `tokens` rows or is misaligned."""
     for name, tensor in given.items():
         if tensor is not None:
             if tensor.shape[0] != tokens:
@@ -49,7 +50,7 @@ def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
 
 
 def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
-    """Raise ValueError where a routing that was changed by hand has not as many choices as rows."""
+    """Raise ValueError if a routing, changed by hand, has different numbers of choices and rows."""
     if row_of.numel() != rows:
         raise ValueError(
             f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "
@@ -58,7 +59,7 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
 
 
 def of_tokens(rows: Definition) -> Definition:
-    """Return the definition of a layer's operator, made of that of its rows' grouped_mlp."""
+    """Return the definition of a layer's operator from the definition of the grouped_mlp of its rows."""
     y = rows.results[0]
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
@@ -84,8 +85,9 @@ def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
 
 
 class OfTokens(OfWorld):
-    """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
-    `row_scale` is the weights of these.
+    """The part of a call of `moe` beyond the grouped_mlp of its rows.
+
+    In that grouped_mlp, `rows` is the token of each row, and `row_scale` is the weight of each row.
     """
 
     op = OP
@@ -98,7 +100,7 @@ class OfTokens(OfWorld):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """For a routing may stand the shape (N, K) of its choices, or (N, K, world_experts)."""
+        """Return the call's arguments. routing: a Routing, or the shape of its choices, (N, K[, world_experts])."""
         public = super().arguments_of(public)
         routing = public.pop("routing")
         if public.pop("parallel") is not None:
@@ -119,12 +121,12 @@ class OfTokens(OfWorld):
 
     @property
     def choices(self) -> Tensor:
-        """Of each of N tokens K, in any form."""
+        """The choices [N, K]: row numbers or expert ids."""
         row_of: Tensor = self.row_of
         return row_of
 
     def check_result(self, width: int, like: Tensor) -> None:
-        """Check a given `out` [N, width], and what it is made of besides rows."""
+        """Check `out` [N, width], `residual` and `row_of`, the tensors that have a row for each token."""
         if self.row_of is not None:
             check_row_of(self.op, self.labels["row_of"], self.row_of, self.x)
             _check_choices_of_rows(self.op, self.row_of, self.num_rows)

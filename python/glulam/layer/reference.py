@@ -1,6 +1,6 @@
-"""Routing, permute and combine in torch: what runs on the CPU, and what kernels are held to.
+"""Routing, permute and combine in torch: the CPU implementation, and the reference that kernels must match.
 
-16-bit inputs compute in float32. Rows that no choice has are zero here; kernels leave them as they were.
+16-bit inputs compute in float32. Rows that belong to no choice are zero here; kernels leave them unchanged.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 from ..reference import wide
 
 TINY = 1e-20
-"""Added to a sum of sigmoids before it divides: DeepSeek-V3's."""
+"""Added to a sum of sigmoids before dividing by it, as in DeepSeek-V3."""
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Places from the largest on; NaN counts as largest, and of equal ones the first comes first."""
+    """Return indices in descending order of values: NaN counts as largest; equal values keep their order."""
     return values.sort(dim=-1, descending=True, stable=True).indices
 
 
@@ -34,7 +34,7 @@ def route(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """ids, weights, offs, token_of_row, row_of and weight_of_row."""
+    """Return ids, weights, offs, token_of_row, row_of and weight_of_row."""
     values = wide(logits)
     scores = values.sigmoid() if score == "sigmoid" else values
     ids = _chosen(scores if bias is None else scores + bias, k, num_groups, top_groups)
@@ -50,7 +50,7 @@ def router(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
     score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Logits, and what `route` makes of them."""
+    """Return logits, x weight^T + weight_bias, and the results of `route` for them."""
     made = wide(x) @ wide(weight).to(wide(x).dtype).mT
     made = made if weight_bias is None else made + wide(weight_bias)
     logits = made if in_float32 else made.to(x.dtype)
@@ -92,7 +92,7 @@ def route_backward(
 
 
 def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
-    """int64, the place of each choice's expert among those here; outside of 0 .. E - 1 if it is not here."""
+    """Return the local number of each choice's expert, int64; outside of 0 .. E - 1 if the expert is not local."""
     places = ids.long() - first
     if expert_map is None:
         return places
@@ -103,7 +103,7 @@ def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
 def sort(
     ids: Tensor, weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, experts: int, first: int
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """offs, token_of_row, row_of and weight_of_row."""
+    """Return offs, token_of_row, row_of and weight_of_row."""
     local = placed(ids, expert_map, first)
     has_row = (local >= 0) & (local < experts)
     if num_tokens is not None:
@@ -120,7 +120,7 @@ def sort(
 
 
 def _rows_there(row_of: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Row numbers int64, 0 where there is no row among `count`; and where there is none."""
+    """Return row numbers, int64, with 0 for choices that have no row among `count`, and a mask of these choices."""
     is_none = (row_of < 0) | (row_of >= count)
     return row_of.masked_fill(is_none, 0).long(), is_none
 
@@ -131,7 +131,7 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
-    """[N, K, H], whose rows are those of experts."""
+    """Return [N, K, H]; viewed as [N K, H], these are the rows of experts."""
     rows = x.new_zeros(row_of.numel() + 1, x.shape[1])
     places, is_none = _rows_there(row_of, row_of.numel())
     rows[places.masked_fill(is_none, row_of.numel())] = x.unsqueeze(1)
@@ -139,7 +139,7 @@ def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def combine(y: Tensor, row_of: Tensor, residual: Tensor | None) -> tuple[Tensor]:
-    """Summed in the order of a token's choices."""
+    """Return the sums of each token's rows, + residual, added in the order of the token's choices."""
     rows = wide(y.reshape(-1, y.shape[-1]))
     out = rows.new_zeros(len(row_of), y.shape[-1]) if residual is None else wide(residual).clone()
     for places, is_none in (_rows_there(row, len(rows)) for row in row_of.unbind(1)):

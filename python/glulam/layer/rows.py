@@ -1,4 +1,4 @@
-"""permute and combine: tokens to rows of experts, and rows back to tokens. Each is the other's gradient."""
+"""permute, from tokens to rows of experts, and combine, from rows back to tokens. Each is the other's backward."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ROW_OF = "routing.row_of"
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
-    """Rows of experts: out[r] = x[routing.token_of_row[r]]. Differentiable.
+    """Return the rows of experts, out[r] = x[routing.token_of_row[r]]. Differentiable.
 
     Args:
         x: tokens [N, H], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU H is a multiple
             of 8.
-        routing: of these tokens.
+        routing: the Routing of these tokens.
 
     Returns:
-        [T, H], T = N K; rows from routing.offs[-1] on are left as they were (on the CPU they are zero).
+        [T, H], T = N K, in x's dtype; rows from routing.offs[-1] on are not written (on the CPU they are zero).
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument is invalid; nothing was launched.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     row_of = _row_of("permute", routing)
@@ -44,21 +44,21 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Sums of experts' rows: out[n] = residual[n] + sum over j of y[routing.row_of[n, j]]. Differentiable.
+    """Return sums of experts' rows, out[n] = residual[n] + sum over j of y[routing.row_of[n, j]]. Differentiable.
 
-    The sum is in float32, in the order of j, and rounded once. A choice without a row adds nothing.
+    The sum is computed in float32, in the order of j, and rounded once. A choice without a row adds nothing.
 
     Args:
-        y: rows of experts [T, H], T = N K, contiguous, as of `permute`.
-        routing: that the rows are of.
-        residual: [N, H] in y's dtype.
-        out: the result's buffer, contiguous; only where no gradient is recorded.
+        y: rows of experts [T, H], T = N K, contiguous, in the order and dtypes of `permute`.
+        routing: the Routing of the rows.
+        residual: [N, H] in y's dtype; None: nothing is added.
+        out: the result's buffer [N, H], contiguous; not allowed if a gradient is recorded. None: a new one.
 
     Returns:
         [N, H] in y's dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument is invalid; nothing was launched.
         GradientNotSupported: `out` is given and an argument requires a gradient.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
@@ -73,7 +73,7 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
 
 
 def check_rows_of(y: Any, routing: Routing) -> None:
-    """Raises ValueError or TypeError where y is not [T, H] of the routing's rows."""
+    """Raise ValueError or TypeError if y is not [T, H] with the routing's number of rows."""
     check_row_of("combine", ROW_OF, routing.row_of)
     _, columns = check_matrix("combine", "y", y, "T, H")
     tokens, k = routing.row_of.shape
@@ -82,7 +82,7 @@ def check_rows_of(y: Any, routing: Routing) -> None:
 
 
 def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
-    """`routing.token_of_row`, of a routing of x's tokens. Raises ValueError or TypeError where it is none."""
+    """Return `routing.token_of_row`. Raises ValueError or TypeError if routing is not a Routing of x's tokens."""
     row_of = _row_of(op, routing)
     if isinstance(x, (Tensor, MXFP8Tensor)) and len(x.shape) == 2 and x.shape[0] != row_of.shape[0]:
         check_routed(op, x.shape[0], row_of.shape[0])
@@ -91,7 +91,7 @@ def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
 
 
 def check_routed(op: str, tokens: int, routed: int) -> None:
-    """Raise ValueError if a routing is of other tokens."""
+    """Raise ValueError if a routing has another number of tokens than x."""
     if tokens != routed:
         raise ValueError(f"{op}: x has {tokens} tokens, but routing is of {routed}; route these tokens")
 
@@ -112,7 +112,7 @@ def _constants(call: Any) -> dict[str, int]:
 
 
 class _Moving(LayerCall):
-    """What permute and combine have in common: a thread for each 16 bytes of a token."""
+    """Base of the calls of permute and combine, whose kernels have a thread for each 16 bytes of a token."""
 
     labels: ClassVar[dict[str, str]] = {"row_of": ROW_OF}
 
@@ -181,9 +181,9 @@ class CombineCall(_Moving):
 
 @operator(PermuteCall)
 def permute_tokens(x: Tensor, row_of: Tensor, *, out: Tensor | None = None) -> Any:
-    """[N, K, H]: `permute`, given the row of each choice."""
+    """Return `permute`'s rows as [N, K, H]. row_of [N, K]: the row of each choice."""
 
 
 @operator(CombineCall)
 def combine_rows(y: Tensor, row_of: Tensor, residual: Tensor | None, *, out: Tensor | None = None) -> Any:
-    """`combine` of y [N, K, H], given the row of each choice."""
+    """Return `combine` of y [N, K, H]. row_of [N, K]: the row of each choice."""

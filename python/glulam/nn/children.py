@@ -1,4 +1,4 @@
-"""Children of a module: a parent computes for plain ones in its own operators, and calls the others."""
+"""Child modules: a parent computes plain children by its own operators, and calls all others."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 
 
 def is_plain(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if a call of `child` would run the forward of `kind` and nothing else, hooks of all modules included.
+    """Return True if calling `child` would run only the forward of `kind`: no hooks, global hooks included.
 
-    False: the child is wrapped, hooked (by FSDP2, too), compiled, or of a class with another forward. Parametrizations,
-    pruning and FSDP1 change where a module's tensors come from, and not what it computes of them.
+    False: the child is wrapped, hooked (also by FSDP2), compiled, or its class has another forward. Parametrizations,
+    pruning and FSDP1 only change where a module's tensors come from; such a child is plain.
     """
     return is_itself(child, kind) and (is_dynamo_compiling() or not has_global_hooks())
 
 
 def is_itself(child: Any, kind: type[nn.Module]) -> bool:
-    """Return the same, except that hooks of all modules do not count."""
+    """Return True if `child` is plain apart from global hooks; see `is_plain`."""
     own = child.__dict__
     return not (
         child.__class__.forward is not kind.forward
@@ -42,22 +42,24 @@ def is_itself(child: Any, kind: type[nn.Module]) -> bool:
 
 
 def parameters_of(child: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of a plain Linear."""
+    """Return the weight and the bias of a plain Linear."""
     return held(child, child._parameters, "weight"), held(child, child._parameters, "bias")
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [N, H] times a weight, in `dtype`, whatever the parameters' is; and not autocast, which would undo a float32
-    router."""
+    """Return x [N, H] times a weight, + bias, computed in `dtype` for parameters of any dtype.
+
+    Autocast is off here, since it would undo a float32 router.
+    """
     with _without_autocast(x):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Return what a child makes of x [N, H], [N, width], in `dtype`.
+    """Call a child on x [N, H], and return its result [N, width] in `dtype`.
 
     Args:
-        name: what errors call the child.
+        name: the child's name in errors.
 
     Raises:
         TypeError, ValueError: the child returns something else.
@@ -73,7 +75,7 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 
 
 def _called(child: Any, x: Tensor, dtype: torch.dtype) -> Any:
-    """A Linear that is hooked computes in `dtype`, as one that is not; other modules in the dtype of their weight."""
+    """Call a child: a hooked Linear computes in `dtype`, like a plain one; other modules in their weight's dtype."""
     weight = getattr(child, "weight", None)
     own = weight.dtype if isinstance(weight, Tensor) else dtype
     if child.__class__ is nn.Linear and own != dtype:

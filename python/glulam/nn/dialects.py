@@ -1,6 +1,6 @@
-"""What other libraries call the parts of an MoE in their state dicts, and how these become an `nn.MoE`'s.
+"""Names of an MoE's parameters in other libraries' state dicts, and their conversion to the names of `nn.MoE`.
 
-Conversion gives either layout of the module's own names; its layers then convert that to the one that they have.
+Conversion gives the module's own names, packed or one by one; its layers then convert to the layout that they have.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """A parameter of experts as others have it.
+    """A parameter of experts in another library's state dict.
 
     Attributes:
-        keys: of one tensor, or of the gate's and the up-projection's. "{}" is an expert's number.
+        keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" is an expert's number.
         packed: whether a tensor holds all experts.
-        glu_layout: of one tensor that holds gate and up-projection.
+        glu_layout: layout of a tensor that holds gate and up-projection; None: another tensor.
         transposed: whether matrices are [columns, rows]. in_blocks: whether columns are [blocks, bytes].
     """
 
@@ -87,14 +87,14 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
 QUANTIZED = {"experts": ("experts",), "shared": ("shared_expert", "shared_experts")}
-"""What others call the experts of a module's part whose weights are quantised; those of "experts" have numbers."""
+"""Prefixes of quantised weights in other libraries, by nn.MoE's part; keys of "experts" also have a number."""
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
-    """Of entries that have these keys, to the names of `block`, the nn.MoE at `prefix`.
+    """Yield the moves of entries with these keys to the names of `block`, the nn.MoE at `prefix`.
 
-    Blocks and scales in MXFP4 that are no bytes raise TypeError when they are moved; quantised experts one by one
-    raise what `load_experts` does.
+    A move raises TypeError if MXFP4 blocks or scales are not bytes; moves of quantised experts stored one by one raise
+    the errors of `load_experts`.
     """
     for theirs, ours in RENAMES.items():
         path, _, last = ours.rpartition(".")
@@ -112,9 +112,9 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
-    """None unless a form's keys are there, for each of the module's parameters, and no others beside them."""
+    """Return the moves of a form; [] unless its keys exist for each of the module's parameters, and no other keys."""
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
-    scales = {name for name in own if name.endswith("_scale")}  # which layers make of weights in 16 bits
+    scales = {name for name in own if name.endswith("_scale")}  # layers make scales themselves from weights in 16 bits
     if form.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
         return []
     found = []
@@ -134,9 +134,9 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
 
 
 def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, mlp: Any) -> Move | None:
-    """Experts one by one in a checkpoint's format (`formats.checkpoint_names`), where that is the layers' own.
+    """Return the move of quantised experts stored one by one (`formats.checkpoint_names`) if the format fits, or None.
 
-    Weights without scales move, too: if they are quantised, the move raises ValueError; else it is none.
+    Weights without scales get a move, too: it raises ValueError if they are quantised, and else does nothing.
     """
     if not isinstance(mlp.fc1, QuantizedLinear) or mlp.fc1.has_bias or mlp.call_options["activation"] not in GATED:
         return None
@@ -154,7 +154,7 @@ def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, ml
 
 
 def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: Any) -> list[Tensor] | None:
-    """The buffers of both layers. None where the tensors turn out to be in another format, or in 16 bits."""
+    """Return the buffers of both layers; None: the tensors are in another format, or in 16 bits."""
     in_16_bits = all(isinstance(value, Tensor) and value.itemsize > 1 for value in values)
     if in_16_bits and names.part_names().keys() == {"weight"}:
         return None
@@ -177,7 +177,7 @@ def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: 
 
 
 def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
-    """A global scale as a layer has it. Raises ValueError where it has one for rows with two."""
+    """Return a global scale in the layer's shape. Raises ValueError if the layer has one, but the halves' differ."""
     if factors.dim() == halves:
         return factors
     if halves == 1:
@@ -189,7 +189,7 @@ def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
 
 
 def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
-    """Join the blocks or the scales of MXFP4 weights, as bytes. Raises TypeError where they have another dtype."""
+    """Join the blocks or the scales of MXFP4 weights as bytes. Raises TypeError if they have another dtype."""
     if message := refusal(key, parts[0], dtypes):
         raise TypeError(f"state dict: {message}")
     joined: list[Tensor] | None = make([bytes_of_floats(part) if isinstance(part, Tensor) else part for part in parts])
@@ -197,7 +197,7 @@ def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], m
 
 
 def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> list[Tensor] | None:
-    """[rows, columns] or [rows] of an expert, or of all of them; a gated layer's rows in `glu_layout`."""
+    """Return a parameter of one expert or of all, [(E,) rows(, columns)], a gated layer's rows in `glu_layout`."""
     if not alike(parts, rank):
         return None
     parts = [part.mT.contiguous() if source.transposed else part for part in parts]

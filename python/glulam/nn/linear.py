@@ -26,22 +26,23 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     Args:
         num_experts, in_features, out_features: E, K and N. K and N are multiples of 8 on a GPU.
-        bias: whether there is one, [E, N].
-        packed: one parameter `weight` [E, N, K] (and `bias` [E, N]), or else E parameters `weight0` .. [N, K] (and
+        bias: whether the layer has a bias [E, N].
+        packed: one parameter `weight` [E, N, K] (and `bias` [E, N]); False: E parameters `weight0` .. [N, K] (and
             `bias0` .. [N]). State dicts of either layout load into both.
         delay_wgrad: leave the gradient of the weights out of backward; `backward_dw` computes it. Until then x, dy and
-            the group sizes are kept, and must not be written.
-        device, dtype: of the parameters; device "meta" allocates nothing. On a GPU bfloat16 or float16.
+            the group sizes are kept, and must not be overwritten.
+        device, dtype: device and dtype of the parameters; device "meta" allocates nothing. On a GPU the dtype must be
+            bfloat16 or float16.
 
-    A weight that has a `main_grad` gets its gradient there; see `glulam.nn.weight_gradients`.
+    The gradient of a weight that has a `main_grad` is written there; see `glulam.nn.weight_gradients`.
 
     Raises:
-        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+        ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
     """
 
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
-    """What holds the weights, where they are packed; `trained_names`: which of all are parameters, not buffers."""
+    """Names of the tensors that hold packed weights; `trained_names`: names that are parameters, not buffers."""
     trained_names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
@@ -76,23 +77,23 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         self.reset_parameters()
 
     def make_weights(self, device: Any) -> None:
-        """Of weights that are no parameters."""
+        """Register weights that are buffers; here there are none."""
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear: every weight and bias uniform within 1 / sqrt(in_features)."""
+        """Initialise like torch.nn.Linear: every weight and bias uniform within +-1 / sqrt(in_features)."""
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
 
     def parameter_list(self, name: str) -> list[Parameter]:
-        """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
+        """Return the parameters of "weight" or "bias": one packed, or one per expert; empty: no bias."""
         return [held(self, self._parameters, label) for label in self._labels[name]]
 
     def experts(self, name: str) -> Any:
-        """What operators take as "weight" or "bias": a tensor, a list, or None."""
+        """Return "weight" or "bias" as operators take it: a tensor, a list, or None."""
         if self.packed:
-            parameters = self._parameters  # as `held`, without a frame
+            parameters = self._parameters  # like `held`, without its Python frame
             return parameters[name] if name in parameters else getattr(self, name)
         return self.parameter_list(name) or None
 
@@ -106,16 +107,18 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """[T, K] -> [T, N]; the arguments of `glulam.grouped_mm`, and buffers.
+        """Return the result [T, N]. Arguments are those of `glulam.grouped_mm`, and buffers.
 
         Args:
-            out: [T, N], where the result is written, also where a gradient is recorded; then another tensor is returned
-                that lies there. Writing it before a backward that reads the result is torch's error.
-            grad_input: [T, K], where each backward writes x's gradient, zeros behind the last group.
+            x: rows [T, K], sorted by expert.
+            offs, splits, bias_scale: see `glulam.grouped_mm`.
+            out: [T, N], buffer for the result, allowed also if a gradient is recorded; then the returned tensor is
+                another one in the same memory. Overwriting it before a backward that reads it is torch's error.
+            grad_input: [T, K], buffer to which each backward writes x's gradient, with zeros after the last group.
 
         Raises:
-            ValueError, TypeError: as of `glulam.grouped_mm`; a buffer that does not fit, overlaps an input or requires
-                a gradient; a grad_input although x requires no gradient or grad mode is off.
+            ValueError, TypeError: raised by `glulam.grouped_mm`; a buffer does not fit, overlaps an input or requires a
+                gradient; grad_input is given, but x requires no gradient or grad mode is off.
         """
         given = {
             "x": x, "w": self.experts("weight"), "offs": offs, "splits": splits, "bias": self.experts("bias"),
@@ -129,9 +132,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
             raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-        """Another way than autograd's for the gradient of the weights; None where there is none to take."""
+        """Return the function that writes the weights' gradient instead of autograd; None: autograd computes it."""
         if put is None and self.packed and getattr(self._parameters.get("weight"), "main_grad", None) is None:
-            return None  # as in most calls
+            return None  # the case of most calls
         weights = self.parameter_list("weight")
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None

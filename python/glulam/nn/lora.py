@@ -1,4 +1,4 @@
-"""Adapters of a GroupedMLP: their parameters as a submodule, and experts' weights with them merged in."""
+"""Adapters of a GroupedMLP: a submodule with their parameters, and merging them into experts' weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from .quantized_linear import QuantizedLinear
 
 NAME = "add_lora"
 LAYERS = {"fc1": ("a1", "b1"), "fc2": ("a2", "b2")}
-"""The matrices of each layer."""
+"""Names of each layer's matrices."""
 
 
 class Lora(nn.Module):
-    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1`, `a2` and `b2`; those of a layer without adapters
-    are None.
+    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1`, `a2` and `b2`; None for a layer without adapter.
 
     Args:
-        num_experts, r: E and the rank of both layers.
+        num_experts, r: E, and the rank of both layers' adapters.
         scale: see `glulam.ExpertLora`.
-        sizes: columns and rows of each adapted layer's weights, by the layer's name.
-        device, dtype: of the parameters.
+        sizes: (columns, rows) of each adapted layer's weights, by the layer's name.
+        device, dtype: device and dtype of the parameters.
     """
 
     def __init__(
@@ -54,23 +53,23 @@ class Lora(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As PEFT's: a1 and a2 uniform within 1 / sqrt(columns), b1 and b2 zero, so that nothing changes yet."""
+        """Initialise like PEFT: a1 and a2 uniform within +-1 / sqrt(columns), b1 and b2 0, so results do not change."""
         for a, b in LAYERS.values():
             if (matrix := self._parameters[a]) is not None:
                 nn.init.kaiming_uniform_(matrix.view(-1, matrix.shape[2]), a=math.sqrt(5))
                 nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
 
     def adapter(self) -> ExpertLora:
-        """The parameters as operators take them, and as `ExpertLora.to_peft` writes them."""
+        """Return the parameters as an ExpertLora, for operators and for `ExpertLora.to_peft`."""
         named = self._parameters
         return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
 
     @torch.no_grad()
     def copy_(self, adapter: ExpertLora) -> Lora:
-        """Take over an adapter's numbers and its scale, as those of `ExpertLora.from_peft`.
+        """Copy an adapter's matrices and scale, as from `ExpertLora.from_peft`, into the parameters. Returns self.
 
         Raises:
-            ValueError: it has other matrices, or of other shapes.
+            ValueError: the adapter has other matrices, or other shapes.
         """
         own, given = self.adapter().given(), adapter.given()
         if own.keys() != given.keys():
@@ -85,7 +84,7 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, layers: dict[str, Any], keep: bool) -> None:
-        """Add the products to weights of layers, each weight rounded once. `keep`: hold copies of the weights."""
+        """Add the scaled products b a to the layers' weights, rounded once. keep: hold copies of the weights before."""
         named = self._parameters
         adapted = {name: pair for name, pair in LAYERS.items() if named[pair[0]] is not None}
         weights = {name: layers[name].parameter_list("weight") for name in adapted}
@@ -100,7 +99,7 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def take_out_of(self, layers: dict[str, Any]) -> None:
-        """Give layers back the weights that they had. Raises RuntimeError where no copies were kept."""
+        """Restore the layers' weights before `merge_into`. Raises RuntimeError if no copies were kept."""
         if self._before is None:
             raise RuntimeError("unmerge_lora: merge_lora was called with keep=False, so the weights before are lost")
         for name, before in self._before.items():
@@ -115,7 +114,7 @@ class Lora(nn.Module):
 
 
 class TakesLora(nn.Module):
-    """A GroupedMLP's methods that have to do with adapters. `lora`: the submodule; None without."""
+    """Adapter methods of a GroupedMLP. `lora`: the submodule of adapters; None: no adapters."""
 
     lora: Lora | None
 
@@ -126,18 +125,18 @@ class TakesLora(nn.Module):
         """Add adapters, which change nothing until they are trained or filled (`Lora.copy_`).
 
         Args:
-            r: their rank. alpha: r by default. The products' scale is alpha / r, with `rslora` alpha / sqrt(r).
+            r: the rank. alpha: None: r. The products' scale is alpha / r, or with `rslora` alpha / sqrt(r).
             layers: "fc1", "fc2" or both.
             freeze: call `requires_grad_(False)` on the experts' own weights and biases; False leaves them as they are.
-            dtype: of the adapters, that of the module's parameters by default, else bfloat16. With float32 beside
-                16-bit rows they are rounded at each call, and their gradients are float32.
+            dtype: dtype of the adapters; None: the dtype of the module's parameters, or bfloat16 if it has none.
+                Float32 adapters with 16-bit rows are rounded at each call, and their gradients are float32.
 
         Returns:
             The submodule `lora`.
 
         Raises:
-            ValueError, TypeError, RuntimeError: options that cannot work, also with those of the module; adapters that
-                are there already.
+            ValueError, TypeError: an option is invalid, or does not work with the module's options.
+            RuntimeError: the module has adapters already.
         """
         if self.lora is not None:
             raise RuntimeError(f"{NAME}: this module has adapters of rank {self.lora.r}; call remove_lora() first")
@@ -158,33 +157,33 @@ class TakesLora(nn.Module):
         dtype = dtype or (torch.bfloat16 if placed is None else placed.dtype)
         made = Lora(first.num_experts, r, 1.0, sizes, where.device, dtype)
         made.scale = (r if alpha is None else alpha) / (math.sqrt(r) if rslora else r)
-        made.adapter()  # whose checks refuse a dtype
+        made.adapter()  # refuses an invalid dtype
         if freeze:
             self.requires_grad_(False)
         self.lora = made
         return made
 
     def remove_lora(self) -> None:
-        """Drop the adapters. Merged weights stay merged, and frozen parameters frozen.
+        """Remove the adapters. Merged weights stay merged, and frozen parameters stay frozen.
 
         Raises:
-            RuntimeError: there are none.
+            RuntimeError: there are no adapters.
         """
         self._adapters("remove_lora")
         del self.lora
         self.lora = None
 
     def merge_lora(self, keep: bool = True) -> None:
-        """Add the adapters to the experts' weights, each rounded once; from now on they are not applied.
+        """Add the adapters to the experts' weights, each rounded once; calls then no longer apply the adapters.
 
         Merged modules refuse `state_dict` and `load_state_dict`, which would apply adapters twice: call `unmerge_lora`
-        or `remove_lora` before.
+        or `remove_lora` first.
 
         Args:
-            keep: hold copies of the weights, by which `unmerge_lora` restores their very bits. Subtracting would not.
+            keep: hold copies of the weights, from which `unmerge_lora` restores the exact bits. Subtraction could not.
 
         Raises:
-            RuntimeError: there are no adapters, or they are merged. ValueError: weights are quantised.
+            RuntimeError: there are no adapters, or they are merged already. ValueError: weights are quantised.
         """
         lora, linear = self._adapters("merge_lora"), self._modules
         if lora.is_merged:
@@ -198,7 +197,7 @@ class TakesLora(nn.Module):
         lora.merge_into(linear, keep)
 
     def unmerge_lora(self) -> None:
-        """Restore the bits of the weights before `merge_lora`, and apply the adapters again.
+        """Restore the exact weights before `merge_lora`; calls apply the adapters again.
 
         Raises:
             RuntimeError: nothing is merged, or no copies were kept.
@@ -215,7 +214,7 @@ class TakesLora(nn.Module):
 
 
 def _merged(lora: Lora) -> str:
-    """Say why a merged module has no state; "" if it is not merged."""
+    """Return why a merged module has no state dict; "": it is not merged."""
     if not lora.is_merged:
         return ""
     return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"

@@ -14,15 +14,16 @@ from ..calls.checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_wi
 
 @functools.cache
 def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]  # of a subclass with others, not these
+    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]  # a subclass with other options has its own
 
 
 def check_options(kind: type, given: Mapping[str, Any]) -> None:
-    """Whether what a class's constructor was given is True or False where it says bool; and 1 or more where it says int
-    and has no default, or None may stand for it.
+    """Check a constructor's options by the annotations of its parameters.
+
+    `bool`: must be True or False. `int` without a default, and `int | None` unless None: must be 1 or more.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError, ValueError: an option fails its check.
     """
     for name, parameter in _parameters(kind).items():
         value, is_size = given.get(name), parameter.annotation == "int" and parameter.default is parameter.empty
@@ -36,14 +37,14 @@ def check_options(kind: type, given: Mapping[str, Any]) -> None:
 
 
 def shown_options(kind: type, **options: Any) -> str:
-    """Those of a class that are not its defaults, for repr."""
+    """Return for repr the options that differ from the class's defaults."""
     defaults = _parameters(kind)
     shown = {name: value for name, value in options.items() if value != defaults[name].default}
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def check_placement(kind: type, parameter: Tensor, *widths: int) -> None:
-    """What kernels ask for, where parameters lie on a GPU; their dtype anywhere."""
+    """Check the dtype of parameters, and on a GPU also that kernels take these widths."""
     on_gpu = runs_kernels(parameter)
     valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
     if parameter.dtype not in valid:
@@ -60,7 +61,7 @@ def held(module: nn.Module, members: Mapping[str, Any], name: str) -> Any:
     """Return a parameter or a buffer of a module without `Module.__getattr__`, which takes 0.4 us.
 
     Args:
-        members: `module._parameters` or `module._buffers`. Parametrizations and pruning take tensors out of these and
-            set an attribute instead.
+        members: `module._parameters` or `module._buffers`. If a parametrization or pruning has replaced the tensor by
+            an attribute, the attribute is returned.
     """
     return members[name] if name in members else getattr(module, name)

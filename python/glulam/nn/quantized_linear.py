@@ -1,4 +1,4 @@
-"""The layers of a GroupedMLP whose weights are quantised, and which is not trained."""
+"""Layers of a GroupedMLP with quantised weights, which are not trained."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .state import Move, layout_move
 
 SCALE_DTYPES = torch.uint8, SCALE_DTYPE
 E4M3_NAN = 0x7F
-"""The bits of a NaN, without its sign."""
+"""The bits of an E4M3 NaN without the sign."""
 Buffer = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
 
 
 class _Kept:
-    """A quantised weight's tensor, and the buffers that it was made of.
+    """Cache of a quantised weight's tensor, with the buffers that it was made from.
 
-    Writes into buffers need no notice: parts of the tensor are views of them. One that is set to other memory, as by
-    `buffer.data = ...`, has another address.
+    Writes into buffers do not invalidate it, since the tensor's parts are views of the buffers. A buffer that was moved
+    to other memory, as by `buffer.data = ...`, is noticed by its address.
     """
 
     __slots__ = ("addresses", "parts", "tensor")
@@ -53,7 +53,7 @@ class _Kept:
         self.addresses = [part.data_ptr() for part in parts]
 
     def is_of(self, parts: list[Tensor]) -> bool:
-        """Return True if the buffers are still these."""
+        """Return True if the cached tensor was made from these buffers, at their present addresses."""
         for kept, part, address in zip(self.parts, parts, self.addresses, strict=True):
             if part is not kept or part.data_ptr() != address:
                 return False
@@ -61,17 +61,17 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True for a tensor with memory; fake tensors and those of transforms must not outlive their mode."""
+    """Return True for a tensor with memory. Fake tensors and tensors of torch.func must not be cached."""
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
 class QuantizedLinear(GroupedLinear):
-    """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form` that kernels
-    read as they are. 8-bit floats are bytes.
+    """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form`.
 
-    A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale`, or one for each expert, is quantised as it
-    loads from a state dict. A part that is missing, or has another dtype or shape, is an error of load_state_dict, and
-    the layer keeps the whole weight that it has.
+    Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32
+    without a `weight_scale`, or one such weight per expert, is quantised as it loads from a state dict. If a part is
+    missing, or has another dtype or shape, load_state_dict raises an error, and the layer keeps its whole previous
+    weight.
 
     Args:
         form: the form in which a recipe reads the weights.
@@ -80,12 +80,12 @@ class QuantizedLinear(GroupedLinear):
 
     weight_names: tuple[str, ...] = ("weight", "weight_scale")
     derived_names: tuple[str, ...] = ()
-    """Further parts of the tensor, buffers that are made of the others and in no state dict."""
+    """Further buffers of the tensor, computed from the other buffers and not in state dicts."""
     trained_names = ("bias",)
     loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
-    """The dtypes in which state dicts may have each part."""
+    """The allowed dtypes of each part in state dicts."""
     has_scales_of_rows: ClassVar[bool] = True
-    """Whether a scale belongs to one row, so that rows may be put in another order with their scales."""
+    """True if each scale belongs to one row, so that rows can be reordered with their scales."""
     weight: Tensor
     weight_scale: Tensor
     _kept: _Kept | None = None
@@ -104,16 +104,16 @@ class QuantizedLinear(GroupedLinear):
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
-        """The buffers of a weight of this shape."""
+        """Return shape and dtype of each buffer for a weight of this shape."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Any elements, by a scale by which all are within 1 / sqrt(in_features); biases as any layer's."""
+        """Set random elements, with scales that keep values within +-1 / sqrt(in_features); biases as in any layer."""
         super().reset_parameters()
         self.reset_weights(1 / math.sqrt(self.in_features))
 
     def reset_weights(self, bound: float) -> None:
-        """Make any elements, and scales by which they are within the bound."""
+        """Set random elements, and scales that keep values within +-bound."""
         raise NotImplementedError
 
     def experts(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class QuantizedLinear(GroupedLinear):
         kept = self._kept
         if kept is not None and kept.is_of(parts):
             return kept.tensor
-        with torch.inference_mode(False):  # views that are made within it cannot be saved for a backward
+        with torch.inference_mode(False):  # views made in inference mode cannot be saved for backward
             made = self.form.tensor_of(Parts(*parts))
         if all(part is None or _is_memory(part) for part in (*parts, *made.parts)):
             self.__dict__["_kept"] = _Kept(parts, made)
@@ -140,11 +140,11 @@ class QuantizedLinear(GroupedLinear):
         return {**super().__getstate__(), "_kept": None}
 
     def forget(self) -> None:
-        """Drop the tensor that a forward kept, and with it the buffers that are about to be replaced."""
+        """Drop the cached tensor, and so its references to buffers that are about to be replaced."""
         self.__dict__["_kept"] = None
 
     def grad_writer(self, *_: Any) -> None:
-        """Nothing is trained."""
+        """Return None: weights are not trained."""
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
         for name in ("weight", *self.trained_names):
@@ -156,7 +156,7 @@ class QuantizedLinear(GroupedLinear):
                 yield [move]
 
     def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
-        """The move that quantises a weight in 16 bits. packing: the move that joins experts' weights before."""
+        """Return the move that quantises a weight in 16 bits, or None. packing: the move that first joins experts."""
         whole, *others = (prefix + name for name in self.weight_names)
         if any(key in keys for key in others) or (packing is None and whole not in keys):
             return None
@@ -164,7 +164,7 @@ class QuantizedLinear(GroupedLinear):
         return Move(old, [whole, *others], partial(self._quantized, pack=pack))
 
     def _quantized(self, values: list[Any], pack: Any) -> list[Any] | None:
-        """The parts of a weight, as state dicts may have them."""
+        """Return the parts of a quantised 16-bit weight, as state dicts store them; None: it cannot be quantised."""
         (weight,) = pack(values) or (None,)
         if not isinstance(weight, Tensor) or weight.dtype not in SOURCE_DTYPES or weight.dim() != 3:
             return None
@@ -177,15 +177,15 @@ class QuantizedLinear(GroupedLinear):
         return self.form.quantized(weight)
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
-        """A part of a state dict as the buffer is."""
+        """Return a part of a state dict in the buffer's dtype and order."""
         return bytes_of_floats(part)
 
     def as_stored(self, name: str, part: Tensor) -> Tensor:
-        """A buffer as state dicts have it."""
+        """Return a buffer as state dicts store it."""
         return part
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        """Casts reach biases alone: float32 scales stay what they are."""
+        """Apply fn. Casts change only biases: float32 scales stay float32."""
         self.forget()
         before = {name: getattr(self, name) for name in self.weight_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -196,9 +196,10 @@ class QuantizedLinear(GroupedLinear):
 
 
 class FourBitsLinear(QuantizedLinear):
-    """`weight` [E, N, K/8] int32, words as kernels read them, and `weight_scale` [E, N, K/block] uint8.
+    """A layer with 4-bit weights: `weight` [E, N, K/8] int32, words in kernels' order, and `weight_scale`
+    [E, N, K/block] uint8.
 
-    State dicts have `weight` as bytes, uint8 [E, N, K/2]; those that are loaded may also have the words themselves.
+    State dicts store `weight` as bytes, uint8 [E, N, K/2]; a state dict with words loads, too.
     """
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
@@ -210,7 +211,7 @@ class FourBitsLinear(QuantizedLinear):
         self.reset_scales(bound / MAGNITUDES[-1])
 
     def reset_scales(self, factor: float) -> None:
-        """Make elements at most this many times as large as they are."""
+        """Set scales so that each value is at most `factor` times its element."""
         raise NotImplementedError
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class FourBitsLinear(QuantizedLinear):
 
 
 class MXFP4Linear(FourBitsLinear):
-    """In MXFP4."""
+    """A layer with weights in MXFP4."""
 
     loads = (torch.uint8, WORD_DTYPE), SCALE_DTYPES
 
@@ -234,11 +235,11 @@ class MXFP4Linear(FourBitsLinear):
 
 
 class RebasedLinear(MXFP4Linear):
-    """In MXFP4 for recipe "mxfp4": `weight` int32 [E, N, K/8] has a checkpoint's bytes, four a word, and a buffer
-    `weight_row_scale` uint8 [E, N] a power of two for each row.
+    """A layer with MXFP4 weights for recipe "mxfp4": `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four a
+    word, and the buffer `weight_row_scale` uint8 [E, N] a power of two for each row.
 
-    The latter is made when the weight loads, and in an eager forward after a write to the others that their version
-    counters tell. Raises FoldError there as `prepare_mxfp4_weight` does.
+    `weight_row_scale` is computed when the weight loads, and in an eager forward if the version counters show a write
+    to the other buffers. Raises FoldError then, as `prepare_mxfp4_weight` does.
     """
 
     derived_names = ("weight_row_scale",)
@@ -264,7 +265,7 @@ class RebasedLinear(MXFP4Linear):
         return super().experts(name)
 
     def rebase(self) -> None:
-        """Make the rows' powers of two anew."""
+        """Recompute the rows' powers of two."""
         self.forget()
         if not self.weight.is_meta:
             rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
@@ -287,7 +288,7 @@ def _rebase(layer: RebasedLinear, _: Any) -> None:
 
 
 class NVFP4Linear(FourBitsLinear):
-    """In NVFP4: besides, `weight_global_scale` float32 [E], or [E, 2] where `halves` is 2: of a gated w1."""
+    """A layer with weights in NVFP4: also has `weight_global_scale` float32 [E], or [E, 2] if `halves` is 2."""
 
     weight_names = ("weight", "weight_scale", "weight_global_scale")
     loads = (torch.uint8, WORD_DTYPE), (torch.uint8, Nvfp4.kind.scale_dtype), (torch.float32,)
@@ -302,7 +303,7 @@ class NVFP4Linear(FourBitsLinear):
         self.weight_global_scale.fill_(factor)
 
     def quantized(self, weight: Tensor) -> Parts:
-        """Quantise each half by itself."""
+        """Quantise each half of the rows separately."""
         experts, rows, k = weight.shape
         data, scale, global_scale = super().quantized(weight.reshape(-1, rows // self.halves, k))
         assert scale is not None and global_scale is not None
@@ -311,11 +312,12 @@ class NVFP4Linear(FourBitsLinear):
 
 
 class FP8BlockLinear(QuantizedLinear):
-    """In FP8 blocks: `weight` [E, N, K] uint8 and `weight_scale` float32 [E, ceil(N / 128), ceil(K / 128)]; of a gated
-    w1 in layout "concat" whose halves end inside a block [E, 2, ceil(N/2 / 128), ceil(K / 128)].
+    """A layer with weights in FP8 blocks: `weight` [E, N, K] uint8 and `weight_scale` float32 [E, ceil(N / 128),
+    ceil(K / 128)], or [E, 2, ceil(N/2 / 128), ceil(K / 128)] for a gated w1 in layout "concat" whose halves end inside
+    a block.
 
-    State dicts have the same, since Python's pickle cannot restore 8-bit floats; those that are loaded may have
-    float8_e4m3fn.
+    State dicts store uint8, since Python's pickle cannot restore 8-bit floats; a state dict with float8_e4m3fn loads,
+    too.
     """
 
     loads = (torch.uint8, DATA_DTYPE), (torch.float32,)
@@ -335,11 +337,11 @@ class FP8BlockLinear(QuantizedLinear):
 LAYERS: dict[type, type[QuantizedLinear]] = {
     Mxfp4: MXFP4Linear, Mxfp4Rebased: RebasedLinear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear,
 }  # fmt: skip
-"""Keyed by the class of the form in which recipes read weights."""
+"""Layer classes by the class of the form in which recipes read weights."""
 
 
 def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Say why an entry of a state dict is no part of a quantised weight; "" if its dtype is one of `dtypes`."""
+    """Return why an entry of a state dict is no part of a quantised weight; "": its dtype is one of `dtypes`."""
     if not isinstance(value, Tensor) or value.dtype in dtypes:
         return ""
     wanted = " or ".join(map(str, dtypes))
@@ -350,9 +352,9 @@ def _read(
     layer: QuantizedLinear, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any,
     _unexpected: Any, errors: list[str],
 ) -> None:  # fmt: skip
-    """Make buffers of the parts of a weight before it loads, on the device where they will lie.
+    """Convert the parts of a weight in a state dict to buffers, on the buffers' device, before they load.
 
-    Where a part is missing, or has another dtype or shape, that is an error, and the layer keeps all parts that it has.
+    If a part is missing, or has another dtype or shape, add an error, and keep all previous parts of the layer.
     """
     layer.forget()
     given = {name: state[prefix + name] for name in layer.weight_names if prefix + name in state}
@@ -372,14 +374,14 @@ def _read(
 def _fault(
     layer: QuantizedLinear, prefix: str, name: str, dtypes: tuple[torch.dtype, ...], given: dict[str, Any]
 ) -> str:
-    """Say what is wrong with a part of a state dict; "" if nothing is."""
+    """Return the error text for a part of a state dict; "": the part is valid."""
     key, own = prefix + name, getattr(layer, name)
     if name not in given:
         return f"{key} is missing, but {prefix}{next(iter(given))} is there; give all parts of a quantised weight"
     value = given[name]
     if fault := refusal(key, value, dtypes):
         return fault
-    if not isinstance(value, Tensor):  # torch names it
+    if not isinstance(value, Tensor):  # torch raises an error that names it
         return ""
     wanted = *own.shape[:-1], own.shape[-1] * own.itemsize // value.itemsize
     if tuple(value.shape) == wanted:

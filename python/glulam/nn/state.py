@@ -1,8 +1,8 @@
-"""State of modules under other names: experts' parameters packed, as `weight` [E, ...], or apart, as `weight0` and so
-on; and what `nn.dialects` lists.
+"""Conversion of state dicts: experts' parameters packed, `weight` [E, ...], or one by one, `weight0` and so on; and the
+names that `nn.dialects` lists.
 
-Conversion takes place only where a set of entries is complete and unambiguous, and of a parameter that the module has.
-What is not is left as it is, so that loading it gives torch's usual error about missing and unexpected keys.
+A set of entries is converted only if it is complete, unambiguous, and of a parameter that the module has. Other entries
+stay unchanged, so that loading them gives torch's usual error about missing and unexpected keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
 class Move(NamedTuple):
-    """Entries that become others. `make`: the new values, from the old ones; None where these do not fit."""
+    """A conversion of entries `old` to entries `new`. make(old values): the new values; None: old values do not fit."""
 
     old: list[str]
     new: list[str]
@@ -29,17 +29,16 @@ class Move(NamedTuple):
 
 
 class Converts(nn.Module):
-    """A module that loads state under other names than its own."""
+    """A module that loads state dicts under other names than its own."""
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
-        """How entries under these keys become those of the module at `prefix`: each list as a whole, or not at all.
-
-        `moments`: values are an optimizer's mappings, not tensors.
+        """Yield lists of moves from entries with these keys to entries of the module at `prefix`. A list is applied
+        as a whole, or not at all. moments: values are an optimizer's mappings, not tensors.
         """
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """In place, since the dictionary goes on to the children; torch gives each module its own."""
+        """Convert and load. The dict is changed in place, since torch passes it on to the children."""
         converted = _converted(state_dict, [(prefix, self)])
         state_dict.clear()
         state_dict.update(converted)
@@ -47,38 +46,46 @@ class Converts(nn.Module):
 
 
 def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """A state dict with the keys that `module` has, from one in either layout, or of another library's MoE blocks.
+    """Return a state dict with the keys of `module`, from one in either layout, or of another library's MoE blocks.
+
+    Loading `state` into `module` does the same conversion.
 
     Args:
-        state: of a module like `module` that differs in `packed` at most, or in the names of an MoE's parts, which are
-            one of `nn.dialects`. Loading it into `module` does the same.
-        module: holds GroupedLinear and MoE modules anywhere.
+        state: a state dict of a module that differs from `module` at most in `packed`, or in the names of an MoE's
+            parts, which may be any that `nn.dialects` lists.
+        module: contains GroupedLinear and MoE modules at any depth.
+
+    Returns:
+        A new dict; unconverted entries are unchanged.
 
     Raises:
-        TypeError: state is no mapping, or module no module; MXFP4 parts of another dtype.
+        TypeError: state is not a mapping, module is not a module, or MXFP4 parts have another dtype.
     """
     _check("convert_state_dict", state, module)
     result = _converted(state, _named(module))
-    if (versions := getattr(state, "_metadata", None)) is not None:  # of modules, which load_state_dict looks at
+    if (versions := getattr(state, "_metadata", None)) is not None:  # versions of modules, which load_state_dict reads
         result = OrderedDict(result)
         result._metadata = versions  # type: ignore[attr-defined]
     return result
 
 
 def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Optimizer state keyed by parameter names, for the parameters that `module` has.
+    """Return optimizer state, keyed by parameter names, converted to the parameters of `module`.
 
-    Moments are stacked or split as the parameters are. What has no dimension, as a step count, is every expert's; it
-    is packed only if it is the same for all. A parameter keeps its names and its state where one of them cannot be
-    converted, as where its experts are in several groups.
+    Moments are stacked or split like the parameters. A value without dimensions, as a step count, is copied to every
+    expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted, as when
+    its experts are in several groups, both stay unchanged.
 
     Args:
-        state: {parameter name: {"exp_avg": ..., "step": ...}}, or that under "state" beside "param_groups" whose
-            "params" are names, as torch.distributed.checkpoint has it.
-        module: as of `convert_state_dict`.
+        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with this under "state", and
+            "param_groups" whose "params" are names, as torch.distributed.checkpoint makes it.
+        module: see `convert_state_dict`.
+
+    Returns:
+        A new mapping of the same structure.
 
     Raises:
-        TypeError: state is no such mapping, or module no module.
+        TypeError: state is not such a mapping, or module is not a module.
     """
     _check("convert_optimizer_state", state, module)
     if "state" not in state or "param_groups" not in state:
@@ -103,7 +110,7 @@ def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict
 
 
 def _check(op: str, state: Any, module: Any) -> None:
-    """Raise TypeError where these are no state dict and no module."""
+    """Raise TypeError if state is not a mapping, or module is not a module."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: state is a {type(state).__name__}; give a mapping, as state_dict() returns")
     if not isinstance(module, nn.Module):
@@ -111,7 +118,7 @@ def _check(op: str, state: Any, module: Any) -> None:
 
 
 def _check_groups(op: str, moments: Any, groups: Any) -> None:
-    """Raise TypeError where an optimizer's state is not by parameters, or a group of it lists no "params"."""
+    """Raise TypeError if an optimizer's state is not keyed by parameters, or a group has no list "params"."""
     if not isinstance(moments, Mapping):
         raise TypeError(f"{op}: state['state'] is a {type(moments).__name__}; give a mapping by parameters' names")
     if not isinstance(groups, Collection) or isinstance(groups, (str, Mapping)):
@@ -129,7 +136,7 @@ def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
-    """Each module that converts under each of its names, with the prefix of its keys; parents before children."""
+    """Yield (prefix of keys, module) for each Converts module under each of its names; parents before children."""
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Converts):
             yield f"{path}." if path else "", child
@@ -146,9 +153,9 @@ def _converted(
 
 
 def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | None:
-    """`state` after these moves, or None where values do not fit each other.
+    """Return `state` after these moves; None: values do not fit each other.
 
-    New entries stand where the first old one stood: optimizers number parameters by their order.
+    New entries take the place of the first old entry, since optimizers number parameters by their order.
     """
     added: dict[str, dict[str, Any]] = {}
     for old, new, make in moves:
@@ -164,24 +171,24 @@ def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | N
 
 
 def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, experts: int, moments: bool) -> Move | None:
-    """How a parameter's entries change to the layout that a module has; None where they need not, or cannot.
+    """Return the move of a parameter's entries to the module's layout; None: not necessary, or not possible.
 
     Args:
         whole: the key of the packed parameter. name: "weight" or "bias".
-        packed: whether the module's is.
+        packed: whether the module's parameter is packed.
     """
     parts, size = [f"{whole}{expert}" for expert in range(experts)], len(whole)
     old, new = (parts, [whole]) if packed else ([whole], parts)
     found = {k for k in keys if isinstance(k, str) and k.startswith(whole) and (k == whole or k[size:].isdecimal())}
     if found != set(old):
         return None
-    rank = None if moments else PACKED_RANKS[name]  # optimizers also keep moments of rows and columns
+    rank = None if moments else PACKED_RANKS[name]  # some optimizers also keep moments of rows and columns
     make: Any = partial(_stack, rank=rank) if packed else partial(_split, count=experts, rank=rank, copy=moments)
     return Move(old, new, partial(_of_moments, make=make, count=len(new)) if moments else make)
 
 
 def alike(parts: list[Any], rank: int | None = None) -> bool:
-    """Whether all are tensors of one shape, dtype and device, and of `rank` where it says something."""
+    """Return whether all are tensors of one shape, dtype and device, with `rank` dimensions unless it is None."""
     first = parts[0]
     return all(
         isinstance(part, Tensor)
@@ -199,12 +206,12 @@ def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[
     (whole,) = wholes
     if not _has_dimensions(whole) or rank not in (None, whole.dim()) or whole.shape[0] != count:
         return None
-    parts = moved_shards(whole, 0, 1).unbind()  # DTensors cannot be cut where they are sharded
+    parts = moved_shards(whole, 0, 1).unbind()  # a DTensor cannot be split along a sharded dimension
     return [part.clone() if copy else part for part in parts]
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
-    """Optimizers write their state in place, so no two parameters may share it."""
+    """Convert moments; None: they do not fit. New parameters share no tensor, since optimizers write state in place."""
     if not all(isinstance(part, Mapping) and part.keys() == old[0].keys() for part in old):
         return None
     result: list[dict[str, Any]] = [{} for _ in range(count)]

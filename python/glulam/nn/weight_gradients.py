@@ -1,9 +1,9 @@
-"""Where a module's results and gradients go: to autograd, into buffers, into the `main_grad` of weights, now or later.
+"""Destinations of a module's results and gradients: autograd, buffers, or `main_grad` of weights, at once or later.
 
-The main_grad protocol of Megatron-style trainers: a weight that has a `main_grad` (of its dtype or float32) gets its
-gradient added to that by the kernel itself, or written where `overwrite_main_grad` is true; autograd gets none. Where
-the trainer has put `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run: of
-zeros where `zero_out_wgrad` is true, else uninitialised. Experts that are frozen, one by one, get nothing and need no
+The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
+itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
+If the trainer has set `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run:
+zeros if `zero_out_wgrad` is true, else uninitialised. Individually frozen experts get no gradient, and need no
 main_grad.
 """
 
@@ -30,11 +30,11 @@ from ..ops.grouped_wgrad import grouped_wgrad
 
 Job = Callable[[], None]
 Put = Callable[[Job], None]
-"""Where a job goes that is left for later."""
+"""A function that stores a job for later."""
 
 
 class DelaysWeightGradients(nn.Module):
-    """A module that can leave weight gradients out of backward: made with delay_wgrad=True, or not.
+    """A module that leaves weight gradients out of backward if it was made with delay_wgrad=True.
 
     `op`: the operator that the module calls.
     """
@@ -44,14 +44,14 @@ class DelaysWeightGradients(nn.Module):
     def __init__(self, delay_wgrad: bool) -> None:
         super().__init__()
         self.delay_wgrad = delay_wgrad
-        self._pending: deque[list[Job]] = deque()  # a list for each backward pass that left some, in order
+        self._pending: deque[list[Job]] = deque()  # a list for each backward pass that left jobs, in order
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have nothing pending: jobs write the gradients of the module that made them."""
+        """Return the state without pending jobs, since jobs write the gradients of the original module."""
         return {**self.__dict__, "_pending": deque()}
 
     def new_pass(self) -> Put:
-        """Where a forward's backward leaves its work."""
+        """Return a function that stores the jobs of one forward's backward pass."""
         jobs: list[Job] = []
 
         def put(job: Job) -> None:
@@ -62,11 +62,11 @@ class DelaysWeightGradients(nn.Module):
         return put
 
     def has_delayed(self) -> bool:
-        """Whether a backward pass left weight gradients."""
+        """Return whether weight gradients of a backward pass are pending."""
         return len(self._pending) > 0
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients that the oldest backward pass left, into main_grad or grad.
+        """Compute the weight gradients that the oldest pending backward pass left out, into main_grad or grad.
 
         Raises:
             RuntimeError: nothing is pending, or the module was made without delay_wgrad.
@@ -79,7 +79,7 @@ class DelaysWeightGradients(nn.Module):
             raise RuntimeError("backward_dw: no weight gradient is pending; call it once after each backward")
         jobs = self._pending.popleft()
         pending = list(jobs)
-        jobs.clear()  # so that a backward that runs on makes an entry of its own
+        jobs.clear()  # a backward that is still running then makes a new entry
         with backward_of(self.op), torch.no_grad():
             for job in pending:
                 job()
@@ -89,14 +89,17 @@ def run(
     operator: Callable[..., Any], call: Callable[..., Any], given: dict[str, Any], writers: dict[str, Any],
     out: Tensor | None = None, grad_input: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """What an operator makes of what is given, where its result and gradients are to go.
+    """Run an operator, with its result and gradients written to the given destinations.
 
     Args:
-        call: gives a call of the operator, as arguments.
-        writers: of weights' gradients, by the operator's names. out, grad_input: buffers.
+        call: makes a Call of the operator from keyword arguments.
+        given: the operator's arguments.
+        writers: functions that write weights' gradients, by the operator's argument names.
+        out, grad_input: buffers; None: not given.
 
     Raises:
-        CaptureError: torch.export is tracing, and something goes where an exported program cannot write.
+        CaptureError: torch.export is tracing, and a destination is one that an exported program cannot write.
+        GradientNotSupported: there are adapters, and a destination other than autograd.
     """
     elsewhere = writers or grad_input is not None
     if not elsewhere and (out is None or not (torch.is_grad_enabled() and any_requires_grad(*given.values()))):
@@ -116,9 +119,9 @@ def run(
     return outside_traces(call(**given), Targets(out, grad_input, writers))
 
 
-@_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
+@_disable_dynamo  # like torch.compiler.disable, which would import the compiler and take a second
 def outside_traces(call: Any, targets: Targets) -> Any:
-    """To write elsewhere is a side effect that no trace has."""
+    """Differentiate a call outside of traces, since writing to other destinations is a side effect that traces lose."""
     return differentiate(call, targets=targets)
 
 
@@ -126,9 +129,9 @@ class Experts(NamedTuple):
     """The weights of a layer in one forward.
 
     Attributes:
-        name: of the weights, for errors.
-        weights: one that is packed, or one for each expert.
-        trained: for each of these, whether it required a gradient in forward. At least one did.
+        name: the weights' name in errors.
+        weights: one packed weight, or one for each expert.
+        trained: for each weight, whether it required a gradient in forward. At least one did.
         packed: whether there is one weight for all experts.
     """
 
@@ -142,11 +145,11 @@ class Experts(NamedTuple):
 
 
 def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-    """Return what makes the gradients of weights instead of autograd, as a backward calls it; None: autograd does.
+    """Return the function that backward calls to write weight gradients instead of autograd; None: autograd does it.
 
     Args:
         name, weights, packed: see `Experts`.
-        put: takes the work for later; None: it is done at once.
+        put: stores the work for later; None: the work is done at once.
     """
     experts = Experts(name, weights, tuple([weight.requires_grad for weight in weights]), packed)
     into_main = has_main_grads(experts, x)
@@ -211,7 +214,7 @@ def _write_main_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str,
         ValueError,
         TypeError,
         AttributeError,
-    ) as error:  # where main_grad has changed since forward
+    ) as error:  # main_grad may have changed since forward
         if not has_main_grads(experts, x):
             raise ValueError(
                 f"{name}.main_grad was there in forward and is gone in backward; keep it until then"
@@ -237,19 +240,19 @@ def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]
 
 
 def _lost(name: str, how: str) -> str:
-    """Say that a delayed gradient would reach no optimizer, since no optimizer has the weight."""
+    """Return the error text of a delayed gradient that no optimizer would see, since no optimizer has the weight."""
     return f"delay_wgrad: {name} was {how}, so that its delayed gradient would be lost; leave out delay_wgrad=True"
 
 
 def _write(
     experts: Experts, buffers: list[Tensor], adds: list[bool], dy: Tensor, x: Tensor, groups: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write gradients into the buffers of trained weights. `adds`: for each, whether its gradient is added there."""
+    """Write gradients to the buffers of trained weights. adds: for each buffer, whether to add to it instead."""
     groups, is_trained = _groups_of(experts.trained, groups)
     out: Any = buffers[0] if experts.packed else buffers
     if frozen := is_trained.count(False):
         given, dropped = iter(zip(buffers, adds, strict=True)), iter(buffers[0].new_empty(frozen, *buffers[0].shape))
-        # Dropped gradients are added where the first buffer's is, since the same for all takes no mask.
+        # Dropped gradients use the first buffer's mode (add or write): if all modes are equal, no mask is needed.
         pairs = [next(given) if one else (next(dropped), adds[0]) for one in is_trained]
         out, adds = [list(values) for values in zip(*pairs, strict=True)]
     how: dict[str, Any] = {"accumulate": adds[0]}
@@ -259,10 +262,10 @@ def _write(
 
 
 def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
-    """Return groups of rows for grouped_wgrad, and for each whether it is a trained expert's.
+    """Return groups of rows for grouped_wgrad, and for each group whether it belongs to a trained expert.
 
-    Rows of frozen experts cannot be left out before those of a trained one. They make one group, whose gradient is
-    dropped and takes as much memory as one weight. Rows behind the last trained expert are in no group.
+    Rows of frozen experts before a trained expert cannot be left out. Adjacent ones form one group, whose gradient is
+    dropped and takes as much memory as one weight. Rows after the last trained expert are in no group.
     """
     if all(trained):
         return groups, list(trained)
@@ -276,20 +279,20 @@ _kept_for_graphs: dict[Any, Tensor] = {}
 
 
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that is kept, so that a graph captured after a first call copies nothing from the host."""
+    """Return a cached tensor, so that a graph captured after a first call copies nothing from the host."""
     made = _made(values, dtype, device)
-    if made.is_cuda and gpus.is_capturing():  # replays read it, also after other values took its place
+    if made.is_cuda and gpus.is_capturing():  # replays read it, even after it leaves the cache
         _kept_for_graphs[values, dtype, device] = made
     return made
 
 
-@functools.lru_cache(1024)  # each layer may train other experts
+@functools.lru_cache(1024)  # each layer may train different experts
 def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return gpus.apart(lambda: torch.tensor(values, dtype=dtype, device=device))
 
 
 def _dummies(experts: Experts) -> Any:
-    """Return what autograd gets where main_grad has the gradient."""
+    """Return the dummies that autograd gets for weights whose gradient is in main_grad; None: no dummy."""
     dummies: list[Tensor | None] = []
     for weight, is_trained in zip(experts.weights, experts.trained, strict=True):
         has_flag = is_trained and hasattr(weight, "grad_added_to_main_grad")

@@ -1,7 +1,7 @@
-"""Blocks of E4M3 elements with a float32 scale, by plain torch operators, on any device.
+"""Encoding of blocks as E4M3 elements with a float32 scale, by plain torch operators, on any device.
 
-    scale      max(fl32(amax / 448), 2^-126); 1 of a block of zeros; NaN of a block with a NaN or an Inf
-    element    x * fl32(1 / scale), rounded to nearest even, at most 448; of a block whose scale is NaN, NaN
+    scale      max(fl32(amax / 448), 2^-126); 1 for a block of zeros; NaN for a block with a NaN or an Inf
+    element    x * fl32(1 / scale), rounded to nearest even, at most 448; NaN if the block's scale is NaN
 
 2^-126, the least normal number, keeps 1 / scale finite.
 """
@@ -26,26 +26,26 @@ def num_blocks(size: int) -> int:
 
 
 def scales_of_maxima(amax: Tensor) -> Tensor:
-    """The scales of blocks whose greatest magnitudes are `amax`, float32."""
+    """Return float32 scales of blocks whose greatest magnitudes are `amax`, float32."""
     scale = divided(amax, E4M3_MAX).clamp(min=LEAST_SCALE)
     return torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan)
 
 
 def encoded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [R, C] of x [R, C], and float32 scales [R, ceil(C / 128)]."""
+    """Encode x [R, C] by rows: return E4M3 [R, C] and float32 scales [R, ceil(C / 128)]."""
     data, scale = _encoded(x.float()[:, None])
     return data[:, 0], scale
 
 
 def encoded_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [R, C] of x [R, C], and float32 scales [ceil(R / 128), ceil(C / 128)]."""
+    """Encode x [R, C] by 128 x 128 blocks: return E4M3 [R, C] and float32 scales [ceil(R / 128), ceil(C / 128)]."""
     rows = x.shape[0]
     data, scale = _encoded(pad(x.float(), (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK)))
     return data.flatten(0, 1)[:rows], scale
 
 
 def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 of float32 strips [S, rows, C], and a scale for each 128 columns of a strip, [S, ceil(C / 128)]."""
+    """Encode float32 strips [S, rows, C]: return E4M3, and a scale per 128 columns of a strip, [S, ceil(C / 128)]."""
     columns = strips.shape[2]
     blocks = pad(strips, (0, -columns % BLOCK)).unflatten(2, (-1, BLOCK))
     scale = scales_of_maxima(blocks.abs().amax(dim=(1, 3)))
@@ -54,6 +54,6 @@ def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values [..., R, C] of E4M3 elements and the scales of their rows [..., R, ceil(C / 128)]; exact in float64."""
+    """Return values [..., R, C] of E4M3 data and row scales [..., R, ceil(C / 128)]; exact in float64."""
     assert data.dtype == DATA_DTYPE
     return data.to(dtype) * scale.to(dtype).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]

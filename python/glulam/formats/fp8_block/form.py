@@ -1,4 +1,4 @@
-"""FP8 with block scales as kernels read it: weights as they are, and rows rounded to it."""
+"""FP8 with block scales as kernels read it: the form of weights, and the rounding of rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tensor import MULTIPLE, FP8BlockTensor, grid_shape, values_of
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Block(Form):
-    """A scale for 128 x 128 elements, as an FP8BlockTensor has them.
+    """The form of an FP8BlockTensor: a scale for 128 x 128 elements.
 
     Attributes:
-        decoded_to: what kernels round an element times its scale to; None: they multiply the element itself, and sums
-            of 128 products by the scale.
-        in_halves: whether a weight in 16 bits is quantised in halves, each with a grid of scales.
+        decoded_to: dtype to which kernels round an element times its scale; None: kernels multiply elements, and scale
+            the sums of 128 products.
+        in_halves: whether a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales.
     """
 
     name = "fp8_block"
@@ -85,10 +85,10 @@ FP8_BLOCK_IN_BF16 = Fp8Block(torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Rows:
-    """Rows of E4M3 elements with a float32 scale for 128 of a row, as GEMMs multiply them."""
+    """Rows as GEMMs multiply them: E4M3 elements with a float32 scale for 128 of a row."""
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The values that they have, in float32 or float64."""
+        """Return values quantised to this format and decoded, in float32 or float64."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         return decoded(*encoded_rows(values), dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""quantize_fp8_block: weights to FP8 with block scales, by torch's operators on any device."""
+"""quantize_fp8_block: quantise weights to FP8 with block scales, by torch's operators on any device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tensor import MULTIPLE, FP8BlockTensor, grid_shape
 
 OP = "quantize_fp8_block"
 CHUNK_BLOCKS = 128
-"""Blocks of rows that are quantised together: their float32 copies take memory."""
+"""Blocks of rows that are quantised together; bounds the memory of their float32 copies."""
 
 
 def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
@@ -24,14 +24,14 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 16.
-        in_halves: quantise the first N/2 rows and the last N/2 apart, for a gated w1 in layout "concat"; see
+        in_halves: quantise the first N/2 rows and the last N/2 rows separately, for a gated w1 in layout "concat"; see
             FP8BlockTensor. The result differs only where N/2 is no multiple of 128.
 
     Returns:
         FP8BlockTensor of w's shape.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an argument is invalid.
         GradientNotSupported: grad mode is on and w requires a gradient.
     """
     check_source(OP, w, MULTIPLE)
@@ -51,7 +51,7 @@ def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, grid: Tensor) -> None:
-    """Write data [N, K] and the grid of its scales."""
+    """Quantise matrix [N, K] into data [N, K] and the grid of scales."""
     for first in range(0, len(grid), CHUNK_BLOCKS):
         rows = slice(first * BLOCK, (first + CHUNK_BLOCKS) * BLOCK)
         data[rows], grid[first : first + CHUNK_BLOCKS] = encoded_tiles(matrix[rows])

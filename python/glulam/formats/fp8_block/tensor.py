@@ -1,4 +1,4 @@
-"""FP8BlockTensor: weights as Qwen's FP8 checkpoints and DeepSeek-V3 ship them."""
+"""FP8BlockTensor: weights in the format of Qwen's FP8 checkpoints and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..scaled import Stored
 from .codec import BLOCK, decoded, num_blocks
 
 MULTIPLE = 16
-"""K is a multiple of this number: kernels load 16 bytes."""
+"""K must be a multiple of this: kernels load 16 bytes at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -22,12 +22,12 @@ class FP8BlockTensor(Stored):
     The value of an element is its E4M3 number times its block's scale. The last blocks along N and along K may be
     smaller, so neither need be a multiple of 128.
 
-    A gated w1 in layout "concat" holds two matrices, the gate's N/2 rows before the up-projection's. Where N/2 is no
-    multiple of 128, a block of a grid over all N rows would hold rows of both, and such weights are quantised apart, as
-    checkpoints have them. Their scales then have one more dimension: a grid for each half, [E, 2, ceil(N/2 / 128),
-    ceil(K / 128)]. Where N/2 is a multiple of 128 both grids are the same, and `scale` becomes [E, N/128,
-    ceil(K / 128)] whichever is given. transformers loads a grid for each half into `gate_up_proj_scale_inv`, but its
-    own kernels read one grid over all rows, which is right only for such N/2.
+    A gated w1 in layout "concat" holds two matrices, the gate's N/2 rows before the up-projection's. If N/2 is not a
+    multiple of 128, a block of one grid over all N rows would hold rows of both; such weights are quantised half by
+    half, as in checkpoints. Their scales have one more dimension: a grid for each half, [E, 2, ceil(N/2 / 128),
+    ceil(K / 128)]. If N/2 is a multiple of 128, both ways give the same blocks, and `scale` becomes [E, N/128,
+    ceil(K / 128)] from either. transformers loads a grid for each half into `gate_up_proj_scale_inv`, but its own
+    kernels read one grid over all rows, which is right only if N/2 is a multiple of 128.
 
     Attributes:
         data: [..., N, K] float8_e4m3fn, K a multiple of 16.
@@ -66,25 +66,25 @@ class FP8BlockTensor(Stored):
         return "fp8_block"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, rounded once from float32; exact in float64."""
+        """Return the values in `dtype`, rounded once from float32; exact in float64."""
         wide = torch.promote_types(dtype, torch.float32)
         return values_of(self.data, self.scale, wide).to(dtype)
 
     def __getitem__(self, index: int | slice) -> FP8BlockTensor:
-        """Entries of the leading dimension, as an expert's matrix of [E, N, K]; a view."""
+        """Return a view of entries of the leading dimension, as an expert's matrix of [E, N, K]."""
         if self.data.dim() < 3:
             raise IndexError("FP8BlockTensor: a single matrix has no leading dimension to index; slice its data")
         return self._with(data=self.data[index], scale=self.scale[index])
 
 
 def grid_shape(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
-    """The shape of the scales of a weight [..., N, K]. halves: 2 where each half of its rows has a grid, else 1."""
+    """Return the shape of the scales of a weight [..., N, K]. halves: 2 if each half of the rows has a grid, else 1."""
     *lead, n, k = shape
     return (*lead, *((halves,) if halves > 1 else ()), num_blocks(n // halves), num_blocks(k))
 
 
 def check_scale_shape(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where a weight of this shape has other scales."""
+    """Raise ValueError unless `scale` has a valid shape for a weight of this shape."""
     valid = [grid_shape(shape, 1)] + ([] if shape[-2] % 2 else [grid_shape(shape, 2)])
     if tuple(scale.shape) not in valid:
         raise ValueError(
@@ -95,12 +95,12 @@ def check_scale_shape(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def values_of(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values [..., N, K] of a weight's parts."""
+    """Return the values [..., N, K] of a weight's parts."""
     return decoded(data, _scales_of_rows(scale, data), dtype)
 
 
 def _scales_of_rows(scale: Tensor, data: Tensor) -> Tensor:
-    """[..., N, ceil(K / 128)]."""
+    """Return the scales of each row of data, [..., N, ceil(K / 128)]."""
     rows = scale.repeat_interleave(BLOCK, dim=-2)
     if scale.dim() == data.dim():
         return rows[..., : data.shape[-2], :]

@@ -1,4 +1,4 @@
-"""Bytes of MXFP4 and their values, by plain torch operators, on any device. Source: OCP Microscaling Formats 1.0."""
+"""Encoding and decoding of MXFP4, by plain torch operators, on any device. Source: OCP Microscaling Formats 1.0."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..scaled import BLOCK, E8M0_NAN, F32_MANTISSA_BITS, multipliers_of, scales_
 MAX_EXPONENT = 2
 """Exponent of the greatest element, 6 = 1.5 * 2^2."""
 SCALE_BIAS = 127
-"""The scale byte of 1."""
+"""The scale byte that means 1."""
 
 
 def values_of(data: Tensor, exponents: Tensor) -> Tensor:
-    """float32 [..., K] of bytes [..., K/2] with E8M0 bytes [..., K/32]; exact, but that float32 ends at 2^128."""
+    """Return float32 [..., K] of bytes [..., K/2] with E8M0 bytes [..., K/32]; exact below float32's limit, 2^128."""
     return numbers_of(data) * scales_of(exponents).repeat_interleave(BLOCK, dim=-1)
 
 
 def scale_exponents(amax: Tensor) -> Tensor:
-    """The E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32: 2^(floor(log2 amax) - 2)."""
+    """Return E8M0 bytes, uint8, of the scales 2^(floor(log2 amax) - 2). amax: float32 maxima of blocks."""
     exponent = (amax.view(torch.int32) >> F32_MANTISSA_BITS) - MAX_EXPONENT
     return exponent.clamp(min=0).masked_fill(amax.isnan(), E8M0_NAN).to(torch.uint8)
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K] in MXFP4 by rows: bytes [R, K/2] and E8M0 bytes [R, K/32]. Elements of a block with a NaN are 0."""
+    """Encode x [R, K] by rows: return bytes [R, K/2] and E8M0 bytes [R, K/32]. A block with a NaN has elements 0."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     exponents = scale_exponents(blocks.abs().amax(dim=2))
     return bytes_of_numbers((blocks * multipliers_of(exponents)[:, :, None]).flatten(1)), exponents

@@ -1,4 +1,4 @@
-"""MXFP4 as kernels read it."""
+"""Forms of MXFP4 weights: prepared words, and re-based weights for FP8 GEMMs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mxfp4(Words):
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Rebased(Form):
-    """A checkpoint's bytes and scales, and a power of two for each row (`rebase`)."""
+    """The form of a RebasedWeight: a checkpoint's bytes and scales, and a power of two for each row (`rebase`)."""
 
     name = REBASED
     kind = MXFP4Tensor
@@ -50,7 +50,7 @@ class Mxfp4Rebased(Form):
         return parts.global_scale is not None and super().is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Copies: what is kept beside a weight holds none of its memory."""
+        """Return prepared parts as copies, since parts cached for a weight must not keep its memory alive."""
         parts = self.quantized(parts.data) if parts.scale is None else parts
         data, scale = words_of_bytes(parts.data).clone(), parts.scale.clone()  # type: ignore[union-attr]
         return Parts(data, scale, row_scales(data, scale, "recipe 'mxfp4'").view(SCALE_DTYPE))

@@ -1,4 +1,4 @@
-"""quantize_mxfp4: weights to MXFP4 along their rows."""
+"""quantize_mxfp4: quantise weights to MXFP4 along their rows."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .tensor import MXFP4Tensor
 
 
 def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
-    """w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row.
+    """Return w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row.
 
-    On a GPU a kernel quantises, and of a tensor that is not contiguous copies of one matrix after the other. Elsewhere,
-    and where torch.compile traces, torch's operators do.
+    On a GPU a kernel quantises; a tensor that is not contiguous is copied one matrix at a time. On other devices, and
+    while torch.compile traces, torch's operators quantise.
 
     A block's scale is 2^(floor(log2 amax) - 2), at least 2^-127; elements are rounded to nearest even, up to 6.
     A NaN makes its block's scale NaN; the scale of a block of zeros is the least one, byte 0.
 
     Args:
         w: [..., N, K], bfloat16, float16 or float32; K a multiple of 32.
-        out: the result's buffers, of w's shape and on its device; by default new ones.
+        out: the result's buffers, of w's shape and on w's device; None: allocate new ones.
 
     Returns:
-        MXFP4Tensor [..., N, K]; `out` where given.
+        MXFP4Tensor [..., N, K]; `out` itself if it is not None.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an argument is invalid.
         GradientNotSupported: grad mode is on and w requires a gradient.
         UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
@@ -55,7 +55,7 @@ def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
 
 
 def _experts(w: Tensor, out: MXFP4Tensor) -> list[Tensor]:
-    """w, its data and its scale bytes as [experts, rows, columns]."""
+    """Return w, data and scale bytes as views [experts, rows, columns]."""
     parts = w, out.data, out.scale.view(torch.uint8)
     return [part[None] if part.dim() == 2 else part.flatten(0, -3) for part in parts]
 
@@ -68,7 +68,7 @@ def _by_torch(w: Tensor, out: MXFP4Tensor) -> None:
 
 
 def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
-    """Bit for bit what `_by_torch` makes."""
+    """Quantise by the kernel; the result equals `_by_torch`'s bit for bit."""
     index, first = w.get_device(), 0
     spec = QuantizeMxfp4Spec(dtype_name(w.dtype), gpus.gpu(index).arch)
     quantize, pack = kernels.find(spec).function, signature_of(spec).pack

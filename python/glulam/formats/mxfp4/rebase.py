@@ -1,8 +1,8 @@
-"""Re-basing: MXFP4 with a power of two for each row, from which its blocks' scales are few binades apart.
+"""Re-basing: give each MXFP4 row a power of two, a few binades from the scales of all its blocks.
 
 An E2M1 number times 2^k, k = -6 .. 6, is an E4M3 number. So FP8 MMAs multiply a row exactly if its blocks' scales are
-within 2^12 of each other: what a block's scale is less than the greatest goes into its elements, on the way to the MMA,
-and the row's own power of two into the result.
+within 2^12 of each other: on the way to the MMA, a block's elements are multiplied by the ratio of the block's scale to
+the row's power of two, and the row's power of two multiplies the result.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .tensor import BLOCK_BYTES, MXFP4Tensor
 
 OP = "prepare_mxfp4_weight"
 REBASED = "mxfp4 rebased"
-"""The name of the form."""
+"""The name of the form `Mxfp4Rebased`."""
 MAX_BINADES = MXFP4_ROWS.row_binades
 BELOW_GREATEST = 6
-"""By how many binades a row's power of two is less than its greatest scale: half of MAX_BINADES."""
+"""Binades by which a row's power of two is below the row's greatest scale: half of MAX_BINADES."""
 MAGNITUDES = 0x77
-"""Of a byte's two elements, all bits but the signs."""
+"""Mask of a byte's two elements: all bits except the signs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RebasedWeight(Stored):
-    """Expert weights in MXFP4 as the FP8 GEMMs of recipe "mxfp4" read them: what `prepare_mxfp4_weight` makes.
+    """Expert weights in MXFP4 for the FP8 GEMMs of recipe "mxfp4"; made by `prepare_mxfp4_weight`.
 
     Attributes:
         data: [E, N, K/8] int32, contiguous: a checkpoint's bytes, four a word.
-        scale: [E, N, K/32] float8_e8m0fnu, contiguous, as a checkpoint has them; uint8 is taken for it.
-        row_scale: [E, N] float8_e8m0fnu, contiguous: of each row, 2^-6 of its greatest scale; likewise.
+        scale: [E, N, K/32] float8_e8m0fnu, contiguous, unchanged from the checkpoint; uint8 is accepted.
+        row_scale: [E, N] float8_e8m0fnu, contiguous: for each row, 2^-6 times its greatest scale; uint8 is accepted.
 
     Raises:
         ValueError, TypeError: the parts do not fit together.
@@ -79,17 +79,16 @@ class RebasedWeight(Stored):
         return REBASED
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[E, N, K]: exact in float32 and bfloat16, but for what their range cannot hold."""
+        """Return the values [E, N, K]: exact in float32 and bfloat16, except values beyond their range."""
         return values_of(self.data.view(torch.uint8), self.scale.view(torch.uint8)).to(dtype)
 
 
 @torch.no_grad()
 def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
-    """Find a power of two for each row of expert weights in MXFP4, so that FP8 GEMMs multiply them exactly; once, at
-    load.
+    """Find a power of two for each row of MXFP4 expert weights, so that FP8 GEMMs multiply them exactly.
 
-    Data and scales are those of w, without a copy if w is not prepared and its parts are contiguous. The device is read
-    back once.
+    Call this once, at load. The result shares w's data and scales if w is not prepared and its parts are contiguous;
+    else they are copied. One value is read back from the device.
 
     Args:
         w: an MXFP4Tensor [E, N, K], or bfloat16, float16 or float32 [E, N, K], which is quantised first; K is a
@@ -99,9 +98,9 @@ def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
         RebasedWeight [E, N, K] on w's device.
 
     Raises:
-        FoldError (a ValueError): a row whose blocks have scales more than 2^12 apart, blocks of zeros left out, or a
-            scale that is NaN: recipe "mxfp4_weight_only" takes these.
-        ValueError, TypeError: w is something else.
+        FoldError (a ValueError): a row has blocks, not counting blocks of zeros, whose scales are more than 2^12 apart,
+            or a scale that is NaN. Recipe "mxfp4_weight_only" takes such weights.
+        ValueError, TypeError: w is of another type, dtype or shape.
     """
     if isinstance(w, Tensor):
         w = quantize_mxfp4(w)
@@ -116,7 +115,7 @@ def prepare_mxfp4_weight(w: MXFP4Tensor | Tensor) -> RebasedWeight:
 
 
 def words_of_bytes(data: Tensor) -> Tensor:
-    """int32 [..., K/8] of an MXFP4Tensor's data: a view of bytes, if they are contiguous; a copy of prepared ones."""
+    """Return an MXFP4Tensor's data as int32 [..., K/8]: a view of contiguous bytes; a copy if data is prepared."""
     made = bytes_of(data) if data.dtype == WORD_DTYPE else data.contiguous()
     if made.storage_offset() % WORD_BYTES:
         made = made.clone()
@@ -124,7 +123,7 @@ def words_of_bytes(data: Tensor) -> Tensor:
 
 
 def row_scales(data: Tensor, scale: Tensor, op: str) -> Tensor:
-    """Bytes [E, N] of the rows' powers of two. data: as a RebasedWeight's. Raises FoldError."""
+    """Return bytes [E, N] of the rows' powers of two. data: as in a RebasedWeight. Raises FoldError."""
     exponents = scale.view(torch.uint8)
     rows = torch.empty(exponents.shape[:2], dtype=torch.uint8, device=scale.device)
     spans = torch.zeros(exponents.shape[:2], dtype=torch.int16, device=scale.device)

@@ -1,4 +1,4 @@
-"""MXFP4Tensor: weights as checkpoints of gpt-oss and DeepSeek ship them."""
+"""MXFP4Tensor: weights in the format of gpt-oss's and DeepSeek's checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MXFP4Tensor(FourBits):
     """A matrix [N, K], or a batch of them, in MXFP4: E2M1 elements, one E8M0 scale for 32 along a row.
 
     The value of an element is its E2M1 number times 2^(scale byte - 127); a scale byte of 255 is NaN. Leading
-    dimensions, as of expert weights [E, N, K], are matrices of their own.
+    dimensions, as E of expert weights [E, N, K], count independent matrices.
 
     Attributes:
         data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
             [..., N, K/8] int32, words as kernels read them (`words.py`).
-        scale: [..., N, K/32] float8_e8m0fnu; uint8 is taken for it.
+        scale: [..., N, K/32] float8_e8m0fnu; uint8 is accepted.
 
     Raises:
         ValueError, TypeError: the parts do not fit together.
@@ -43,14 +43,14 @@ class MXFP4Tensor(FourBits):
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
-        """A view of what gpt-oss's checkpoints hold, without a copy.
+        """Return a view of the blocks and scales of gpt-oss's checkpoints, without a copy.
 
         Args:
             blocks: [..., N, K/32, 16] uint8, the last two dimensions contiguous.
             scales: [..., N, K/32] uint8 or float8_e8m0fnu.
 
         Raises:
-            ValueError, TypeError: they do not fit together, or blocks cannot be viewed as rows.
+            ValueError, TypeError: blocks and scales do not fit together, or blocks cannot be viewed as rows.
         """
         if not isinstance(blocks, Tensor) or blocks.dim() < 3 or blocks.shape[-1] != BLOCK_BYTES:
             got = shape_text(blocks.shape) if isinstance(blocks, Tensor) else type(blocks).__name__
@@ -60,5 +60,5 @@ class MXFP4Tensor(FourBits):
         return cls(blocks.flatten(-2), scales)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values: exact in float32 and bfloat16, but for those that their range cannot hold."""
+        """Return the values: exact in float32 and bfloat16, except values beyond their range."""
         return values_of(self.bytes, self.scale.view(torch.uint8)).to(dtype)

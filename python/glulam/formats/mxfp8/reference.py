@@ -1,6 +1,6 @@
-"""The quantiser in plain torch operators, by the rules of docs/mxfp8.md to the bit; the kernels are compared with it.
+"""The MXFP8 quantiser in plain torch operators, by the rules of docs/mxfp8.md; kernels must match it to the bit.
 
-torch's amax knows a NaN anywhere in a block, as the kernels do.
+torch's amax is NaN if any element of a block is, as in the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ E4M3_NAN = 0x7F
 
 
 def scale_exponents(amax: Tensor) -> Tensor:
-    """The E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32."""
+    """Return E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32."""
     quotient = amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device="cpu")
     bits = quotient.view(torch.int32)
     exponent, mantissa = bits >> F32_MANTISSA_BITS, bits & F32_MANTISSA
@@ -29,13 +29,15 @@ def scale_exponents(amax: Tensor) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """float32 to E4M3: nearest even, saturating; 0x7F for every NaN."""
+    """Round float32 to E4M3: nearest even, saturating; 0x7F for every NaN."""
     rounded = values.clamp(-E4M3_MAX, E4M3_MAX).to(DATA_DTYPE)
     return rounded.view(torch.uint8).masked_fill(values.isnan(), E4M3_NAN).view(DATA_DTYPE)
 
 
 def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks of `size` along the rows of x [R, C]: E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one for 32 elements."""
+    """Quantise x [R, C] in blocks of `size` along rows: return E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one per 32
+    elements.
+    """
     rows, columns = x.shape
     blocks = pad(x.float(), (0, -columns % size)).unflatten(1, (-1, size))
     exponents = scale_exponents(blocks.abs().amax(dim=2))
@@ -44,15 +46,15 @@ def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(data: Tensor, exponents: Tensor) -> Tensor:
-    """float32 values of E4M3 [..., C] with E8M0 bytes [..., ceil(C/32)]."""
+    """Return float32 values of E4M3 [..., C] with E8M0 bytes [..., ceil(C/32)]."""
     scales = scales_of(exponents).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]
     return data.float() * scales
 
 
 def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
-    """x [T, K] up to the last tile of 128 rows that a group reaches into; a group's tail rows are zeros in it.
+    """Return x [T, K] up to the last tile of 128 rows that a group reaches into, with rows past a group's end zeroed.
 
-    A group begins at a multiple of 128 rows, so a tile belongs to the first group that ends behind the tile's start.
+    A group begins at a multiple of 128 rows, so a tile belongs to the first group that ends after the tile's start.
     """
     last = max(ends, default=0)
     rows = min(x.shape[0], round_up(last, GROUP_ALIGNMENT))
@@ -66,9 +68,10 @@ def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
 def quantize(
     x: Tensor, axis: str, size: int, is_swizzled: bool, ends: list[int] | None, data: Tensor, scale: Tensor
 ) -> None:
-    """Writes data [T, K] and the scales of one copy. `ends`: of the groups; rows behind the last are not written.
+    """Write data [T, K] and the scales of one copy.
 
-    Along columns, or where a column copy is made too, x is `padded_groups` already.
+    ends: cumulative ends of the groups; rows after the last end are not written. None: all rows are quantised.
+    x must be `padded_groups` already if it is quantised along columns, or if a column copy is also made.
     """
     outer, blocks = outer_and_blocks(data.shape[0], data.shape[1], axis)
     out = scale.view(torch.uint8)

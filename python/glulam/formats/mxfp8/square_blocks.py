@@ -1,4 +1,4 @@
-"""mxfp8_of_square_blocks: weights with a power of two for each 32 x 32 elements, as MXFP8."""
+"""mxfp8_of_square_blocks: convert weights with a power of two for each 32 x 32 elements to MXFP8."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ OP = "mxfp8_of_square_blocks"
 
 
 def mxfp8_of_square_blocks(data: Tensor, scale: Tensor) -> MXFP8Tensor:
-    """Return the MXFP8Tensor of the same values: each scale repeated for its block's 32 rows.
+    """Return weights with 32 x 32 block scales as an MXFP8Tensor of the same values.
 
-    That is how DeepSeek-V4.1 ships dense weights: in its configuration `weight_block_size` is [32, 32] and `scale_fmt`
-    "ue8m0".
+    Each scale is repeated for its block's 32 rows. DeepSeek-V4.1 ships dense weights with such scales: in its
+    configuration `weight_block_size` is [32, 32] and `scale_fmt` is "ue8m0".
 
     Args:
-        data: [..., N, K] float8_e4m3fn; the result's.
-        scale: [..., ceil(N / 32), ceil(K / 32)] float8_e8m0fnu, or uint8 for it.
+        data: [..., N, K] float8_e4m3fn; the result shares its memory.
+        scale: [..., ceil(N / 32), ceil(K / 32)] float8_e8m0fnu; uint8 is accepted.
+
+    Returns:
+        MXFP8Tensor [..., N, K] with scales along rows.
 
     Raises:
-        ValueError, TypeError: they do not fit together.
+        ValueError, TypeError: data and scale do not fit together, or a dtype is wrong.
     """
     wanted_of = {"data": (data, (DATA_DTYPE,)), "scale": (scale, (SCALE_DTYPE, torch.uint8))}
     for name, (tensor, dtypes) in wanted_of.items():

@@ -1,4 +1,4 @@
-"""NVFP4 as kernels read it."""
+"""The form of NVFP4 weights: prepared words, block scales and global scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize_nvfp4: weights to NVFP4 along their rows, by torch's operators on any device."""
+"""quantize_nvfp4: quantise weights to NVFP4 along their rows, by torch's operators on any device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
 
 
 def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
-    """w in NVFP4: E2M1 elements, an E4M3 scale for each 16 along a row, a global scale for each matrix.
+    """Return w in NVFP4: E2M1 elements, an E4M3 scale for each 16 along a row, a global scale for each matrix.
 
-    The global scale is amax / (6 * 448), 1 for a matrix of zeros. A block's scale is amax / 6 over that, rounded to
-    E4M3 and at least 2^-9; that of a block of zeros is 1. Elements are rounded to nearest even. A NaN or an Inf makes
-    its block's scale NaN, and so NaN of its row's products; it counts for no amax.
+    A matrix's global scale is amax / (6 * 448), 1 for a matrix of zeros. A block's scale is amax / 6 divided by the
+    global scale, rounded to E4M3 and at least 2^-9; the scale of a block of zeros is 1. Elements are rounded to nearest
+    even. A NaN or an Inf makes its block's scale NaN, and so the products of its row; the matrix's amax ignores it.
 
     Args:
         w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 32.
@@ -27,7 +27,7 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
         NVFP4Tensor of w's shape; its global scale is one number, or [E].
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: w has the wrong dtype or shape.
         GradientNotSupported: grad mode is on and w requires a gradient.
     """
     check_source("quantize_nvfp4", w, FourBits.multiple)
@@ -43,7 +43,7 @@ def quantize_nvfp4(w: Tensor) -> NVFP4Tensor:
 
 
 def _quantize(matrix: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    """Write data and scales of [N, K], and its global scale []."""
+    """Quantise matrix [N, K] into data, scale and global_scale []."""
     num_rows = len(matrix) if matrix.numel() else 0
     chunks = [slice(first, first + CHUNK_ROWS) for first in range(0, num_rows, CHUNK_ROWS)]
     maxima = [torch.where(matrix[rows].isfinite(), matrix[rows], 0).abs().amax().float() for rows in chunks]
@@ -55,7 +55,7 @@ def _quantize(matrix: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor)
 
 def _encoded(rows: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     blocks = rows.float().unflatten(1, (-1, BLOCK))
-    amax = blocks.abs().amax(dim=2)  # NaN of a block that has one
+    amax = blocks.abs().amax(dim=2)  # NaN if the block has a NaN
     scale = (divided(amax, MAGNITUDES[-1]) / global_scale).clamp(LEAST_SCALE, MOST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan).to(SCALE_DTYPE)
     numbers = blocks / (scale.float() * global_scale)[:, :, None]

@@ -1,4 +1,4 @@
-"""NVFP4Tensor: weights as NVIDIA's checkpoints ship them."""
+"""NVFP4Tensor: weights in the format of NVIDIA's checkpoints."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class NVFP4Tensor(FourBits):
     Attributes:
         data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
             [..., N, K/8] int32, words as kernels read them.
-        scale: [..., N, K/16] float8_e4m3fn; uint8 is taken for it. One with a sign, be it of 0, is as bad as NaN.
-        global_scale: float32, positive: one for all; or [E], one for each matrix; or [E, 2], one for the first N/2 rows
-            of each and one for the others, as the halves of a gated w1 in layout "concat".
+        scale: [..., N, K/16] float8_e4m3fn; uint8 is accepted. A scale with its sign bit set, even -0, counts as NaN.
+        global_scale: float32, positive: [], one for all; [E], one for each matrix; or [E, 2], one for the first N/2
+            rows of a matrix and one for the last N/2, as for the halves of a gated w1 in layout "concat".
 
     Raises:
         ValueError, TypeError: the parts do not fit together, or a global scale is not a positive number.
@@ -49,15 +49,15 @@ class NVFP4Tensor(FourBits):
         super().__post_init__()
         check_global_scale("NVFP4Tensor: global_scale", self.global_scale, tuple(self.shape))
         if not is_compiling() and not gpus.is_traced(self.global_scale):
-            check_plain("NVFP4Tensor", "global_scale", self.global_scale)  # before it is read
+            check_plain("NVFP4Tensor", "global_scale", self.global_scale)  # before its values are read
             _check_positive(self.global_scale)
 
     def form_name(self) -> str:
         return "nvfp4"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, rounded once from float32."""
-        signed = self.scale.view(torch.uint8) > NAN_BYTE  # as bad as NaN
+        """Return the values in `dtype`, rounded once from float32."""
+        signed = self.scale.view(torch.uint8) > NAN_BYTE  # these count as NaN
         scale = self.scale.float().masked_fill(signed, torch.nan)
         exact = numbers_of(self.bytes) * scale.repeat_interleave(BLOCK, dim=-1)
         return (exact * by_row(self.global_scale, tuple(self.shape))).to(dtype)
@@ -71,7 +71,7 @@ class NVFP4Tensor(FourBits):
 
 
 def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where the global scale of a weight of this shape has another shape than it may have."""
+    """Raise ValueError if the global scale's shape is not valid for a weight of this shape."""
     valid: list[tuple[int, ...]] = [()]
     if len(shape) == 3:
         valid += [shape[:1], (shape[0], 2)]
@@ -83,7 +83,7 @@ def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) 
 
 
 def by_row(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The global scale of each row, [..., N, 1] or a number."""
+    """Return the global scale in a shape that multiplies rows: [..., N, 1], [E, 1, 1], or []."""
     if global_scale.dim() < 2:
         return global_scale if not global_scale.dim() else global_scale[:, None, None]
     return global_scale.repeat_interleave(shape[-2] // 2, dim=1)[:, :, None]

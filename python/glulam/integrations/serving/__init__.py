@@ -1,7 +1,7 @@
-"""Experts of serving engines on `glulam.moe`: gates by engines' names, weights as engines hold them, and the call.
+"""Experts of serving engines on `glulam.moe`: engines' activation names, engines' weights, and the call.
 
-An engine's plugin asks `gate_of`, makes a `ServedExperts` once weights are loaded, and calls it in each forward. What
-Glulam does not compute raises `NotServed` before weights are touched; the plugin leaves such a layer to the engine.
+An engine's plugin calls `gate_of`, makes a `ServedExperts` after weights are loaded, and calls it in each forward. A
+layer that Glulam cannot compute raises `NotServed` before its weights are touched; the plugin leaves it to the engine.
 """
 
 from .experts import ServedExperts as ServedExperts

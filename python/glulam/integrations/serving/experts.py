@@ -1,4 +1,4 @@
-"""ServedExperts: a layer's experts as a serving engine holds them, and the engine's call on `glulam.moe`."""
+"""ServedExperts: a layer's experts from a serving engine's tensors, and their call by `glulam.moe`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ServedExperts:
     """E experts, ready for `glulam.moe`: weights and biases, the gate between FC1 and FC2, the recipe.
 
     Constructors take an engine's tensors after loading: w13 [E, 2I, H] ([E, I, H] without a gate) and w2 [E, H, I],
-    scales of both, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in the engine's memory; `weights.py`
-    says which formats are changed there in place. Biases are cast once to the dtype of rows.
+    their scales, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in the engine's memory; `weights.py` says
+    which formats are changed in place. Biases are cast once to the dtype of rows.
 
     Raises:
         NotServed: kernels do not read weights of this dtype or width.
-        ValueError, TypeError: tensors that do not fit each other.
+        ValueError, TypeError: the tensors do not fit each other.
     """
 
     w1: Any
@@ -40,7 +40,7 @@ class ServedExperts:
     def bf16(
         cls, w13: Tensor, w2: Tensor, b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation
     ) -> ServedExperts:
-        """Weights in bfloat16 or float16."""
+        """Return experts with weights in bfloat16 or float16."""
         return cls._of(of.in_16_bits(w13, w2), b13, b2, gate, w2.dtype)
 
     @classmethod
@@ -48,9 +48,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """E4M3 weights with scales of 128 x 128: w13_scale [E, 2 ceil(I / 128), ceil(H / 128)], gate's before up's.
-
-        Rows of `dtype` are quantised where the GPU multiplies FP8; else weights are decoded.
+        """Return experts with E4M3 weights and 128 x 128 scales: w13_scale [E, 2 ceil(I / 128), ceil(H / 128)], the
+        gate's before the up-projection's. Rows of `dtype` are quantised if the GPU multiplies FP8; else weights are
+        decoded.
         """
         return cls._of(of.fp8_blocks(Checkpoint(w13, w13_scale, w2, w2_scale), gate, dtype), b13, b2, gate, dtype)
 
@@ -59,7 +59,7 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """E4M3 weights with an E8M0 scale (uint8 or float8_e8m0fnu) for 32 of a row; see `weights.mxfp8`."""
+        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) per 32; see `weights.mxfp8`."""
         return cls._of(of.mxfp8(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
 
     @classmethod
@@ -67,7 +67,7 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """E2M1 weights, two a byte (uint8 or int8), with a scale for 32 of a row: gpt-oss and DeepSeek-V4."""
+        """Return experts with E2M1 weights, two a byte (uint8 or int8), and a scale per 32: gpt-oss, DeepSeek-V4."""
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4"), b13, b2, gate, dtype)
 
     @classmethod
@@ -75,7 +75,7 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """As `mxfp4`, and rows are quantised to FP8 where the GPU multiplies FP8 and the weights allow it."""
+        """Return experts as `mxfp4` does, with rows in FP8 if the GPU multiplies FP8 and the weights allow it."""
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4_fp8"), b13, b2, gate, dtype)
 
     @classmethod
@@ -84,7 +84,7 @@ class ServedExperts:
         b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation,
         dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """E2M1 weights with an E4M3 scale for 16 of a row, and global scales `*_scale_2` as modelopt has them."""
+        """Return experts with E2M1 weights, an E4M3 scale per 16, and modelopt's global scales `*_scale_2`."""
         made = of.nvfp4(Checkpoint(w13, w13_scale, w2, w2_scale), w13_scale_2, w2_scale_2, gate, dtype)
         return cls._of(made, b13, b2, gate, dtype)
 
@@ -104,21 +104,21 @@ class ServedExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, *, expert_map: Tensor | None = None, scale: float = 1.0,
         weights_on_rows: bool = False, world_experts: int | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the weighted sums of experts' rows [N, H]. Nothing is read from the device, so graphs may capture it.
+        """Return weighted sums of experts' rows [N, H]. Nothing is read from the device, so graphs can capture this.
 
         Args:
             x: tokens [N, H].
-            ids: int32 or int64 [N, K], experts here, or global ones with `expert_map`; -1 has no row.
+            ids: int32 or int64 [N, K], local experts, or global experts if `expert_map` is given; -1: no expert.
             weights: [N, K], multiplied by `scale` in float32.
-            expert_map: int32 [global experts], the place here or -1; None: ids are places here.
-            world_experts: experts of all ranks that tokens choose among, for the choice of kernels; see
+            expert_map: int32 [global experts], the local expert or -1; None: ids are local experts.
+            world_experts: number of experts on all ranks that tokens choose among, for the choice of kernels; see
                 `Routing.from_topk`.
-            weights_on_rows: multiply tokens by their weights before FC1 instead of sums after FC2; K is 1.
-            out: the result's buffer.
+            weights_on_rows: multiply tokens by their weights before FC1 instead of sums after FC2; K must be 1.
+            out: the result's buffer [N, H]; None: a new one.
 
         Raises:
             NotServed: weights_on_rows with K above 1.
-            ValueError, TypeError: as of `glulam.moe`.
+            ValueError, TypeError: raised by `glulam.moe`.
         """
         if weights_on_rows:
             if weights.shape[1] != 1:

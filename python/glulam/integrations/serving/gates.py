@@ -1,4 +1,4 @@
-"""Gates of serving engines in Glulam's words: an engine's name of an activation and its numbers."""
+"""Translation of a serving engine's activation name and numbers to Glulam's activation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...activations import Activation
 
 PLAIN_ALPHA, PLAIN_OFFSET = 1.0, 0.0
-"""With these numbers clamped_swiglu is silu(a) u of clamped halves."""
+"""Numbers with which clamped_swiglu is silu(a) u of clamped halves."""
 
 
 class NotServed(ValueError):
@@ -15,10 +15,10 @@ class NotServed(ValueError):
 
 
 class Named(NamedTuple):
-    """A gated activation of engines.
+    """A gated activation that engines name.
 
     Attributes:
-        activation: Glulam's name. takes: the numbers among `gate_of`'s that it may have.
+        activation: Glulam's name. takes: the arguments of `gate_of` that this activation accepts.
     """
 
     activation: str
@@ -39,17 +39,17 @@ def gate_of(
     name: str, *, gated: bool = True, interleaved: bool = False, alpha: float | None = None, beta: float | None = None,
     limit: float | None = None, linear: float | None = None,
 ) -> Activation:  # fmt: skip
-    """Return an engine's activation as Glulam has it; its `keywords` are those of `glulam.moe`.
+    """Return Glulam's activation for an engine's name and numbers; `glulam.moe` takes the result's `keywords`.
 
     Args:
-        name: the engine's: "silu" (also "swiglu"), "swigluoai" (also "swigluoai_uninterleave"), "gelu_tanh" (also
+        name: the engine's name: "silu" (also "swiglu"), "swigluoai" (also "swigluoai_uninterleave"), "gelu_tanh" (also
             "gelu_pytorch_tanh"), "relu", "situ"; without a gate "silu", "gelu", "relu2".
-        gated: FC1 makes a gate and an up-projection.
+        gated: FC1 computes a gate and an up-projection.
         interleaved: FC1's rows are g0, u0, g1, u1, ...; else all gates come before all up-projections.
-        alpha, beta, limit: of SwiGLUs whose halves are clamped before the activation, a sigmoid(alpha a) (u + beta)
-            with a at most `limit` and u within it. "silu" with a limit alone has alpha 1 and beta 0 (DeepSeek-V4); with
-            alpha, beta is 1 unless given. "swigluoai" has alpha 1.702, beta 1 and limit 7 unless given.
-        beta, linear: of "situ", the caps of the gate and of the up-projection; linear None: not capped.
+        alpha, beta, limit: numbers of a SwiGLU with clamped halves, a sigmoid(alpha a) (u + beta) with a <= limit and
+            -limit <= u <= limit. "silu" with only a limit has alpha 1 and beta 0 (DeepSeek-V4); "silu" with alpha or
+            beta has defaults alpha 1 and beta 1. "swigluoai" has defaults alpha 1.702, beta 1 and limit 7.
+        beta, linear: for "situ", the caps of the gate and of the up-projection; linear None: not capped.
 
     Raises:
         NotServed: no activation of Glulam computes this.
@@ -84,7 +84,7 @@ def gate_of(
 
 
 def _clamps(given: dict[str, float]) -> dict[str, float]:
-    """Numbers by clamped_swiglu's keywords; those that are not given keep Glulam's defaults, 7, 1.702 and 1."""
+    """Return numbers by clamped_swiglu's keywords; missing ones keep Glulam's defaults, 7, 1.702 and 1."""
     names = {"alpha": "alpha", "beta": "offset", "limit": "limit"}
     return {names[key]: value for key, value in given.items()}
 

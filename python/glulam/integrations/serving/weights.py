@@ -1,9 +1,8 @@
-"""Expert weights as serving engines hold them, made into weights that `glulam.moe` takes without further preparation.
+"""Preparation of serving engines' expert weights, so that `glulam.moe` takes them without further work.
 
-E experts, H hidden, I intermediate size of a rank. w13 [E, 2I, H] holds gate and up-projection, or [E, I, H] without a
-gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16 bits and FP8 blocks as they are; 4-bit and MXFP8 elements
-are put into the order or scale of kernels in place, if at all, so that an engine which loads weights again prepares
-them again.
+E experts, H hidden, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without a
+gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
+may be reordered, and MXFP8 elements rescaled, in place. An engine that loads weights again must prepare them again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ...recipes import Recipe
 from .gates import NotServed
 
 MULTIPLE = 8
-"""H and I of weights in 16 bits are multiples of this number on a GPU."""
+"""Divisor of H and I that kernels require of weights in 16 bits."""
 RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "bf16": (recipes.BF16, recipes.BF16),
     "fp8_block": (recipes.FP8_BLOCKS, recipes.FP8_BLOCK_WEIGHT_ONLY),
@@ -36,16 +35,16 @@ RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "mxfp4_fp8": (recipes.MXFP4_IN_FP8, recipes.MXFP4_WEIGHT_ONLY),
     "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
 }
-"""By format, which is the name of a constructor of ServedExperts: on GPUs with kernels for the first, and on others."""
+"""(Recipe on GPUs that have its kernels, recipe on other GPUs), by the name of a constructor of ServedExperts."""
 MXFP4_ROWS = "GLULAM_MXFP4_ROWS"
-"""The variable that says how plugins multiply rows by MXFP4 weights: a key of MXFP4_KINDS."""
+"""Environment variable that selects the dtype of rows for MXFP4 weights in plugins: a key of MXFP4_KINDS."""
 MXFP4_KINDS = {"bf16": "mxfp4", "fp8": "mxfp4_fp8"}
-"""The formats of MXFP4 experts, by the dtype of rows."""
+"""Constructors of ServedExperts for MXFP4 weights, by the dtype of rows."""
 _log = logging.getLogger(__name__)
 
 
 class Weights(NamedTuple):
-    """w1 and w2 as `glulam.moe` takes them, and the recipe that multiplies them."""
+    """Prepared weights w1 and w2, and the recipe that multiplies them."""
 
     w1: Any
     w2: Any
@@ -53,7 +52,7 @@ class Weights(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Engine's tensors of a quantised format: elements and scales of w13 and w2."""
+    """An engine's tensors of quantised weights: elements and scales of w13 and w2."""
 
     w13: Tensor
     w13_scale: Tensor
@@ -65,13 +64,13 @@ class Checkpoint(NamedTuple):
 
 
 def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight: Tensor) -> Recipe:
-    """Return the recipe that multiplies experts of a format on the GPU where a weight lies.
+    """Return the recipe that multiplies experts of a format on a weight's device.
 
     Args:
-        kind: a key of RECIPES. hidden, width: H and I. dtype: of rows. weight: any tensor of the layer.
+        kind: a key of RECIPES. hidden, width: H and I. dtype: dtype of rows. weight: any tensor of the layer.
 
     Raises:
-        NotServed: no kernels for rows of this dtype, or experts of this width.
+        NotServed: there are no kernels for rows of this dtype, or for experts of this width.
     """
     recipe, weight_only = RECIPES[kind]
     recipe = recipe if recipes.has_kernels(recipe, weight) else weight_only
@@ -85,10 +84,10 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
 
 
 def mxfp4_kind(default: str = "bf16") -> str:
-    """Return the format of MXFP4 experts that GLULAM_MXFP4_ROWS asks for. default: its value where it is not set.
+    """Return the format of MXFP4 experts that GLULAM_MXFP4_ROWS selects. default: the value if it is not set.
 
     Raises:
-        ValueError: it names no dtype of rows.
+        ValueError: the variable is not a key of MXFP4_KINDS.
     """
     rows = os.environ.get(MXFP4_ROWS, "").strip().lower() or default
     if rows not in MXFP4_KINDS:
@@ -97,24 +96,24 @@ def mxfp4_kind(default: str = "bf16") -> str:
 
 
 def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
-    """Return views."""
+    """Return views of weights in 16 bits."""
     w13, w2 = w13.detach(), w2.detach()
     return Weights(w13, w2, served_recipe("bf16", w2.shape[1], w2.shape[2], w2.dtype, w2))
 
 
 def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Return views of E4M3 elements with float32 scales of 128 x 128; scales in E8M0 are widened once."""
+    """Return views of E4M3 elements with float32 scales of 128 x 128 blocks; E8M0 scales are widened once."""
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
     first = _float_scales(w13_scale)
     if is_in_halves(gate.name, gate.glu_layout):
-        first = first.unflatten(1, (2, -1))  # a grid for each half, which is one grid where I % 128 == 0
+        first = first.unflatten(1, (2, -1))  # a grid for each half; FP8BlockTensor joins them if I % 128 == 0
     return Weights(FP8BlockTensor(w13, first), FP8BlockTensor(w2, _float_scales(w2_scale)), recipe)
 
 
 def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
-    """Fold E4M3 elements in place to one power of two a row, where the GPU multiplies FP8 without the scales of blocks
-    and folding is accurate; else return views. Scales are E8M0, one for 32 of a row.
+    """Fold E4M3 elements in place to one power of two a row if the GPU multiplies FP8 without block scales and folding
+    is accurate; else return views. Scales are E8M0, one for 32 elements of a row.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
@@ -132,11 +131,11 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
-    """Put E2M1 elements, two a byte, into kernels' order in place. Scales, one for 32 of a row: E8M0, or float32 that
-    are powers of two, of which E8M0 copies are made.
+    """Reorder E2M1 elements, two a byte, in place for kernels. Scales, one for 32 elements of a row, are E8M0, or
+    float32 powers of two, which are copied to E8M0.
 
-    Of kind "mxfp4_fp8", for rows in FP8: elements stay as they are, and each row gets a power of two, where kernels
-    multiply FP8 and no row's scales are too far apart; else as above.
+    Kind "mxfp4_fp8", for rows in FP8: if kernels multiply FP8 and no row's scales are too far apart, elements stay
+    unchanged, and each row gets a power of two; else elements are reordered as for "mxfp4".
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     hidden, width = w2.shape[1], 2 * w2.shape[2]
@@ -156,8 +155,8 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
 
 
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Put E2M1 elements, two a byte, into kernels' order in place. Scales: E4M3, one for 16 of a row, in plain order;
-    `*_scale_2`: float32 that multiply, one an expert or one for all, or [E, 2], one for each half of w13.
+    """Reorder E2M1 elements, two a byte, in place for kernels. Scales are E4M3, one for 16 elements of a row, in plain
+    order. `*_scale_2` are float32 factors: one for all, [E], or [E, 2] for the halves of w13.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("nvfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
@@ -170,7 +169,7 @@ def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Acti
 
 
 def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> None:
-    """Raises NotServed where a recipe has no kernels for rows of this dtype, or for these widths."""
+    """Raise NotServed if a recipe has no kernels for rows of this dtype, or for these widths."""
     try:
         recipes.check_fits("moe", recipe, str(dtype).removeprefix("torch."), True, H=hidden, I=width)
     except (TypeError, ValueError) as error:
@@ -178,20 +177,20 @@ def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> 
 
 
 def _float_scales(scale: Tensor) -> Tensor:
-    """Block scales in float32; those that are float32 as they lie."""
+    """Return block scales in float32; float32 scales are returned unchanged."""
     if scale.dtype in (torch.uint8, SCALE_DTYPE):
         return scales_of(scale.view(torch.uint8))
     return scale.float()
 
 
 def _in_place(folded: FoldedWeight, data: Tensor) -> FoldedWeight:
-    """Write folded elements where the engine's lie."""
+    """Write folded elements into the engine's memory."""
     data.copy_(folded.data)
     return FoldedWeight(data, folded.scale, folded.axis, folded.report)
 
 
 def _power_scales(name: str, scale: Tensor) -> Tensor:
-    """Scales as E8M0. Raises NotServed for float32 numbers that are no powers of two."""
+    """Return scales as E8M0. Raises NotServed if float32 scales are not powers of two."""
     if scale.dtype in (torch.uint8, SCALE_DTYPE):
         return scale.view(SCALE_DTYPE)
     bits = scale.float().view(torch.int32)
@@ -202,7 +201,7 @@ def _power_scales(name: str, scale: Tensor) -> Tensor:
 
 
 def _factors(factor: Tensor, may_differ: bool = False) -> Tensor:
-    """Global scales as an NVFP4Tensor has them: [], [E], or [E, 2] where halves differ."""
+    """Return global scales in an NVFP4Tensor's shape: [], [E], or [E, 2] if the halves differ."""
     factor = factor.float()
     if factor.dim() < 2:
         return factor.contiguous() if factor.dim() else factor
