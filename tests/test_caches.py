@@ -21,6 +21,7 @@ from support.fake_gpu import FakeGpu
 from support.faults import forget_everything, inline
 
 import glulam
+import glulam.contract as contract
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import cache, compiler, host, jit, loader, sources, toolchain
 from glulam.backward import frozen, function
@@ -60,6 +61,8 @@ CACHED: dict[str, tuple[Any, Callable[[], Any]]] = {
     "glulam.backward.function.picker": (function.picker, lambda: function.picker(1, 0)((3, 4))),
     "glulam.choose.estimates.measured": (estimates.measured, lambda: estimates.measured("sm_90a")),
     "glulam.choose.records.types_of": (records.types_of, lambda: dict(records.types_of(Chosen))),
+    "glulam.contract.cuts": (contract.cuts, contract.cuts),
+    "glulam.contract.tiled": (contract.tiled, lambda: contract.tiled("grouped_mm", "bf16", "portable")),
     "glulam.formats.words._tables": (words._tables, words._tables),
     "glulam.host.device._driver": (device._driver, device._driver),
     "glulam.nn.options._parameters": (options._parameters, lambda: list(options._parameters(glulam.nn.GroupedMLP))),
@@ -247,6 +250,8 @@ def test_a_warning_of_groups_comes_once_or_twice(recwarn: pytest.WarningsRecorde
 
 ELSEWHERE = {
     "ffi_bridge.compiler._cutlass": "of a compile process, which has one thread",
+    "ffi_bridge.hub_package._described": "of a package that this one writes; either thread's result serves",
+    "ffi_bridge.hub_package._module": "of a package that this one writes; either thread's result serves",
     "ffi_bridge.loader._load_runtime": "within the loader's lock",
     "glulam.distributed.beside._stream": "of a GPU: tests/gpu/test_concurrent_calls.py",
     "glulam.distributed.all_to_all._host_groups": "made once by every rank, in the same order",

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,7 +162,8 @@ def table() -> str:
     for (op, recipe), cells in by_row.items():
         if any(each.verdict != NONE for each in cells):
             lines.append(f"| `{NAMES.get(op, op)}` | {recipe or 'any'} | {' | '.join(map(cell, cells))} |")
-    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+    numbered = (f"{number}. {note}" for number, note in enumerate(notes, 1))
+    return "\n".join([*lines, "", *(textwrap.fill(note, 120, subsequent_indent="   ") for note in numbered)])
 
 
 def with_table(page: str) -> str:

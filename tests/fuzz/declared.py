@@ -53,10 +53,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "world_experts": (None, 1000),
     "iters": (20, 0, 3),
     "eps": (1e-6, 1e-2),
-    "sinkhorn_eps": (1e-6, 1e-2),
+    **dict.fromkeys(("sinkhorn_eps", "rms_eps", "norm_eps"), (1e-6, 1e-2)),
 }
 """Values of options by name, the simplest first. Flags are told by their defaults, numbers by `NUMBERS`."""
-OWN_CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {("prepare_mxfp8_weight", "axis"): AXES}
+OWN_CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("prepare_mxfp8_weight", "axis"): AXES, ("boundary", "iters"): (20, 1, 3),
+}  # fmt: skip
 OF_NUMBERS = {"limit": (7.0, 1.5, 0.0), "up_cap": (25.0, None, 2.0)}
 """Values of numbers besides their default and half of it."""
 NOT_DRAWN = {

@@ -44,7 +44,7 @@ def _unit(call: str, recipe: str, form: str, options: dict[str, Any], device: st
         units.append(32)
     if call.startswith(("quantize", "prepare", "mxfp8")) or options.get("glu_layout") == "interleaved32":
         units.append(32)
-    if call in ("permute", "combine", "aggregate", "post_mix", "pre", "project"):
+    if call in ("permute", "combine", "aggregate", "post_mix", "pre", "project", "boundary"):
         units.append(ON_GPU)
     return max(units)
 
@@ -122,7 +122,7 @@ def _fit_choices(options: dict[str, Any], experts: int) -> None:
 
 
 TRAINED = ("grouped_mm", "grouped_glu", "grouped_mlp", "moe", "permute", "combine", "load_balancing_loss",
-           "router_z_loss", "aggregate", "post_mix", "project", "pre", "sinkhorn", "route",
+           "router_z_loss", "aggregate", "post_mix", "project", "pre", "sinkhorn", "boundary", "route",
            "Routing.from_topk")  # fmt: skip
 """Functions whose gradients are compared."""
 

@@ -275,6 +275,11 @@ OWN: dict[str, dict[str, Callable[[Build], Any]]] = {
     **{name: {"x": _streams, "bias": _float32(COEFFICIENTS, place=37), "out": lambda b: tuple(
         torch.empty(b.lead(), *shape) for shape in ((STREAMS,), (STREAMS,), (STREAMS, STREAMS)))}
        for name in ("pre", "project")},
+    "boundary": {
+        "streams": _streams, "y": lambda b: randn(b.lead(), b.hidden, seed=b.seed(38)).to(b.dtype),
+        "pre": SHARED["h_pre"], "post": SHARED["h_post"], "comb": SHARED["h_res"], "scale": _float32(3, place=36),
+        "base": _float32(COEFFICIENTS, place=37), "norm_weight": _float32(-2, place=35),
+    },
     "quantize_mxfp8": {"x": _quantised_input, "out": lambda b: None},
     **{name: {"w": lambda b: weights_of(b.experts, b.inter, b.hidden, b.dtype, b.seed(4)), "out": lambda b: None}
        for name in ("quantize_mxfp4", "quantize_nvfp4", "quantize_fp8_block", "prepare_mxfp8_weight",

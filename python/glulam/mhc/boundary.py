@@ -19,7 +19,7 @@ from ..calls.addressed import Gradients, Like, check_like, like
 from ..calls.checks import check_tensor, runs_kernels, shape_text
 from ..calls.front import operator
 from . import boundary_reference as reference
-from .call import MhcCall, check_eps, check_iters, check_param, check_streams
+from .call import MhcCall, check_eps, check_iters, check_param, check_streams, sms_to_cut_by
 from .mixing import post_mix_backward
 from .project import accumulator, project_backward
 
@@ -205,7 +205,7 @@ class BoundaryCall(MhcCall):
 
 
 def _partial_sums(call: Any) -> dict[str, int]:
-    ctas = min(call.num_rows, boundary_shapes.NORM_CTAS_PER_SM * call.gpu.sm_count)
+    ctas = min(call.num_rows, boundary_shapes.NORM_CTAS_PER_SM * sms_to_cut_by(call))
     return {"ctas": ctas, "workspace": ctas * call.streams.shape[-1] if call.of_norm_weight else 0}
 
 
@@ -219,7 +219,9 @@ class BoundaryBackwardCall(MhcCall):
     formed = ("scale", "base", "norm_weight")
     returns = ("d_mix", "d_pre", "d_logits", "d_norm_weight")
     on_cpu = staticmethod(reference.boundary_backward)
-    definition = MhcCall.definition.extended(of_rows=(_partial_sums,))
+    definition = MhcCall.definition.extended(
+        of_rows=(_partial_sums,), cuts="tokens, for norm_weight's gradient, into parts, by the number of SMs"
+    )
 
     def likes(self) -> Sequence[Like | None]:
         (n, width), dtype = self.streams.shape[-2:], self.streams.dtype
