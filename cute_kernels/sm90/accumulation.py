@@ -1,4 +1,4 @@
-"""The order in which each of Hopper's GEMMs adds."""
+"""The order in which Hopper's GEMMs add the products of one result element."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ IN_16_BITS = Accumulation("wgmma", 16)
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order of a GEMM. Widths of tiles, clusters and schedules do not change it.
+    """Return the order in which a spec's GEMM adds. Tile widths, clusters and schedules do not change it.
 
-    Sums of E4M3 products start from zero in each k-tile (mainloop/fp8.py); all other sums stay in one accumulator.
+    FP8 GEMMs (mainloop/fp8.py) start the sum of each k-tile from zero, scale it, and add it to a float32 accumulator.
+    All other GEMMs keep one accumulator for the whole contraction.
     """
     formats = OPERANDS[spec.operands]
     if formats.has_scaled_rows:

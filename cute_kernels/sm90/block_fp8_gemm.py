@@ -1,4 +1,8 @@
-"""The grouped GEMM of FP8 with block scales. Promotion multiplies partial sums by row scale times weight scale."""
+"""The grouped GEMM of FP8 rows and weights that have float32 block scales.
+
+The mainloop multiplies the sum of each k-tile by the row's scale times the weight block's scale, and then adds it to
+float32 accumulators (mainloop/block_fp8.py).
+"""
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64

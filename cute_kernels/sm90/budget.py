@@ -1,4 +1,4 @@
-"""Resources that a tile takes from an SM: shared memory, stages of the operand ring, registers, accumulators.
+"""Resources that a tile takes from an SM: shared memory, pipeline stages for operands, registers, accumulators.
 
 Plain Python: whether a tile fits can be checked without a compiler.
 """
@@ -36,7 +36,13 @@ LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 6
 
 
 class BesideDecoding(NamedTuple):
-    """Registers of a thread, by warpgroup: load warpgroup, MMA warpgroup, decoding warpgroup."""
+    """Registers of a thread in a kernel that has decoding warpgroups, by kind of warpgroup.
+
+    Attributes:
+        load: the load warpgroup.
+        mma: MMA warpgroups.
+        decoding: warpgroups that decode weights.
+    """
 
     load: int
     mma: int
@@ -44,23 +50,25 @@ class BesideDecoding(NamedTuple):
 
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
-"""For two MMA and two decoding warpgroups: together all registers that a CTA of 640 threads has."""
+"""Registers for one load, two MMA and two decoding warpgroups: together all registers that a CTA of 640 threads has."""
 DECODED_STAGES = 2
-"""Slots for k-tiles of weights that are decoded to FP8: one is multiplied while the next is written."""
+"""Number of shared-memory slots for k-tiles of weights decoded to FP8: one is multiplied while the next is written."""
 DECODING_TO_FP8 = {1: (2, BesideDecoding(72, 224, 104)), 2: (1, BesideDecoding(40, 208, 56))}
-"""By number of MMA warpgroups: how many warpgroups decode to FP8, and the registers of each kind.
+"""For kernels that decode weights to FP8, by number of MMA warpgroups: the number of decoding warpgroups, and the
+registers of a thread in each kind of warpgroup.
 
-512 threads have 128 registers each on average.
+Both kinds of CTA have 512 threads, which have 128 registers each on average.
 """
 
 
 def packed_bytes(tile: TileConfig) -> int:
-    """Return the bytes of a k-tile of 4-bit weights."""
+    """Return the bytes of a k-tile of 4-bit weights: tile.n rows of tile.k elements, two elements a byte."""
     return tile.n * tile.k // 2
 
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:
-    """Return the registers of a thread of the load warpgroup (`load`) and of an MMA warpgroup.
+    """Return the registers of a thread for setmaxnreg: of the load warpgroup (`load`, as given) and of an MMA
+    warpgroup, which gets the rest.
 
     setmaxnreg hangs if the sum exceeds the registers that the launch reserved.
     """
@@ -69,35 +77,56 @@ def registers(tile: TileConfig, load: int) -> tuple[int, int]:
 
 
 def smem_bytes(tile: TileConfig) -> int:
-    """Return the bytes of shared memory of a CTA if `tile.ctas_per_sm` CTAs share an SM."""
+    """Return the bytes of shared memory that one CTA may use if `tile.ctas_per_sm` CTAs share an SM."""
     return (SMEM_BYTES + RESERVED_BYTES) // tile.ctas_per_sm - RESERVED_BYTES
 
 
 def stage_k(tile: TileConfig) -> int:
-    """Return the depth of a stage: half a k-tile for swapped tiles with m > 128, since few whole ones would fit."""
+    """Return the depth of a stage in elements of k: tile.k, or half of it for swapped tiles with m > 128, since few
+    whole k-tiles would fit into shared memory.
+    """
     return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
 
 
 def stages(tile: TileConfig, staging_bytes: int, element_bytes: int, scales_columns: bool = False) -> int:
-    """Return how many stages fit beside `staging_bytes` of staging slots and, if `scales_columns`, column scales."""
+    """Return how many pipeline stages, each with a k-tile of both operands, fit into shared memory.
+
+    Args:
+        staging_bytes: bytes of the epilogue's staging slots.
+        element_bytes: bytes of an operand's element.
+        scales_columns: True: shared memory also holds a scale for each weight row of the tile.
+    """
     stage = (tile.m + tile.n) * tile.k * element_bytes
     small = SMALL_BYTES + (SCALE_BYTES if scales_columns else 0)
     return (SMEM_BYTES - small - staging_bytes) // stage
 
 
 def stages_to_decode(tile: TileConfig, staging_bytes: int) -> int:
-    """Return how many stages of FP8 rows and packed weights fit beside staging slots and decoded weights."""
+    """Return how many pipeline stages, each with FP8 rows of x and packed 4-bit weights, fit into shared memory beside
+    `staging_bytes` of staging slots and the slots for decoded weights.
+    """
     taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODED_STAGES * tile.n * tile.k
     return (SMEM_BYTES - taken) // (tile.m * tile.k + packed_bytes(tile))
 
 
 def dglu_slots(gated: bool) -> int:
-    """Return the staging slots of a CTA of grouped_dglu: for each pair, act and one or two preactivation parts."""
+    """Return the number of staging slots of a grouped_dglu CTA: for each of PAIRS chunks, one slot for act and one for
+    preactivations (two if gated: activated half and linear half).
+    """
     return PAIRS * (1 + (2 if gated else 1))
 
 
 class Budget(NamedTuple):
-    """Resources of one GEMM kernel: stages, bytes a stage, bytes of staging slots, accumulators a thread, threads."""
+    """Resources of one GEMM kernel with 16-bit operands.
+
+    Attributes:
+        tile: the kernel's tile.
+        stages: number of pipeline stages that fit into shared memory.
+        stage_bytes: bytes of a stage: a k-tile of both operands.
+        staging_bytes: bytes of the epilogue's staging slots.
+        accumulators: float32 accumulators of a thread.
+        threads: threads of a CTA.
+    """
 
     tile: TileConfig
     stages: int
@@ -108,7 +137,7 @@ class Budget(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of stages and staging slots, without the small arrays before the first buffer."""
+        """Bytes of all stages and staging slots. The small arrays before the first aligned buffer are not counted."""
         return self.stages * self.stage_bytes + self.staging_bytes
 
 
@@ -133,7 +162,7 @@ def _of_weights(tile: TileConfig) -> Budget:
 
 
 def budgets(spec: Spec) -> tuple[Budget, ...]:
-    """Return the budgets of a spec's GEMMs in launch order; () if the operands are not 16-bit or there is no GEMM."""
+    """Return a Budget for each GEMM of a spec, in launch order; () if operands are not 16-bit or there is no GEMM."""
     if getattr(spec, "operands", "16bit") != "16bit":
         return ()
     if isinstance(spec, GroupedMlpSpec):
@@ -149,7 +178,7 @@ def budgets(spec: Spec) -> tuple[Budget, ...]:
 
 
 def check(spec: Spec) -> None:
-    """Raise SpecError if a kernel of the spec does not fit into shared memory."""
+    """Raise SpecError if fewer than MIN_STAGES stages of one of the spec's GEMMs fit into shared memory."""
     for budget in budgets(spec):
         if budget.stages < MIN_STAGES:
             raise SpecError(

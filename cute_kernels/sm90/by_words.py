@@ -1,4 +1,7 @@
-"""Which tiles of narrow weights are multiplied by words of eight elements. Plain Python: the host asks, too."""
+"""The rule by which tiles of 4-bit weights get a mainloop that decodes whole 32-bit words, eight elements each.
+
+That mainloop is mainloop/few_rows.py. This module is plain Python, because host code asks for the rule, too.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +14,7 @@ FEW_ROWS = 32
 
 
 def multiplies_by_words(weights: Format, tile: TileConfig) -> bool:
-    """Return True if a tile's mainloop is `few_rows.FewRowsMainloop`: of weights of less than 8 bits, for few rows."""
+    """Return True if the tile's mainloop is `few_rows.FewRowsMainloop`: weights have less than 8 bits an element, and
+    the tile has at most FEW_ROWS rows of x.
+    """
     return weights.bits < 8 and tile.m <= FEW_ROWS

@@ -1,4 +1,4 @@
-"""Specs that a Hopper bundle ships, and the tiles of their kernels. Plain Python: imports no compiler."""
+"""Specs of the kernels that ship for Hopper, and the tiles of these kernels. Plain Python: imports no compiler."""
 
 from __future__ import annotations
 
@@ -101,29 +101,43 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
 }
 """Choices that one FC1 kernel makes at run time, by (operands, tile, whether it stores the preactivation).
 
-"gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts.
-For everything not listed, each activation and each layout has a kernel of its own.
+"gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts. For
+every key that is not listed, each activation and each layout has a kernel of its own.
 
-The listed kernels take 0.997 to 1.004 times as long with the branch on average, at most 1.02. The others are not merged
-because their MMAs do not hide the branch: one token on the small 16-bit tile takes 1.015 to 1.04 times as long, MXFP8
-with ungated activations 1.03, the other decoding tiles 1.01 to 1.07, a backward up to 2.
+The listed kernels take 0.997 to 1.004 times as long with the run-time branch on average, and at most 1.02 times. The
+kernels that are not listed have no such branch because their MMAs would not hide it: one token on the small 16-bit tile
+would take 1.015 to 1.04 times as long, MXFP8 with ungated activations 1.03 times, the remaining tiles of decoded
+weights 1.01 to 1.07 times, a backward up to 2 times.
 """
 
 
 ALONE_TRANSPOSED = ("clamped_swiglu", "interleaved")
-"""Activation and layout of gpt-oss, whose weights lie transposed. They keep a kernel of their own on tiles where a
-branch costs decoding time."""
+"""Activation and gate layout of gpt-oss, whose weights are stored transposed.
+
+With transposed weights, this pair has a kernel of its own on tiles that MERGED does not list, where a run-time branch
+would make the generation of tokens slower.
+"""
 
 
 def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the activation form and the layout form that an FC1 kernel is compiled for. width: I.
+    """Return the activation form and the layout form that an FC1 kernel is compiled for.
 
-    The forms are keys of `specs.ACTIVATION_FORMS` and `specs.LAYOUT_FORMS`. Transposed weights are loaded in a
-    different way for each layout (natural_order.py), so that layouts are not merged; activations are merged on all
-    tiles, except ALONE_TRANSPOSED.
+    A form is a key of `specs.ACTIVATION_FORMS` or `specs.LAYOUT_FORMS`: one activation (layout), or several among which
+    the kernel chooses at run time. Kernels for transposed weights load each layout in a different way
+    (natural_order.py), so their layouts are never merged; their activations are merged on all tiles, except
+    ALONE_TRANSPOSED.
+
+    Args:
+        activation: name of the activation.
+        glu_layout: name of the gate layout.
+        width: I, the number of activations of a row.
+        operands: a key of `formats.OPERANDS`.
+        tile: the kernel's tile.
+        save_preact: True: the kernel also stores the preactivation.
+        transpose_w: True: each expert's weights are transposed.
     """
     merged = MERGED.get((operands, tile, save_preact), ())
     kind = form_of_several(activation)
@@ -140,7 +154,9 @@ _SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8}
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """Return the tile of FC2 for a tile of FC1, or the tile of the data gradient for one of grouped_dglu."""
+    """Return the tile of the second GEMM of a pair: FC2's tile if `first` is FC1's, or the data gradient's tile if
+    `first` is grouped_dglu's.
+    """
     return _SECOND.get(first, first)
 
 
@@ -164,16 +180,22 @@ _DECODING_TO_FP8: list[Spec] = [
     ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
-"""Kernels that may spill registers.
+"""Compiler diagnostics that are accepted, by spec name: kernels that may spill registers.
 
-_SPILLING: gathering warps leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues. The spilled
-values go to memory once a tile, which costs less than could be measured (a backward runs at 0.985 to 1.03 of the speed
-with 240 registers). _DECODING_TO_FP8: beside warpgroups that decode to FP8, the gathering warps have too few registers.
+_SPILLING: because of the gathering warps, a thread of an MMA warpgroup has only 208 or 216 registers, up to 7 too few
+for these epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward
+runs at 0.985 to 1.03 of the speed that it has with 240 registers). _DECODING_TO_FP8: in these kernels, which also have
+warpgroups that decode to FP8, the gathering warps have too few registers.
 """
 
 
 def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
-    """Return every spec of a profile, in a fixed order, so that builds of the same sources are byte-identical."""
+    """Return every spec of a profile, in a fixed order, so that builds of the same sources are byte-identical.
+
+    Args:
+        arch: the architecture to build for; only the demo's specs depend on it.
+        profile: one of PROFILES: "demo" (the demo's specs), "bf16" (all specs except float16) or "full" (all specs).
+    """
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]

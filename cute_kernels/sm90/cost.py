@@ -1,7 +1,7 @@
-"""A model of how long a grouped GEMM takes on a tile. Tiles that were not measured are compared by it.
+"""A model of how long a grouped GEMM takes on a tile. It compares tiles for which no times were measured.
 
 Time = launch + the slower of moving the bytes and computing the tiles in rounds of a persistent grid. The host does not
-know group sizes, so two routings stand for all: even, and Dirichlet(0.5), where an expert's rows are distributed like
+know group sizes, so two routings represent all: even, and Dirichlet(0.5), where an expert's rows are distributed like
 the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.csv;
 tests/test_choice.py checks the choices on the other half.
 """
@@ -27,13 +27,13 @@ class Machine:
 
     Attributes:
         sms: streaming multiprocessors.
-        launch_us: time from launch to the first tile, plus time from the last tile to the end.
-        cluster_us: additional launch time if CTAs form clusters.
+        launch_us: microseconds from launch to the first tile, plus those from the last tile to the end.
+        cluster_us: additional launch time in microseconds if CTAs form clusters.
         memory: bytes a microsecond that the whole GPU reads from memory.
         operands: bytes a microsecond that an SM receives while all SMs load.
         flop: FLOP a microsecond of an SM.
-        reread: share of the weights that is read again if two clusters need the same ones.
-        sharpness: exponent of the norm that combines both times; the larger, the better they overlap.
+        reread: share of the weights that is read again if two clusters need the same weights.
+        sharpness: exponent of the norm that combines memory time and tile time; the larger, the better they overlap.
     """
 
     sms: int = 132
@@ -57,17 +57,22 @@ def _more_than(rows: float, average: float) -> float:
 def active_share(average: float, routing: str) -> float:
     """Return the share of experts that get any row, if experts have `average` rows on average.
 
-    Always above 0, since callers divide by it.
+    The share is always above 0, since callers divide by it.
+
+    Args:
+        average: rows of an expert on average.
+        routing: EVEN or SKEWED, which is Dirichlet(0.5).
     """
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
 @functools.lru_cache(maxsize=1024)  # one choice calls it for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
-    """Return how many tiles of `height` rows an expert has on average.
+    """Return how many tiles of `height` rows an expert has on average, if it has `average` rows on average.
 
-    Under skew that is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin formula
-    replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step): the 0.2346.
+    With SKEWED routing that is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
+    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step): the
+    0.2346.
     """
     active = active_share(average, routing)
     if routing == EVEN:
@@ -82,15 +87,20 @@ def row_tiles(average: float, height: int, routing: str) -> float:
 
 
 def _pairs_rows(average: float, tile: TileConfig) -> bool:
-    """Return whether the CTAs of a cluster have different row tiles, and therefore share weights."""
+    """Return True if the CTAs of a cluster have different row tiles, and therefore share weights."""
     return tile.cluster_m > 1 and not (tile.adaptive and average <= tile.m)
 
 
 def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: Machine) -> float:
-    """Return the time to move all bytes. height: rows of the row tiles that share weights.
+    """Return the microseconds that moving all bytes takes.
 
-    All rows are read once, and so are the weights of experts that have rows. A part of the weights is read again if two
-    clusters need the same ones.
+    All rows are read once, and so are the weights of experts that have rows. A part of the weights (`machine.reread`)
+    is read again if two clusters need the same weights.
+
+    Args:
+        average: rows of an expert on average.
+        height: rows that share one load of weights: a row tile, or all row tiles of a cluster.
+        routing: EVEN or SKEWED.
     """
     active = active_share(average, routing)
     readers = row_tiles(average, height, routing) / active
@@ -101,9 +111,15 @@ def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: M
 def _tile_us(
     gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, busy: float, machine: Machine
 ) -> float:
-    """Return the time of one tile of a CTA while a share `busy` of all CTAs has a tile.
+    """Return the microseconds of one tile of a CTA.
 
     The epilogue costs nothing here, because it hides behind the next tile.
+
+    Args:
+        average: rows of an expert on average.
+        pairs_rows: see `_pairs_rows`.
+        routing: EVEN or SKEWED.
+        busy: share of all CTAs that have a tile at the same time.
     """
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
@@ -116,7 +132,9 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """Return the time of all rounds of tiles. The last round counts as full if routing is even, else as half full."""
+    """Return the microseconds of all rounds of tiles. The last round counts as full if routing is even, else as half
+    full.
+    """
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
     tiles = gemm.experts * row_tiles(average, tile.m * high, routing) * across
@@ -126,7 +144,7 @@ def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, ro
 
 
 def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
-    """Return the microseconds of a GEMM under one of the two routings."""
+    """Return the modelled microseconds of a GEMM on a tile under one routing, EVEN or SKEWED."""
     average = gemm.average
     pairs_rows = _pairs_rows(average, tile)
     height = tile.m * tile.cluster_m if pairs_rows else tile.m
@@ -138,7 +156,9 @@ def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H20
 
 
 def time_us(gemm: Gemm, tile: TileConfig, machine: Machine = H200) -> float:
-    """Return the microseconds of a GEMM: the geometric mean over both routings, or even routing for one expert."""
+    """Return the modelled microseconds of a GEMM on a tile: the geometric mean over both routings; for one expert, the
+    time under even routing.
+    """
     if gemm.experts == 1:
         return routed_us(gemm, tile, EVEN, machine)
     return math.sqrt(routed_us(gemm, tile, EVEN, machine) * routed_us(gemm, tile, SKEWED, machine))

@@ -1,6 +1,7 @@
-"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of quantised weights, which are decoded on the way.
+"""The grouped GEMM y[row] = epilogue(x[row] @ w[e]) of 16-bit rows and quantised weights.
 
-The contraction runs over the rows of w[e].
+It is the data gradient through quantised weights: the contraction runs over the rows of w[e]. Two warpgroups of the
+kernel decode the weights to 16 bits.
 """
 
 import cuda.bindings.driver as cuda
@@ -22,7 +23,7 @@ from .persistent import PersistentGemm
 
 
 class DecodedLinesGemm(PersistentGemm):
-    """GEMM of 16-bit rows and decoded weights, contracted over weight rows. weights: format of the weights."""
+    """GEMM of 16-bit rows and quantised weights, contracted over weight rows. weights: format of the weights."""
 
     decoding_warpgroups = DECODING_WARPGROUPS
 
@@ -48,7 +49,17 @@ class DecodedLinesGemm(PersistentGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. See PersistentGemm.start for `position`."""
+        """Launch on `stream`.
+
+        Args:
+            x: [T, weight rows], 16-bit.
+            w: [E, weight rows, words or bytes of a row], quantised.
+            y: [T, columns], the result.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
+            inputs: the epilogue's inputs, which also hold the address of the weights' scales.
+            num_sms: number of SMs to use.
+            position: see PersistentGemm.start.
+        """
         columns = Int32(y.shape[1])
         operands = self.make_mainloop().operands(x, w, inputs.w_scale, columns)
         stores = (make_store(y, cols=self.shape.slots.columns()),)

@@ -1,4 +1,4 @@
-"""The order in which Hopper's GEMMs take their tiles, and their L2 policy. Plain Python: the host uses it, too."""
+"""The order in which Hopper's GEMMs compute their tiles, and their L2 policy. Plain Python: host code uses it, too."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ MIN_TICKET_DEPTH = 768
 
 
 def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Return whether weights that are read once are the first to leave L2.
+    """Return True if the kernel marks weights that it reads once as the first to leave L2.
 
-    Not for a 16-bit grouped_dglu, whose epilogue loads tensors of its own: it costs 1 %, except if groups are small. In
-    MXFP8 the branch costs tiles with many rows 1 %, and tiles with few rows gain 2 to 3 %.
+    A 16-bit grouped_dglu does not, because its epilogue loads tensors of its own: the mark costs 1 % there, except if
+    groups are small. With weights that have scales, only tiles of at most 64 rows do: in MXFP8 the branch costs tiles
+    with many rows 1 %, and tiles with few rows gain 2 to 3 %.
     """
     if not OPERANDS[spec.operands].w.scale:
         return not isinstance(spec, DgluSpec)
@@ -29,9 +30,9 @@ def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 
 def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
-    """Return whether the MMAs of a tile's second half are left out if that half has no rows.
+    """Return True if the kernel leaves out the MMAs of a tile's second half when that half has no rows.
 
-    Not if the contraction runs over weight rows: contractions are longer there, and CTAs that fall out of step share
+    Kernels that contract over weight rows do not: their contractions are longer, and CTAs that fall out of step share
     less of their operands in L2 (0.92 of the speed on gpt-oss-120b, Dirichlet 0.5).
     """
     over_rows = spec.transpose_w != isinstance(spec, DgluSpec)
@@ -39,7 +40,7 @@ def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return the policy of a GEMM's kernel."""
+    """Return a GEMM kernel's choices at compile time: order of tiles, L2 policy, MMAs that it leaves out."""
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
     # grouped_dglu loads tensors in its epilogue: it has no registers for two walks, and would gain nothing.

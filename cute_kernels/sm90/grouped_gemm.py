@@ -27,13 +27,16 @@ from .persistent import PersistentGemm
 
 
 class GroupedGemm(PersistentGemm):
-    """GEMM of rows of x with the weights of each row's expert.
+    """GEMM of rows of x with the weights of each row's expert e.
 
-    transposed: w[e] has rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
+    Args:
+        dtype: element type of x and w.
+        epilogue: turns accumulators into results.
+        transposed: True: w[e] is stored transposed, so that y[row] = epilogue(x[row] @ w[e]).
+        in_halves: True: each half of x's columns is multiplied by a transposed w of its own; the products are added.
 
-    in_halves: two transposed w, one for each half of x's columns.
-
-    spec.adapted: the accumulators also get low[row] @ b[e]^T (transposed: @ b[e]); b is stored like w.
+    If `spec.adapted`, the accumulators also get low[row] @ b[e]^T (transposed: low[row] @ b[e]), with low [T, r] and b
+    stored like w.
     """
 
     epilogue: Epilogue
@@ -59,11 +62,17 @@ class GroupedGemm(PersistentGemm):
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> Any:
-        """Host side: make the TMA store of an output, as `slots_type` uses it."""
+        """Host side: make the TMA store through which staging slots write `view`, one of the epilogue's outputs."""
         return make_store(view, cols=self.epilogue.store_columns(view.element_type))
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs, *w_blocks: Int64) -> Any:
-        """Host side: return the scales that the mainloop multiplies by: an address, or a tuple of addresses."""
+        """Host side: return the scales that the mainloop multiplies by: an address, or a tuple that holds addresses.
+
+        Args:
+            x_scale: address of the scales of x; 0: x has none.
+            inputs: the epilogue's inputs, which locate the weights' scales.
+            w_blocks: the address of the weights' block scales, if weight rows have scales, too.
+        """
         return x_scale
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
@@ -80,13 +89,20 @@ class GroupedGemm(PersistentGemm):
         """Launch on `stream`.
 
         Args:
+            x: [T, K], or the tensor that `rows` selects rows from.
+            w: weights [E, N, K], or [E, K, N] if transposed; offsets in `w_table` count from its address.
+            outputs: results, as the epilogue's `store_views` takes them; the first dimension is T.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
+            w_table: address of the experts' offsets (memory.weights.ExpertAddress); 0: weights are packed.
+            rows: address of the indices of x's rows, int32 [T]; 0: rows lie in order.
             inputs: the epilogue's inputs.
-            rows: address of the indices of x's rows; 0: rows lie in order.
+            num_sms: number of SMs to use.
+            position: see PersistentGemm.start.
             x_scale: address of the scales of x, if x is in FP8.
             w_up: address of the weights' second half, as in `weight_view`.
             low: tensors (low, b) of an adapted GEMM; None: not adapted.
-            w_blocks: address of the weights' block scales, if weight rows have scales, too; None: they have none.
-            position: see PersistentGemm.start.
+            w_blocks: address of the weights' block scales, if weight rows have scales, too; None: weight rows have
+                none.
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
@@ -106,7 +122,7 @@ class GroupedGemm(PersistentGemm):
 
 
 class GroupedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows and E4M3 weights whose scales are folded to one a row, on a cooperative tile."""
+    """GEMM of MXFP8 rows and E4M3 weights whose scales are folded to one for each weight row, on a cooperative tile."""
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)

@@ -1,8 +1,8 @@
 """The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
 
 One CTA computes each element of dw in one pass, so the result is deterministic. If a group accumulates, either the
-kernel loads dw's previous values and adds them, or the TMA store adds in memory. Both add once an element, so the order
-is fixed. An empty group adds nothing, or overwrites dw[e] with zeros.
+kernel loads dw's previous values and adds them, or the TMA store adds in memory. Either way each element gets one
+addition, so the order is fixed. An empty group adds nothing, or overwrites dw[e] with zeros.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ LOADING_ROWS_PER_BYTE = 192
 
 
 class GroupedWgrad(PersistentGemm):
-    """Kernel that contracts dy [T, N] and x [T, K] of `dtype` into dw [E, N, K] of `out_dtype`."""
+    """Kernel that contracts dy [T, N] and x [T, K] of `dtype`, over the rows of each group, into dw [E, N, K] of
+    `out_dtype`.
+    """
 
     epilogue: WgradEpilogue
     load_registers = ACROSS_REGISTERS
@@ -65,7 +67,19 @@ class GroupedWgrad(PersistentGemm):
         rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. rows: addresses of the indices of dy's and x's rows; 0: in order, as one or both are."""
+        """Launch on `stream`.
+
+        Args:
+            dy: [T, N], or the tensor that row indices select from.
+            x: [T, K], or the tensor that row indices select from.
+            dw: [E, N, K], the result.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
+            rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. At least one of them is 0.
+            dw_table: address of the offsets of dw's experts (memory.weights.ExpertAddress); 0: dw is packed.
+            mask: address of bool [E]: group e adds to dw[e] if mask[e] is true; 0: `accumulate` decides.
+            accumulate: without a mask, all groups add to dw if this is not 0; else all overwrite dw.
+            num_sms: number of SMs to use.
+        """
         operands = self.make_mainloop().operands(dy, x, *rows)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         self._launch(operands, num_rows, dy, x, dw, groups, dw_table, mask, accumulate, num_sms, stream)
@@ -76,7 +90,10 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch with `operands` of `num_rows` rows in all. dy and x: only their numbers of columns (N, K) are used."""
+        """Launch with `operands` of `num_rows` rows in all; the remaining arguments are those of `launch`.
+
+        dy and x: only their numbers of columns (N and K) are used.
+        """
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (self.store_rows, self.epilogue.cols)
         layout = smem_layout(dw.element_type, rows=self.store_rows)

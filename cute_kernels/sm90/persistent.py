@@ -80,14 +80,14 @@ LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
 
 class PersistentGemm(Invariant):
-    """The kernel of one spec. A subclass makes its mainloop and its scheduler; the caller passes the epilogue.
+    """The kernel of one spec. A subclass makes the mainloop and the scheduler; the caller passes the epilogue.
 
     Attributes:
         dtype: element type of the operands that are not decoded.
         load_registers: registers of a thread of the load warpgroup.
-        decoding_warpgroups: number of warpgroups that decode weights, mostly 0.
-        beside_decoding: registers of a thread by kind of warpgroup, used if there are decoding warpgroups.
-        slots_type: class of the staging slots that MMA warpgroups store through.
+        decoding_warpgroups: number of warpgroups that only decode weights; most kernels have 0.
+        beside_decoding: registers of a thread by kind of warpgroup; used if there are decoding warpgroups.
+        slots_type: class of the staging slots through which MMA warpgroups store results.
     """
 
     load_registers = budget.LOAD_REGISTERS
@@ -114,7 +114,9 @@ class PersistentGemm(Invariant):
 
     @property
     def first_spare_warp(self) -> int:
-        """First warp of the load warpgroup that only gathers: 2, or 3 if warp 2 loads for the epilogue."""
+        """Index of the first warp of the load warpgroup that only gathers rows: 2, or 3 if warp 2 loads for the
+        epilogue.
+        """
         return EPILOGUE_LOAD_WARP + self.shape.has_load_warp
 
     @property
@@ -126,7 +128,9 @@ class PersistentGemm(Invariant):
 
     @property
     def _redistributes(self) -> bool:
-        """True if warpgroups move registers by setmaxnreg. One MMA warpgroup alone has enough from the launch."""
+        """True if warpgroups move registers by setmaxnreg. One MMA warpgroup alone has enough registers from the
+        launch.
+        """
         return self.num_warpgroups > 1 or self.decoding_warpgroups > 0
 
     @property
@@ -151,10 +155,19 @@ class PersistentGemm(Invariant):
         self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
-        """Launch on `stream`. position: how many kernels of the same call come before this one.
+        """Launch the kernel on `stream`.
 
-        If that is not 0, the kernel starts early, by programmatic dependent launch. If the call's first kernel writes
-        the offs, the second kernel waits for it before it reads them; later kernels find them written.
+        Args:
+            operands: the mainloop's inputs.
+            stores: the epilogue's outputs.
+            inputs: the epilogue's inputs.
+            groups: group sizes on the device.
+            grid: cluster tiles of one expert's output.
+            num_sms: number of SMs to use; each gets `tile.ctas_per_sm` CTAs.
+            position: how many kernels of the same call come before this one.
+
+        If `position` is not 0, the kernel starts early, by programmatic dependent launch. If the call's first kernel
+        writes the offs, the second kernel waits for it before it reads them; later kernels find them written.
         """
         self._name_kernel()
         is_there = (groups.encoding == OFFS_OF_CALL) & (position > 1)
@@ -170,7 +183,10 @@ class PersistentGemm(Invariant):
         )
 
     def _name_kernel(self) -> None:
-        """Name the kernel after its spec, for profilers. With the DSL's prefix ptxas would treat it as CUTLASS's."""
+        """Name the kernel after its spec, for profilers.
+
+        With the DSL's own prefix in its name, ptxas would treat the kernel as one of CUTLASS's.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
@@ -202,7 +218,9 @@ class PersistentGemm(Invariant):
         return fields
 
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
-        """Return the shared memory that TMA loads weights into: B itself, unless they are decoded on the way to B."""
+        """Return the shared-memory tensor that TMA loads weights into: B itself, unless weights are decoded on the way
+        to B.
+        """
         return sB
 
     @cute.kernel
@@ -346,7 +364,14 @@ class PersistentGemm(Invariant):
     def _decode_role(
         self, mainloop: Mainloop, operands: Operands, sB: cute.Tensor, narrow, stages, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Decode the weights of every tile. No griddepcontrol_wait: the previous kernel does not write weights."""
+        """Decode the weights of every tile; run by each thread of a decoding warpgroup.
+
+        There is no griddepcontrol_wait, because the previous kernel does not write weights.
+
+        Args:
+            narrow: the shared-memory array of weights before they are decoded.
+            rank: index of the warpgroup among the decoding warpgroups.
+        """
         lines, slots = mainloop.lines(operands), narrow.data_ptr().toint() + rank * mainloop.slots_bytes
         ring_state = ring.consumer_state()
         state = mainloop.decoding_state()
@@ -361,7 +386,10 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
-        """Multiply and store tile by tile. `mainloop.looks_ahead` says when to read the next tile from the ring."""
+        """Multiply and store tile by tile; run by each MMA warpgroup. index: the warpgroup's index among them.
+
+        `mainloop.looks_ahead` says when the warpgroup reads its next tile from the ring.
+        """
         looks_ahead = mainloop.looks_ahead
         if const_expr(not mainloop.scales_are_ready):
             cute.arch.griddepcontrol_wait()

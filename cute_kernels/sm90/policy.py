@@ -1,4 +1,4 @@
-"""Hopper's `arch.Room`: which shipped tile serves a call, which tiles are possible, and how fast they are."""
+"""Hopper's implementation of `arch.Room`: the rules that choose a shipped tile, the possible tiles, and their speed."""
 
 from __future__ import annotations
 
@@ -42,33 +42,38 @@ MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(DECODED, _DECODING),
     **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
 }
-"""By operands: tiles in ascending order, each with the greatest average of rows an expert that it serves.
+"""For each key of `formats.OPERANDS`: tiles in ascending order, each with the greatest average number of rows an expert
+for which the tile is chosen.
 
 Decoded weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55
-times as long. So does the smaller size, if random routing gives 10, 30 and 50 % of the groups more rows than one of its
-tiles holds, which gives the limits. In MXFP4 the first step is 1.8 times, since TINY_W8 alone has a faster mainloop
-(mainloop/few_rows.py). NVFP4 has MXFP4's limits; it takes 1.05 to 1.08 of MXFP4's time in decoding
-(docs/decisions/nvfp4-weights.md).
+times as long. The limits are the averages at which the smaller size takes as long as the larger one: random routing
+then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 the first step is 1.8
+times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py). NVFP4 has MXFP4's limits; it takes 1.05 to 1.08
+of MXFP4's time in decoding (docs/decisions/nvfp4-weights.md).
 
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).
 """
 WIDE_PADDING = 0.9
-"""WGRAD_WIDE is chosen if its tiles that cover the weights have at most this share of the elements of WGRAD's tiles.
+"""WGRAD_WIDE is chosen if the tiles that cover the weights then have at most this share of the elements that they would
+have with WGRAD.
 
 At or below this share WGRAD_WIDE takes 0.61 to 1.04 times as long as WGRAD. With a share of 0.94 to 0.98 it may be 1.15
 times as fast under sustained load, and 0.81 times as fast on a cool GPU (gpt-oss-120b). If neither tile pads anything,
-it is up to 1.2 times as slow under skew.
+WGRAD_WIDE is up to 1.2 times as slow under skew.
 """
 WIDE_PADDING_BY_INDEX = 1.15
-"""WIDE_PADDING if rows come by index: WGRAD_WIDE then takes 0.80 to 0.94 times as long, since it has more MMAs
-for each copied row.
+"""The value of WIDE_PADDING for rows that come by index.
+
+WGRAD_WIDE then takes 0.80 to 0.94 times as long as WGRAD, since it has more MMAs for each copied row.
 """
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Return the tiles that ship for a problem. Training-only problems have one, since their experts have many rows."""
+    """Return the tiles that ship for a problem. Problems that only training has get one tile, since their experts have
+    many rows.
+    """
     if problem.op == "grouped_wgrad":
         return WGRAD_TILES
     if problem.op == "grouped_dglu":
@@ -101,12 +106,12 @@ def _by_rows(problem: Problem) -> TileConfig:
 
 
 def _covered(problem: Problem, tile: TileConfig) -> int:
-    """Return the number of elements of the tiles that cover the weights."""
+    """Return the number of elements, padding included, of the weight-gradient tiles that cover a problem's weights."""
     return sum(tile.padded(n, k) for n, k in problem.weights)
 
 
 def _by_padding(problem: Problem) -> TileConfig:
-    """Return the tile of a weight gradient that covers the weights with less padding."""
+    """Return the tile for a weight gradient: WGRAD_WIDE if it needs less padding than WGRAD (see WIDE_PADDING)."""
     usual, wide = WGRAD_TILES
     most = WIDE_PADDING_BY_INDEX if problem.gathers else WIDE_PADDING
     return wide if _covered(problem, wide) <= most * _covered(problem, usual) else usual
@@ -138,7 +143,12 @@ def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
 
 
 def _span(above: float, most: float) -> str:
-    """Say which numbers lie above `above` (0: no lower limit) and are at most `most` (inf: no upper limit)."""
+    """Return a range of numbers as text.
+
+    Args:
+        above: the numbers lie above this; 0: no lower limit.
+        most: the greatest number; inf: no upper limit.
+    """
     limits = (f"more than {above:.0f}" if above else "", f"at most {most:.0f}" if most < math.inf else "")
     return " and ".join(limit for limit in limits if limit)
 

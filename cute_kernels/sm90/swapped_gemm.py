@@ -1,4 +1,7 @@
-"""The grouped GEMM of quantised weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
+"""The grouped GEMM of 16-bit rows and quantised weights: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows.
+
+MMA warpgroups decode the weights in registers.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -61,7 +64,11 @@ class SwappedGemm(PersistentGemm):
 
     @property
     def smem_percent(self) -> int | None:
-        """Percentage of shared memory after the L1 cache has got its lines for scales; None: one CTA an SM."""
+        """Percentage of the memory for L1 and shared memory that becomes shared memory; None: no preference.
+
+        If several CTAs share an SM, the L1 cache gets a line for each of their weight rows, from which scales are read;
+        the rest becomes shared memory.
+        """
         ctas = self.tile.ctas_per_sm
         return None if ctas == 1 else 100 - 100 * ctas * self._cache_bytes // (SMEM_BYTES + RESERVED_BYTES)
 
@@ -70,7 +77,17 @@ class SwappedGemm(PersistentGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. See PersistentGemm.start for `position`."""
+        """Launch on `stream`.
+
+        Args:
+            x: [T, K], 16-bit.
+            w: [E, N, words or bytes of a row], quantised.
+            y: the result, [T, N], or [T, N / 2] if gated.
+            groups: address, encoding, count and tickets of schedule.groups.Groups.
+            inputs: the epilogue's inputs, which also hold the address of the weights' scales.
+            num_sms: number of SMs to use.
+            position: see PersistentGemm.start.
+        """
         rows, slots = Int32(w.shape[1]), self.shape.slots
         view, address = weight_view(w, Int64(0), self.shape.parts, self.shape.layout, False, inputs.gate)
         operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale, inputs.gate)

@@ -1,9 +1,9 @@
 """Assignment of a swapped tile's weight rows to threads. Plain Python: `warpgroup` and `thread` may be ints or Int32.
 
 An MMA gives thread t of a warpgroup the rows 16 (t / 32) + (t % 32) / 4 + 8 r of each slab of 64 rows, r = 0, 1. The
-decoder chooses which weight rows it reads into these MMA rows. In a gated layer it chooses them so that a thread has
-rows of a and the matching rows of u: of two slabs, one holds rows of a and the other rows of u; of one slab, r = 0 is
-a row of a and r = 1 a row of u.
+decoder chooses which weight rows it reads into these MMA rows. In a gated layer, with a the activated and u the linear
+half, it chooses them so that a thread has rows of a and the matching rows of u. If the warpgroup has two slabs, one
+holds rows of a and the other rows of u. If it has one slab, r = 0 is a row of a and r = 1 a row of u.
 """
 
 from __future__ import annotations
@@ -22,15 +22,26 @@ ROW_HALVES = 2
 
 
 def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
-    """Return the 16-byte chunk of a stage's row that holds element `k`, and the byte in the chunk."""
+    """Return the index of the 16-byte chunk that holds element `k` in a weight row of a stage, and the element's byte
+    in that chunk.
+    """
     return divmod(weights.num_bytes(k), SWIZZLE_CHUNK)
 
 
 class SwappedRows:
-    """The weight rows of a tile that a thread has: two of each slab, `count` in all, numbered with rows of a first.
+    """The weight rows of a tile that a thread has: two of each slab. They are numbered with rows of the first part (a)
+    first.
 
-    In the tile the rows of a part (a, u) lie together. A warpgroup computes `columns` columns of the output, in chunks
-    of `chunk_columns`. In each chunk a thread has `thread_columns` columns, 8 apart.
+    In the tile the rows of a part lie together. A thread's columns in a chunk of the output are 8 apart.
+
+    Attributes:
+        count: weight rows of a thread in all.
+        parts: 2 for a gated layer (a, u), else 1.
+        part_n: weight rows of a part in the tile.
+        part_count: weight rows of a part that a thread has.
+        thread_columns: output columns of a thread in a chunk.
+        columns: output columns that a warpgroup computes.
+        chunk_columns: output columns of a chunk, in which a warpgroup stores its output.
     """
 
     def __init__(self, tile: TileConfig, parts: int):
@@ -46,12 +57,12 @@ class SwappedRows:
         return row // self.part_count
 
     def row_offset(self, row: int) -> int:
-        """Return the offset of a row from its thread's first row in the same part."""
+        """Return how many rows the thread's row number `row` comes after the thread's first row in the same part."""
         chunk, half = divmod(row % self.part_count, ROW_HALVES)
         return chunk * ROWS + half * 8
 
     def distance(self, row: int) -> int:
-        """Return the offset of a row from its thread's first row, in rows of the tile."""
+        """Return how many rows of the tile the thread's row number `row` comes after the thread's row number 0."""
         return self.part(row) * self.part_n + self.row_offset(row)
 
     def first_column(self, warpgroup: Any) -> Any:
@@ -59,6 +70,6 @@ class SwappedRows:
         return warpgroup * self.columns
 
     def column(self, row: int, warpgroup: Any, thread: Any) -> Any:
-        """Return the output column of a weight row: the row's place in its part of the tile."""
+        """Return the output column of the thread's weight row number `row`: the row's index in its part of the tile."""
         in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
         return self.first_column(warpgroup) + in_slab + self.row_offset(row)

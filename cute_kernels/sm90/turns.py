@@ -1,4 +1,4 @@
-"""Turns of two pingpong warpgroups, and each warpgroup's share of a tile."""
+"""Turns of two pingpong warpgroups, and the share of a tile that each warpgroup computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 
 class Turns(Invariant):
-    """Turns of two warpgroups at a resource that both use, one tile at a time. If `apply` is false, nothing waits.
+    """Turns of two warpgroups at a resource that both use, one tile at a time.
 
-    At barrier first_barrier + w, warpgroup w waits, and the other warpgroup arrives when it is done with its tile.
-    Required for correctness: a warpgroup that waits for a stage more than one round of the ring early would take an
-    older phase of the stage's barrier for its own.
+    At named barrier first_barrier + w, warpgroup w waits, and the other warpgroup arrives when it is done with its
+    tile. Turns are required for correctness: a warpgroup that waited for a stage more than one round of the ring early
+    would mistake an older phase of the stage's barrier for its own.
+
+    Args:
+        first_barrier: named barrier of warpgroup 0.
+        apply: False: warpgroups share every tile, so each turn is theirs and nothing waits.
+        warpgroup_index: 0 or 1, this warpgroup.
     """
 
     def __init__(self, first_barrier: int, apply: bool, warpgroup_index: Int32):
@@ -29,18 +34,19 @@ class Turns(Invariant):
         self.index = warpgroup_index
 
     def is_mine(self, turn: Int32) -> Boolean | bool:
-        """Return whether tile number `turn` is this warpgroup's."""
+        """Return True if the CTA's tile number `turn` is this warpgroup's."""
         return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
 
     @cute.jit
     def open(self):
-        """Give the first turn to warpgroup 0. Called by both warpgroups before their first tile."""
+        """Give the first turn to warpgroup 0; called by both warpgroups before their first tile."""
         if const_expr(self.apply):
             if self.index == 1:
                 self.pass_on()
 
     @cute.jit
     def wait(self):
+        """Wait until it is this warpgroup's turn."""
         if const_expr(self.apply):
             cute.arch.barrier(
                 barrier_id=self.first_barrier + self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS
@@ -48,6 +54,7 @@ class Turns(Invariant):
 
     @cute.jit
     def pass_on(self):
+        """Give the turn to the other warpgroup."""
         if const_expr(self.apply):
             cute.arch.barrier_arrive(
                 barrier_id=self.first_barrier + 1 - self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS
@@ -55,5 +62,5 @@ class Turns(Invariant):
 
 
 def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
-    """Return a warpgroup's share of the CTA's tile number `turn`: all of the tile if warpgroups take turns."""
+    """Return a warpgroup's share of the CTA's tile number `turn`: the whole tile if warpgroups take turns."""
     return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)
