@@ -1,4 +1,4 @@
-"""The epilogue of grouped_dglu, with preactivations that the epilogue load warp brings by TMA."""
+"""Hopper's epilogue of grouped_dglu: warp 2 of a CTA, the epilogue load warp, loads preactivations by TMA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from .preact import MatrixPair, PreactRing, make_loads
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Epilogue whose staging slots all warpgroups of a CTA share. A chunk's number determines its slots (preact.py)."""
+    """Epilogue of grouped_dglu in which all warpgroups of a CTA share the staging slots.
+
+    A chunk (64 x 64 outputs) takes the slots that its number determines (preact.py). ring_type: class of the ring
+    through which these slots are filled and freed.
+    """
 
     ring_type: type[PreactRing] = PreactRing
 

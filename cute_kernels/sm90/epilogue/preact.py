@@ -19,14 +19,19 @@ from .store import Slots
 
 
 class PreactLoads(NamedTuple):
-    """A TMA load from the preactivations: (T, columns), or (T, I, half) if the layout is concat."""
+    """A TMA load from the preactivations.
+
+    Attributes:
+        atom: the TMA copy of one slot.
+        tensor: the preactivations' coordinates: (T, columns), or (T, I, half) if the gate layout is "concat".
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
 def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
-    """Host side: make the TMA descriptor for loading slots."""
+    """Host side: make the TMA descriptor by which boxes of 64 x 64 preactivations are loaded into slots."""
     atom, view = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(), layout.view(preact), smem_layout(preact.element_type), (ROWS, COLS)
     )
@@ -34,11 +39,12 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 
 
 class PreactRing(Invariant):
-    """Staging slots of a CTA's chunks, which are numbered in the order of work.
+    """Ring of staging slots for a CTA's chunks of 64 x 64 outputs, which are numbered in the order of work.
 
-    Each chunk has a pair of preactivation slots (one if there is no gate) and one act slot. Pipeline of PAIRS stages;
-    full: the bytes of a pair (epilogue load warp); empty: 1 arrival (the warp that stored the chunk, after its stores
-    have read the slots). Therefore the act slot of a full pair is free.
+    Each chunk has slots for its preactivations (a pair, or one slot if there is no gate) and one slot for act. Pipeline
+    of PAIRS stages; full: the bytes of a chunk's preactivations (loaded by the epilogue load warp); empty: 1 arrival
+    (the warp that stored the chunk, after its stores have read the slots). That warp stores act, too, so when a chunk's
+    pair is full, its act slot is free.
     """
 
     def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, layout: PreactLayout):
@@ -54,11 +60,13 @@ class PreactRing(Invariant):
         )
 
     def act_slot(self, number: Int32) -> Int32:
-        """Return the staging slot of act of chunk `number`."""
+        """Return the index of the staging slot for the act of chunk `number`."""
         return number & (PAIRS - 1)
 
     def slot(self, number: Int32, slot: int) -> Int32:
-        """Return the staging slot of slot 0 or 1 of the pair of chunk `number`."""
+        """Return the index of the staging slot for slot 0 or 1 (`slot`) of chunk `number`'s pair of preactivation
+        slots.
+        """
         return PAIRS + self.act_slot(number) * self.layout.slots + slot
 
     def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:
@@ -67,7 +75,12 @@ class PreactRing(Invariant):
 
     @cute.jit
     def load(self, loads: PreactLoads, number: Int32, row: Int32, column: Int32):
-        """Load the preactivations of chunk `number`; called by the epilogue load warp."""
+        """Load the preactivations of chunk `number`; called by the epilogue load warp.
+
+        Args:
+            row: the chunk's first row.
+            column: the chunk's first output column.
+        """
         state = self._state(number, True)
         self.pipeline.producer_acquire(state)
         barrier = self.pipeline.producer_get_barrier(state)
@@ -80,7 +93,15 @@ class PreactRing(Invariant):
         self, loads: PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
-        """Load a slot with the box whose first element is (row, at) of a half (None: the tensor has no halves)."""
+        """Start the TMA load of one box of preactivations into a slot.
+
+        Args:
+            row: the box's first row.
+            at: the box's first column.
+            half: index of the half that the column belongs to; None: the tensor has no mode for halves.
+            slot: index of the staging slot.
+            barrier: the full barrier on which the bytes arrive.
+        """
         smem = cute.group_modes(self.smem, 0, 2)
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         tile = cute.local_tile(cute.domain_offset((row, at), view), (ROWS, COLS), (0, 0))
@@ -88,15 +109,16 @@ class PreactRing(Invariant):
         cute.copy(loads.atom, source, to[None, slot], tma_bar_ptr=barrier)
 
     def wait(self, number: Int32) -> None:
+        """Wait until the preactivations of chunk `number` are loaded."""
         self.pipeline.consumer_wait(self._state(number, False))
 
     def release(self, number: Int32) -> None:
-        """Free the slots of chunk `number`; called by the storing warp."""
+        """Free the slots of chunk `number`; called by the warp that stored the chunk."""
         self.pipeline.consumer_release(self._state(number, False))
 
 
 class MatrixPair(PreactPair):
-    """A pair of preactivation slots that is read by ldmatrix."""
+    """A thread's access to a pair of preactivation slots, which it reads by ldmatrix."""
 
     def __init__(self, ring: PreactRing, slots: Slots):
         super().__init__(ring, slots)

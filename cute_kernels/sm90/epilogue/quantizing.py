@@ -1,7 +1,7 @@
 """Epilogue of a fused FC1 in MXFP8: stores the activation as E4M3 with a scale for each block of a row, for FC2.
 
-The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks. The elements of a
-block are in registers of four lanes, a quarter each; a lane has elements of two rows.
+The activation is quantised from float32, by the rules of docs/mxfp8.md. A tile holds whole blocks. Four lanes hold the
+elements of a row's block in registers, a quarter each; a lane has elements of two rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from .store import Slots
 
 
 class QuantizingState(WarpgroupState):
-    """State of a warpgroup. act_slots: the staging slots as columns of E4M3. pitch: number of scales of a row."""
+    """State of a warpgroup's epilogue.
+
+    Attributes:
+        act_slots: the staging slots, viewed as columns of E4M3.
+        pitch: number of scales of a row of the activation.
+    """
 
     def __init__(self, inputs, slots: Slots, smem: ColumnSmem, act_slots: Slots, pitch: Int32):
         super().__init__(inputs, slots, smem)
@@ -37,9 +42,11 @@ class QuantizingState(WarpgroupState):
 
 
 class QuantizingEpilogue(ActivationEpilogue):
-    """Stores act (E4M3), and the preactivation (16-bit) if the spec saves it.
+    """Epilogue that stores act (E4M3), and the preactivation (16-bit) if the spec saves it.
 
-    act_cols: columns of the activation that a slot holds. block_cols: columns that share a scale.
+    Attributes:
+        act_cols: columns of the activation that a slot holds.
+        block_cols: columns that share a scale.
     """
 
     act_cols = 128
@@ -85,7 +92,13 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _quantize(self, state: QuantizingState, values: cute.Tensor, work: WorkTile, row: Int32, column: Int32):
-        """Scale a block of columns into E4M3's range and store the scale of each of its rows."""
+        """Scale a block of columns into E4M3's range, in place, and store the scale of each of its rows.
+
+        Args:
+            values: the thread's float32 elements of the block, in two rows.
+            row: first row of the slab.
+            column: first column of the block.
+        """
         count = cute.size(values)
         for half in cutlass.range_constexpr(2):
             amax = Int32(0)
@@ -104,7 +117,9 @@ class QuantizingEpilogue(ActivationEpilogue):
                 self._store_scale(state, scale, at, column)
 
     def _scale_of(self, amax: Float32) -> Any:
-        """Return the scale of a block with this greatest magnitude, for `_multiplier_of` and `_store_scale`."""
+        """Return the scale of a block whose greatest magnitude is `amax`, in the form that `_multiplier_of` and
+        `_store_scale` take: here the exponent of a power of two.
+        """
         return exponent_of(amax)
 
     def _multiplier_of(self, scale: Any) -> Float32:
@@ -113,7 +128,9 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     @cute.jit
     def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """Store all copies of a block's scale: by one store if a row's number of scales keeps them aligned."""
+        """Store all copies of a block's scale: by one store if a row's number of scales keeps the copies aligned, else
+        byte by byte.
+        """
         copies = self.act.copies
         block = column // self.act.scale_step
         address = state.inputs.out_scale + Int64(row) * state.pitch + block

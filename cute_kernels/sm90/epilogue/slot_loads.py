@@ -1,6 +1,6 @@
-"""TMA loads into a warpgroup's staging slots of values that are added to its accumulators.
+"""TMA loads, into a warpgroup's staging slots, of values that are added to its accumulators.
 
-The loaded value and the sum of an element have the same place in a slot, so a warpgroup reads the slot, adds its
+An element's loaded value and its sum have the same place in a slot, so a warpgroup reads the slot, adds its
 accumulators and overwrites the slot with the sums.
 """
 
@@ -27,7 +27,10 @@ class TileLoads(NamedTuple):
 
 
 class SlotBarriers(Invariant):
-    """Full barriers of a CTA's slots. full: the bytes of a slot, by transaction; 1 arrival (the storing warp)."""
+    """Full barriers of the staging slots of all of a CTA's warpgroups.
+
+    A phase completes after 1 arrival (the storing warp, which starts the load) and the bytes of a slot (TMA).
+    """
 
     def __init__(self, barriers: cute.Pointer, num_warpgroups: int):
         self.full = barriers
@@ -43,7 +46,9 @@ class SlotBarriers(Invariant):
 
 
 class SlotLoads(Invariant):
-    """Loads of one warpgroup. The loads of a slot are numbered from 0, and the warpgroup waits for each of them."""
+    """Loads into one warpgroup's slots. Each slot's loads are numbered from 0, and the warpgroup waits for each of
+    them.
+    """
 
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
@@ -54,7 +59,7 @@ class SlotLoads(Invariant):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Start loading a tile into a slot that is free; called by the storing warp."""
+        """Start loading `tile` into a free slot; called by the storing warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
         smem = cute.group_modes(self.slots.smem, 0, 2)
@@ -62,11 +67,14 @@ class SlotLoads(Invariant):
         cute.copy(atom, source, to[None, slot], tma_bar_ptr=self.full + slot)
 
     def wait(self, slot: int, number: Int32) -> None:
+        """Wait for load number `number` of a slot."""
         cute.arch.mbarrier_wait(self.full + slot, number % 2)
 
     @cute.jit
     def add(self, values: cute.Tensor, slot: cutlass.Constexpr[int], adds: Boolean):
-        """Add a loaded slot to the accumulators of its elements, if `adds`; else leave them as they are."""
+        """Add a loaded slot to `values`, the accumulators of the slot's elements, if `adds`; else leave them as they
+        are.
+        """
         dtype = self.slots.dtype
         loaded = cute.make_rmem_tensor(cute.size(values), dtype)
         if const_expr(dtype.width == 16):

@@ -25,7 +25,12 @@ FIRST_BARRIER = 1
 
 
 class RaggedStore(NamedTuple):
-    """A TMA store into (T, columns[, half]) that is clipped at the end of a group."""
+    """A TMA store into a tensor (T, columns[, half]). It drops rows past the end of a group.
+
+    Attributes:
+        atom: the TMA copy of one slot.
+        tensor: the tensor's ragged view (memory/ragged.py).
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
@@ -34,19 +39,29 @@ class RaggedStore(NamedTuple):
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
         rows: int = ROWS,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the tile [rows, cols] at (row, col), clipped at the group's end."""
+        """Return the destination [rows, cols] at (row, col), without the rows past the end of the tile's group.
+
+        Args:
+            work: the output tile, which says where its group ends.
+            half: index of the half in which the columns are; None: the tensor has no mode for halves.
+        """
         group = clipped(self.tensor, row, work.group_end)
         if half is not None:
             group = group[None, None, half]
         return self.cut(group, col, rows, cols)
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the tile [rows, cols] at column `col` of `group`, whose first row is the slot's first."""
+        """Return the tile [rows, cols] at column `col` of `group`, a tensor whose first row is the tile's first row."""
         return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
 def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -> RaggedStore:
-    """Host side: make the TMA descriptor for storing slots into tensor (T, columns[, half])."""
+    """Host side: make the TMA descriptor for storing slots into a tensor (T, columns[, half]).
+
+    Args:
+        rows: rows of a slot.
+        cols: columns of a slot; None: as many as fit into 128 bytes.
+    """
     cols = columns(tensor.element_type) if cols is None else cols
     atom, view = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows, cols=cols),
@@ -56,7 +71,17 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
 
 
 class Slots(slots.Slots):
-    """Staging slots for TMA stores. Fill a slot from registers, store it, reuse it once the store has read it."""
+    """A warpgroup's staging slots for TMA stores.
+
+    Its users fill a slot from registers, store it, and reuse it once the store has read it.
+
+    Args:
+        smem: the slots' shared memory, (row, column, slot).
+        dtype: type of the slots' elements.
+        warpgroup_index: index of the MMA warpgroup.
+        thread: index of the thread in the warpgroup.
+        chunks_per_tile: how many slots' worth the warpgroup stores for each tile.
+    """
 
     def __init__(
         self, smem: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
@@ -76,20 +101,22 @@ class Slots(slots.Slots):
         self._partition()
 
     def _partition(self) -> None:
-        """Set the copy by which stmatrix writes the accumulators of 64 rows into a slot."""
+        """Prepare the stmatrix copy that writes the accumulators of 64 rows into a slot."""
         if self.dtype.width == 16:
             self.tiled_copy = self.matrix_copy(warp.StMatrix8x8x16bOp(False, 4))
             self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """Make the ldmatrix or stmatrix copy between a slot's 16-bit elements and registers in accumulator order."""
+        """Make a copy between a slot's 16-bit elements and registers in accumulator order. op: ldmatrix or stmatrix."""
         k_major = OperandMajorMode.K
         shape = (ROWS, self.cols)
         mma = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
-        """Return the same slots for elements of another width. cols: columns of a slot; None: as many as fit."""
+        """Return the same slots for elements of another type. cols: columns of a slot; None: as many as fit into 128
+        bytes.
+        """
         count, most = cute.size(self.smem, mode=[2]), columns(dtype)
         parts = () if cols in (None, most) else (most // cols,)
         layout = smem_layout(dtype, *parts, count, cols=cols)
@@ -98,25 +125,28 @@ class Slots(slots.Slots):
         return type(self)(slots, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
 
     def sync(self):
+        """Wait for the other threads of the warpgroup."""
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)
 
     @cute.jit
     def acquire(self):
-        """Wait until the next slot is free, because the last store from it has read it."""
+        """Wait until the next slot is free, which means that the last store from it has read it."""
         if self.is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(self.may_be_pending, read=True)
         self.sync()
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Wait for a free slot, then write registers in accumulator order into it, converted to the slot's dtype."""
+        """Wait for a free slot, then convert registers in accumulator order to the slot's dtype and write them into
+        it.
+        """
         converted = narrowed(values, self.dtype)
         self.acquire()
         self.write(converted, slot)
 
     @cute.jit
     def write(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Write converted registers in accumulator order into a slot, which must be free."""
+        """Write registers in accumulator order, already of the slot's dtype, into a free slot."""
         if const_expr(self.dtype.width == 16):
             shape = self.destination[None, None, None, 0].shape
             source = cute.make_tensor(values.iterator, cute.make_layout(shape))
@@ -128,18 +158,22 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
-        """Write 16 columns of a slot from 16-bit registers in accumulator order. The slot must be free."""
+        """Write 16 columns of a free slot, from 16-bit registers in accumulator order. piece: the columns' number, in
+        units of 16.
+        """
         target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
 
     def publish(self):
-        """Make a filled slot visible to TMA."""
+        """Make a filled slot visible to TMA; called by all threads of the warpgroup."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start the store of a published slot; called by the storing warp alone. policy: of L2; None: the default."""
+        """Start the store of a published slot; called by the storing warp alone. policy: L2 policy; None: the default
+        one.
+        """
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
         )

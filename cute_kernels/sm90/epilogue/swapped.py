@@ -2,9 +2,12 @@
 
 Element (row, column) of a slab's accumulators (`fragments`) is output column `row` and output row `column`. At register
 4 j + v, thread t has output column 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and output row 8 j + 2 (t % 4) + v % 2.
-In a slab that holds a and u in equal halves, v / 2 is the part, and the output column is 8 (t / 32) + (t % 32) / 4 of
-32. stmatrix transposes the results on their way into a slot. Therefore a bias is in a register of the thread, and row
-scales come from shared memory.
+If a slab holds equal numbers of rows of a and u (the activated and the linear half of a gated layer), v / 2 is the
+half, and the output column is 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes the results on their way into a
+slot.
+
+A thread has few output columns, so it keeps their biases in registers; it has many output rows, so it reads row scales
+from shared memory.
 """
 
 from __future__ import annotations
@@ -49,8 +52,9 @@ class RowSmem(NamedTuple):
 
     Attributes:
         scales: float32 [tile.m], the row scales.
-        exponents: uint8 [rows of a chunk, warps]; None: the output is not rounded.
-        globals: float32 [parts]; None: weights have no global scales.
+        exponents: uint8 [rows of a chunk, warps], the scale exponents that warps exchange; None: the output is not
+            rounded.
+        globals: float32 [parts], the global scale of each part; None: weights have no global scales.
     """
 
     scales: cute.Tensor
@@ -59,12 +63,13 @@ class RowSmem(NamedTuple):
 
 
 class SwappedSlots(Slots):
-    """Staging slots that hold one chunk each and are filled from transposed accumulators."""
+    """Staging slots that hold one chunk of the output each and are filled from transposed accumulators."""
 
     def _partition(self) -> None:
-        """Compute where a lane's 16 bytes of a piece go: row lane % 8 of matrix lane / 8.
+        """Compute the address to which a lane writes the 16 bytes of its matrix row: row lane % 8 of matrix lane / 8.
 
-        Matrices are numbered along columns first (1 or 2 of them), then along rows.
+        One stmatrix writes a piece of the slot. Its matrices are numbered along columns first (1 or 2 matrices), then
+        along rows.
         """
         rows, columns = (cute.size(self.smem, mode=[i]) for i in range(2))
         across = columns // (WARPS * MATRIX)
@@ -82,7 +87,9 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Wait for a free slot, then write a chunk of registers in accumulator order into it."""
+        """Wait for a free slot, then write a chunk of registers in accumulator order into it, converted to the slot's
+        dtype.
+        """
         converted = narrowed(values, self.dtype)
         self.acquire()
         count = self.piece_values
@@ -94,7 +101,9 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def skip(self):
-        """Commit an empty bulk group for a chunk that is not stored, so that wait counts of `acquire` stay right."""
+        """Commit an empty bulk group for a chunk that is not stored, so that the wait counts of `acquire` stay
+        right.
+        """
         if self.is_storing_warp:
             cute.arch.cp_async_bulk_commit_group()
 
@@ -118,10 +127,18 @@ class SwappedState(Invariant):
 
 
 class SwappedEpilogue(Epilogue):
-    """Store results in chunks of at most 64 rows and 64 columns (32 columns if a slab holds both a and u).
+    """Epilogue that stores results in chunks of at most 64 rows and 64 columns (32 columns if a slab holds both a and
+    u).
 
-    `begin` returns a thread's biases, one for each of its weight rows. It also writes the tile's row scales to shared
-    memory, and the global scales of its parts times the power of two that the products lack (`decoding.scales`).
+    `begin` returns a thread's biases, one for each of its weight rows. It also writes to shared memory the tile's row
+    scales and, if the weights have global scales, each part's global scale times the power of two that decoded products
+    lack (`rest_exponent` of decoding.scales).
+
+    Args:
+        dtype: element type of the output.
+        parts: 2 if a tile has rows of both halves of a gated layer, else 1.
+        layout: order of the weight rows, one of specs.LAYOUT_FORMS.
+        weights: format of the weights.
     """
 
     # True: a row scale multiplies the bias alone, so that it is read only if there is a bias.
@@ -214,7 +231,14 @@ class SwappedEpilogue(Epilogue):
         self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, row_chunk: cutlass.Constexpr[int],
         column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Return a thread's float32 results of a chunk: for each 8 rows, [thread_columns, 2 rows]."""
+        """Return a thread's float32 results of one chunk: for each 8 output rows, [thread_columns, 2 rows].
+
+        Args:
+            acc: the thread's accumulators.
+            biases: the biases that `begin` returned.
+            row_chunk: number of the chunk along output rows.
+            column_chunk: number of the chunk along the warpgroup's output columns.
+        """
         slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
         sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
         for i in cutlass.range_constexpr(cute.size(sums[0])):
@@ -235,27 +259,30 @@ class SwappedEpilogue(Epilogue):
         return outputs
 
     def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
-        """Return the row scale of result i of a chunk, whose row is one of the 8 from row 8 * eight of the tile on."""
+        """Return the row scale of the thread's result number i of a chunk, which lies in rows 8 * eight to 8 * eight +
+        7 of the tile.
+        """
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
-        """Compute results, without row scales, from the sums of each part."""
+        """Compute results, without row scales, from `sums`: a tensor of sums (bias included) for each part."""
         return sums[0]
 
     def _round(self, state: SwappedState, values: cute.Tensor) -> None:
-        """Round a chunk of results to values of another format; called if `rounds`."""
+        """Round a chunk of results, in place, to values of another format; called if `rounds` is true."""
 
 
 class SwappedLinearEpilogue(SwappedEpilogue):
-    """y = acc + bias * scale[row]."""
+    """Epilogue of a linear layer: y = acc + bias * scale[row]."""
 
     scales_bias = True
 
 
 class SwappedActivationEpilogue(SwappedEpilogue):
-    """act = activation(acc + bias) * scale[row], rounded to MXFP8 values if the operands' format asks for it.
+    """Epilogue of FC1: act = activation(acc + bias) * scale[row].
 
-    A block of MXFP8 has 32 columns. A thread holds both parts (a, u) of each of its outputs.
+    If the format of `spec.operands` asks for it, act is rounded to values of MXFP8, which has blocks of 32 columns. A
+    thread holds both parts (a, u) of each of its outputs.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -268,10 +295,11 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor):
-        """Round to the values that quantising from float32 to MXFP8 and back gives.
+        """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives.
 
-        Two or four warps share a block of 32 columns. All `count` columns of a thread are in one block. Exponent i is
-        that of row i % 2 of the thread in the 8 rows number i / 2.
+        Two or four warps share a block of 32 columns. All of a thread's columns (`count` of them) are in one block. In
+        every 8 output rows a thread has two: exponents[i] is the scale's exponent of row i % 2 of its two in group i /
+        2 of 8 rows.
         """
         count = self.rows.thread_columns
         exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
@@ -294,7 +322,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _exchange(self, state: SwappedState, exponents: cute.Tensor):
-        """Replace each row's exponent by the greatest among the warps that share the block."""
+        """Replace the exponent of each of the thread's rows by the greatest among the warps that share the block."""
         for i in cutlass.range_constexpr(cute.size(exponents)):
             if state.lane < 4:
                 row = i // 2 * 8 + 2 * state.lane + i % 2

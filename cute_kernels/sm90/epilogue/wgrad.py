@@ -1,4 +1,6 @@
-"""Epilogue of a weight gradient: overwrites dw, or adds to it, by TMA in memory or in registers."""
+"""Epilogue of a weight gradient. It overwrites dw or adds to it: in memory, by a TMA reduction, or in registers, after
+loading dw's previous values.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class WgradInputs(NamedTuple):
     """Inputs of the epilogue.
 
     Attributes:
-        address: where dw's experts lie.
+        address: offsets of dw's experts in memory.
         mask: address of bool [E]: group e adds to dw[e] if mask[e] is true. 0: `accumulate` decides.
-        accumulate: without a mask, all groups add if this is not 0; else all overwrite.
+        accumulate: without a mask, all groups add to dw if this is not 0; else all overwrite dw.
         loads_dw: True: groups that add load dw's previous values and add them in registers. False: TMA adds in memory.
         loads: TMA loads of dw's previous values.
     """
@@ -41,7 +43,13 @@ class WgradInputs(NamedTuple):
 
 
 class WgradStores(NamedTuple):
-    """Two TMA stores into dw (n, k, lo, hi): one overwrites, one adds."""
+    """Two TMA stores into dw.
+
+    Attributes:
+        overwrite: TMA copy that overwrites dw.
+        add: TMA copy that adds to dw.
+        tensor: dw's coordinates (n, k, lo, hi), where (lo, hi) is the expert (memory/weights.py).
+    """
 
     overwrite: cute.CopyAtom
     add: cute.CopyAtom
@@ -58,12 +66,12 @@ class WgradState(Invariant):
 
 
 class WgradEpilogue(KernelEpilogue):
-    """Store accumulators as dw's type; they overwrite dw or are added to it.
+    """Epilogue that stores accumulators as dw's type, `dtype`: it overwrites dw, or adds to it.
 
     The stores mark dw as the first to leave L2, since the kernel does not read it again (saves up to 9 % of
     gpt-oss-120b's time under skew).
 
-    loads_type: class that loads dw's previous values.
+    loads_type: class of the loads of dw's previous values into staging slots.
     """
 
     loads_type: type[SlotLoads] = SlotLoads
@@ -90,7 +98,7 @@ class WgradEpilogue(KernelEpilogue):
         return WgradState(inputs, slots, barriers, self.loads_type)
 
     def _tiles(self, tensor: cute.Tensor, state: WgradState, work: WorkTile, share: TileShare) -> list[cute.Tensor]:
-        """Return the tile of dw for each chunk of a warpgroup's share."""
+        """Return, for each chunk of a warpgroup's share, its tile of `tensor`, a TMA view of dw."""
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
         first_row = self._first_row(work, share)
         first_n = work.n_tile * self.chunks_per_slab
@@ -99,11 +107,18 @@ class WgradEpilogue(KernelEpilogue):
         return [self._tile(tensor[None, None, lo, hi], *place) for place in places]
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
-        """Return the first row of a warpgroup's share, in the unit that `_tile` takes."""
+        """Return the first row of a warpgroup's share, in the unit that `_tile` takes: here slabs of 64 rows."""
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """Return a chunk of an expert's dw. column: counted in chunks."""
+        """Return the tile of one chunk.
+
+        Args:
+            dw: an expert's dw.
+            first_row: first row of the warpgroup's share, as `_first_row` returns it.
+            slab: the chunk's slab in the share.
+            column: the chunk's number along dw's columns.
+        """
         return cute.local_tile(dw, (ROWS, self.cols), (first_row + slab, column))
 
     @cute.jit
@@ -146,7 +161,9 @@ class WgradEpilogue(KernelEpilogue):
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Add dw's loaded values if `adds`, and store each chunk from the slot that its values were loaded into."""
+        """Store each chunk from the slot into which its previous values were loaded. adds: first add these to the
+        accumulators.
+        """
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
         targets = self._tiles(stores.tensor, state, work, share)
         sources = self._tiles(state.inputs.loads.tensor, state, work, share)
