@@ -1,4 +1,6 @@
-"""The mainloop of an adapted GEMM: x w^T + low b^T, the second product's k-tiles after the first's."""
+"""The mainloop of an adapted GEMM: x w^T + low b^T, where the k-tiles of the second product follow those of the
+first.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,25 @@ class AdaptedMainloop(GemmMainloop):
     low and b are a second pair of operands with TMA descriptors of their own; b is stored like w. If r is at most 64,
     the second product takes one k-tile, whose columns past r are zeros.
 
-    warp               in each k-tile of the second product
-    TMA warp           loads low and b, without multicast and with the default L2 policy
-    gathering warps    if x's rows come by index: arrive at once, without a copy
+        warp               in each k-tile of the second product
+        TMA warp           loads low and b, without multicast and with the default L2 policy
+        gathering warps    if x's rows come by index: arrive at once, without a copy
 
-    The gathering warps arrive because a stage's barrier counts them in every k-tile of a launch. They copy nothing
-    because a second gather spilled 476 bytes.
+    The gathering warps arrive because a stage's barrier counts them in every k-tile of a launch. They do not copy rows
+    of low, because code for a second gather made the kernel spill 476 bytes.
     """
 
     def with_low(self, operands: Operands, low: cute.Tensor, b: cute.Tensor, address: ExpertAddress) -> Operands:
-        """Host side: append the operands low and b (n, k, lo, hi) to `operands.extra`."""
+        """Host side: append the second pair of operands, low [T, r] and b (n, k, lo, hi), to `operands.extra`.
+
+        address: offsets of b's experts.
+        """
         atom_a, a = self._tma(low, self.a_major, self.tile.box_rows, 1)
         atom_b, b = self._tma(b, self.b_major, self.part_n, 1)
         return operands._replace(extra=(*operands.extra, Operands(atom_a, a, atom_b, b, (address,), NO_ROWS)))
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the stages of the first product: only its weights are loaded ahead."""
+        """Return the stages that the first product takes, since `load_ahead` loads only that product's weights."""
         return super().num_k_tiles(operands, work)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

@@ -1,4 +1,4 @@
-"""Mainloops: TMA fills a ring of shared-memory stages with A and B tiles, wgmma warpgroups empty it.
+"""Mainloops: TMA fills a ring of shared-memory stages with A and B tiles, and wgmma warpgroups empty it.
 
 In a cluster, CTAs that share a tile each load a slice and multicast it.
 """
@@ -31,15 +31,22 @@ MMA_K = 16
 
 
 AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
-"""When a warpgroup reads its next tile from the ring.
+"""When a warpgroup reads its next tile from the ring of tiles: the values of `Mainloop.looks_ahead`.
 
-Early: it can fetch the next tile's scales during the current tile. Late: it needs fewer registers, and waits less for
-tiles, which are handed out as late as possible (schedule/tickets.py).
+If it reads early (before the MMA), it can fetch the next tile's scales during the current tile. If it reads late, it
+needs fewer registers, and waits less for tiles, which are handed out as late as possible (schedule/tickets.py).
 """
 
 
 class MmaTile(NamedTuple):
-    """A tile to multiply, the tile after it (the same tile if that is not known yet), and the warpgroup's share."""
+    """A tile that a warpgroup multiplies.
+
+    Attributes:
+        work: the output tile.
+        next_work: the warpgroup's next tile in the ring; the same as `work` if that is not known yet.
+        share: the warpgroup's share of the tile.
+        num_k_tiles: number of k-tiles of the contraction.
+    """
 
     work: WorkTile
     next_work: WorkTile
@@ -57,8 +64,11 @@ class NoScales(Invariant):
 class Loop(NamedTuple):
     """One of the consecutive loops over k-tiles that compute a tile.
 
-    slabs, depth: slabs and elements of k that the loop multiplies of each k-tile. before: number of k-tiles that
-    earlier loops of the tile multiply.
+    Attributes:
+        num_k_tiles: number of k-tiles of the loop; 0: the loop does nothing for this tile.
+        slabs: how many of the warpgroup's slabs the loop multiplies.
+        depth: how many elements of each k-tile's depth the loop multiplies.
+        before: number of k-tiles that earlier loops of the tile multiply.
     """
 
     num_k_tiles: Int32
@@ -68,9 +78,14 @@ class Loop(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Inputs of a mainloop: TMA atoms and coordinate tensors of A and B, and further data of each kind of mainloop.
+    """Inputs of a mainloop.
 
-    scales: address of the scales, for a mainloop that multiplies by scales.
+    Attributes:
+        atom_a, a: TMA copy and coordinate tensor of A.
+        atom_b, b: TMA copy and coordinate tensor of B.
+        extra: further data, different for each class of mainloop.
+        rows: indices of gathered rows; address 0: rows lie in order.
+        scales: address of the scales, or a tuple that locates them, for a mainloop that multiplies by scales.
     """
 
     atom_a: cute.CopyAtom
@@ -83,7 +98,13 @@ class Operands(NamedTuple):
 
 
 class Source(Invariant):
-    """A TMA load. If the two CTAs of a cluster share it, each CTA loads half of a tile and multicasts it to both."""
+    """A TMA load. If the two CTAs of a cluster share it, each CTA loads half of a tile and multicasts it to both.
+
+    Args:
+        atom: the TMA copy.
+        tensor: coordinate tensor of the operand in global memory.
+        sharers: number of CTAs that share the load, 1 or 2.
+    """
 
     def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, sharers: int):
         self.atom = atom
@@ -93,7 +114,9 @@ class Source(Invariant):
         self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Partition shared and global memory of tiles whose first two modes are (rows, k)."""
+        """Partition shared and global memory for the load. The first two modes of both tensors are (rows, k) of a
+        tile.
+        """
         sharers = cute.make_layout(self.sharers)
         return cpasync.tma_partition(
             self.atom, self.rank, sharers, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
@@ -110,6 +133,12 @@ class Mainloop(Invariant):
 
     Pipeline "stages". Producer: 1 thread of the TMA warp arms a stage's transaction count, and TMA completes it.
     Consumers: one lane of each MMA warp of each CTA that shares the stage arrives after its wgmmas have read the stage.
+
+    Args:
+        dtype: element type of A and B as the MMA reads them.
+        tile: the kernel's tile.
+        a_major, b_major: the mode along which an operand is contiguous: K, or MN (rows of A, columns of B).
+        stages: number of stages.
     """
 
     # True: a tile may have no k-tiles at all; its accumulators are then zeros.
@@ -147,10 +176,11 @@ class Mainloop(Invariant):
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes that a stage receives for each k-tile."""
         return (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Make the MMA: wgmmas of 64 x tile.n, the warpgroups of a tile stacked along rows."""
+        """Make the MMA: wgmmas of 64 x tile.n; the warpgroups that share a tile are stacked along rows."""
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -168,7 +198,12 @@ class Mainloop(Invariant):
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, self.tile.k), num_multicast=num_multicast)
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
-        """Make the pipeline of stages. gathers: gathering warps fill stages, too, and each of their threads arrives."""
+        """Make the pipeline of stages.
+
+        Args:
+            barriers: shared memory of the pipeline's barriers.
+            gathers: True: gathering warps fill stages, too, and each of their threads arrives at the full barrier.
+        """
         producers = self.producers(gathers)
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
         consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
@@ -183,7 +218,7 @@ class Mainloop(Invariant):
         )
 
     def producers(self, gathers: Boolean) -> Int32:
-        """Return how many threads arrive at a stage's full barrier."""
+        """Return how many threads arrive at a stage's full barrier. gathers: as for `make_pipeline`."""
         return select(gathers, Int32(1 + WARP * WARPS), Int32(1))
 
     def after_wait(self) -> None:
@@ -202,13 +237,21 @@ class Mainloop(Invariant):
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        """Return the number of k-tiles of an output tile."""
         raise NotImplementedError
 
     def load_ahead(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ) -> Int32:  # fmt: skip
-        """Start loads of the first tile that do not depend on the previous kernel. Returns for how many k-tiles."""
+        """Start those loads of the first tile that do not depend on the previous kernel.
+
+        Returns the number of k-tiles whose loads have begun.
+
+        Args:
+            state: where the first tile's stages begin.
+            work: the first tile.
+        """
         return Int32(0)
 
     def load(
@@ -225,14 +268,17 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages with the rows that come by index; called by both gathering warps. Returns the advanced state.
+        """Fill stages with the rows that come by index, for one output tile; called by both gathering warps.
 
-        rank: 0 or 1, of the warp.
+        Returns the advanced state.
+
+        Args:
+            rank: 0 or 1, the index of the gathering warp.
         """
         raise NotImplementedError
 
     def lines(self, operands: Operands) -> Any:
-        """Make the decoder of a thread of a decoding warpgroup."""
+        """Make the decoder that a thread of a decoding warpgroup passes to `decode` for all of its tiles."""
         raise NotImplementedError
 
     def decoding_state(self) -> pipeline.PipelineState:
@@ -246,24 +292,30 @@ class Mainloop(Invariant):
         """Decode the weights of one output tile; called by all threads of decoding warpgroup `rank`.
 
         Returns the advanced state.
+
+        Args:
+            lines: the thread's decoder, from `lines`.
+            slots: shared-memory address of the weights before they are decoded.
         """
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at `slab`."""
+        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at slab number `slab`."""
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
     def scales(self, operands: Operands, share: TileShare) -> Any:
-        """Make the scales of a thread, for all of its tiles; their `begin` starts loading those of a tile."""
+        """Make the object that holds a thread's scales for all of its tiles; its `begin` starts loading a tile's first
+        scales.
+        """
         return NoScales()
 
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
         """Return the loops that `mma` runs one after the other.
 
-        At a branch within or around a loop, ptxas would wait for each wgmma. So each case has a loop of its own, and
-        the loops of the other cases have no rounds.
+        With a branch within or around a loop, ptxas would wait for each wgmma. So each case has a loop of its own, and
+        the loops of the cases that do not apply to a tile run zero times.
         """
         return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
 
@@ -278,7 +330,13 @@ class Mainloop(Invariant):
     ):  # fmt: skip
         """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        The wgmmas of one k-tile stay in flight: while they run, the stage of the k-tile before is released.
+        The wgmmas of one k-tile stay in flight: while they run, the stage of the previous k-tile is released.
+
+        Args:
+            fragments: descriptors of A and B, from `fragments`.
+            scales: the thread's scales, from `scales`.
+            tile: the tile to multiply.
+            turns: turns of pingpong warpgroups at the tensor cores.
         """
         release = state.clone()
         if const_expr(self.may_be_empty):
@@ -298,7 +356,10 @@ class Mainloop(Invariant):
         slabs: cutlass.Constexpr[int], depth: cutlass.Constexpr[int], before: Int32 | cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, release: pipeline.PipelineState,
     ):  # fmt: skip
-        """Multiply the k-tiles of a Loop, the last left in flight. Returns the next stage, and the one to release."""
+        """Multiply the k-tiles of one `Loop` and leave the last k-tile's wgmmas in flight.
+
+        Returns the state of the next stage, and that of the next stage to release.
+        """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -323,20 +384,20 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop that loads weights into all stages before the previous kernel, which does not write them, has ended.
+    """A mainloop that loads the first weights before the previous kernel, which does not write weights, has ended.
 
-    policy.evicts_weights: weights that are read once are the first to leave L2, so that operands that are read again
-    stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    If `policy.evicts_weights`, weights that are read once are the first to leave L2, so that operands that are read
+    again stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
     """
 
     policy: GemmPolicy
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
-        """Return the distance of an expert's weight rows in bytes."""
+        """Return the bytes from one weight row of an expert to the next."""
         raise NotImplementedError
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Return the stages that a tile takes: one for each k-tile, unless a subclass divides k-tiles."""
+        """Return the number of stages that a tile fills: one for each k-tile, unless a subclass divides k-tiles."""
         return self.num_k_tiles(operands, work)
 
     @cute.jit
@@ -364,10 +425,11 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
+        """Fill `count` stages with k-tiles. The first `ahead` of them already have their weights. Returns the advanced
+        state.
 
-        with_rows: rows of x are loaded, too. A branch chooses the L2 policy, because a load with an explicit policy,
-        even with the default one, costs up to 1 %.
+        with_rows: True: load rows of x, too; False: load weights alone. A branch chooses the L2 policy, because a load
+        with an explicit policy, even with the default one, costs up to 1 %.
         """
         tiles = (operands, sA, sB, stages)
         rest = (work, ahead, count, with_rows)
@@ -385,5 +447,7 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages as `_load` does. policy: of L2, for weights; None: the default. Returns the advanced state."""
+        """Fill stages as `_load` does. policy: L2 policy of the weights; None: the default one. Returns the advanced
+        state.
+        """
         raise NotImplementedError

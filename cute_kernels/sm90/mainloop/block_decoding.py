@@ -1,10 +1,11 @@
 """The decoding mainloop for E4M3 weights with a float32 scale for each block of 128 x 128 (FP8 as checkpoints ship it).
 
 An element times its scale is a float32 product that is rounded to bfloat16. Dequantising the weight to bfloat16 gives
-the same number, so the MMA multiplies the dequantised weight. A k-tile is one block deep (128): all rows that a
-warpgroup has of a part of the tile share one scale a k-tile, and every thread loads it.
+the same number, so the MMA multiplies the dequantised weight. A k-tile is one block deep (128): in each k-tile, all
+rows that a warpgroup has of a part of the tile (a half of a gated layer, else the whole tile) share one scale, which
+every thread loads.
 
-Scales need no checks: a NaN or infinite scale makes NaN or infinite weights, and therefore such results, by itself.
+Scales need no checks: a NaN or infinite scale makes its weights, and therefore the results, NaN or infinite by itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ from .decoding import DecodingMainloop
 
 
 class BlockScales(Invariant):
-    """The bits of one float32 scale for each part of the tile.
+    """A thread's scales in a k-tile: the bits of one float32 scale for each part of the tile.
 
-    The scales of a k-tile are loaded during the k-tile before it; those of a tile's first k-tile during the last k-tile
+    The scales of a k-tile are loaded during the previous k-tile; those of a tile's first k-tile during the last k-tile
     of the previous tile.
 
-    words: (0, row), the scale of each of the thread's rows. begins: address of the scales of each part's grid row.
+    Attributes:
+        grid: the scales of all experts in memory.
+        half: number of weight rows of a part, over all tiles.
+        share: the warpgroup's share of a tile.
+        words: (0, row), the scale of each of the thread's rows in the current k-tile.
+        begins: for each part, the address of the grid row that holds its scales.
+        taken: scales of the current k-tile, one for each part.
+        next: scales of the next k-tile, which are being loaded.
     """
 
     def __init__(
@@ -71,24 +79,26 @@ class BlockScales(Invariant):
             self.next[part] = vector_at(Int32, self.begins[part])[k_tile]
 
     def take(self) -> None:
-        """Move the loaded scales to `words`."""
+        """Make the loaded scales the current ones, which `words` shows."""
         for part in range(self.rows.parts):
             self.taken[part] = self.next[part]
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of a k-tile. After the last k-tile comes the first of the next tile."""
+        """Start loading the scales of a k-tile. After the tile's last k-tile, load those of the first k-tile of
+        `next_work`.
+        """
         if k_tile == self.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
         self._fetch(k_tile)
 
     def spoil(self, acc: cute.Tensor) -> None:
-        """Do nothing: there are no bad scales to note."""
+        """Do nothing: here no scale is bad (compare `WeightScales.spoil`)."""
 
 
 class BlockDecodingMainloop(DecodingMainloop):
-    """`DecodingMainloop` for block scales: `operands.scales` is the address of the scales (memory/block_scales.py)."""
+    """`DecodingMainloop` for weights with block scales. `operands.scales` is their address (memory/block_scales.py)."""
 
     def scales(self, operands: Operands, share: TileShare) -> BlockScales:
         _, expert_rows, gate = operands.extra

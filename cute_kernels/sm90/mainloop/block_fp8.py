@@ -1,9 +1,9 @@
 """The FP8 mainloop with float32 scales: one for 128 elements of a row of x, one for a 128 x 128 block of weights.
 
-`Fp8Mainloop`, except that the sum of a k-tile is multiplied by the row's scale times the weights' scale: one
-multiplication for each of a thread's rows and weight scales, beside 64 multiply-adds a piece. In every layout 64
-columns of a half share a weight scale (memory/block_scales.py), so a tile of 256 weight rows has two weight scales,
-which all its threads load:
+It is `Fp8Mainloop`, except that the sum of a k-tile is multiplied by the row's scale times the weights' scale. The
+product of the two scales takes one multiplication for each of a thread's rows and weight scales, beside 64
+multiply-adds for a piece (64 rows by 128 columns). In every layout 64 columns of a half share a weight scale
+(memory/block_scales.py), so a tile of 256 weight rows has two weight scales, which all its threads load:
 
     no gate        a scale for each 128 columns
     concat         one for the activated half, one for the linear half
@@ -39,8 +39,8 @@ class ScaleSources(NamedTuple):
     Attributes:
         rows: address of the row scales, float32 [rows, ceil(K / 128)].
         weights: the grid of weight scales.
-        gate: which weight rows belong to which half.
-        half: number of weight rows of each part.
+        gate: order of a gated layer's weight rows.
+        half: number of weight rows of each part (each half of a gated layer, else all rows).
     """
 
     rows: Int64
@@ -50,11 +50,15 @@ class ScaleSources(NamedTuple):
 
 
 class BlockScales(RowScales):
-    """The scales of a thread's rows, followed by the tile's weight scales: `count` in all.
+    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like those of
+    `RowScales`.
 
-    They are loaded and taken like those of `RowScales`. weights: number of weight scales of a tile. weight_begins:
-    address of the grid row of each weight scale. halves: 2 if the two halves of a piece's columns have different weight
-    scales, as in an interleaved layout; else 1.
+    Attributes:
+        count: number of scales of both kinds.
+        weights: number of weight scales of a tile.
+        weight_begins: for each weight scale, the address of the grid row that holds it.
+        halves: 2 if the two halves of a piece's columns have different weight scales, as in an interleaved layout; else
+            1.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class BlockScales(RowScales):
     def _grid_row(self, work: WorkTile, i: int) -> Int32:
         """Return the grid row of the tile's weight scale number i.
 
-        Columns past the last one are zeros, so the last column's scale serves a block that begins past the end.
+        Columns past the last one are zeros. A block that begins there uses the last column's scale.
         """
         sources, layout = self.sources, self.layout
         column, part = work.n_tile * self.part_n, 0
@@ -109,14 +113,23 @@ class BlockScales(RowScales):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started, and start the next k-tile's loads."""
+        """Return the scales of a k-tile, whose loads the previous call started, and start the loads of the next
+        k-tile's scales.
+        """
         scales = cute.make_rmem_tensor(self.count, Float32)
         scales.store(self.next.load())
         self._fetch(k_tile + 1)
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor of one half of a piece of a row: row scale times weight scale."""
+        """Return the row's scale times the weight scale: the factor of one half of a row of a piece.
+
+        Args:
+            scales: scales that `take` returned.
+            row: number of the row among the thread's rows.
+            columns: number of the piece along the tile's columns.
+            half: which half of the piece's columns, 0 or 1; 0 if `halves` is 1.
+        """
         return scales[row] * self._weight_scale(scales, columns, half)
 
     def _weight_scale(self, scales: cute.Tensor, columns: int, half: int) -> Float32:
@@ -128,7 +141,9 @@ class BlockScales(RowScales):
 
 
 class BlockFp8Mainloop(Fp8Mainloop):
-    """`Fp8Mainloop` whose `operands.scales` is a ScaleSources. layout: of the weights, one of specs.LAYOUT_FORMS."""
+    """`Fp8Mainloop` whose `operands.scales` is a ScaleSources. layout: the weights' gate layout, one of
+    specs.LAYOUT_FORMS.
+    """
 
     def __init__(
         self, tile: TileConfig, parts: int, layout: str, stages: int, policy: GemmPolicy, load_warp_gathers: bool
@@ -137,7 +152,7 @@ class BlockFp8Mainloop(Fp8Mainloop):
         self.layout = layout
 
     def scales(self, operands: Operands, share: TileShare) -> BlockScales:
-        """Make the scales of a thread, for all of its tiles."""
+        """Make the object that holds a thread's scales for all of its tiles."""
         of_tile = self.part_n, self.parts, self.pieces, self.layout
         sources: Any = operands.scales
         return BlockScales(sources, operands.rows, self.first_row(share), 2 * self.tile.slabs, *of_tile)

@@ -7,8 +7,8 @@ Two rings of k-tiles:
     decoded   weights as wgmma reads them. full: 1 a thread of the warpgroup that decodes the k-tile, after a fence
               that orders its writes before wgmma's reads; empty: 1 an MMA warp.
 
-Decoding warpgroups take turns at k-tiles. For a k-tile of 256 weight rows, each warp scheduler issues 400
-instructions of a decoding warp, while the MMAs with 64 rows of x take 512 cycles.
+Decoding warpgroups take turns at k-tiles. For a k-tile of 256 weight rows, each warp scheduler issues 400 instructions
+of a decoding warp, while the MMAs with 64 rows of x take 512 cycles.
 """
 
 from __future__ import annotations
@@ -38,20 +38,32 @@ from .gathered_rows import row_indices
 
 WORD_BYTES = 4
 CHUNKS_AHEAD = {1: 3, 2: 4}
-"""Chunks that a decoding thread reads ahead, by number of decoding warpgroups, which share their registers."""
+"""How many 16-byte chunks of packed weights a decoding thread reads ahead, by number of decoding warpgroups. The
+thread's registers (budget.DECODING_TO_FP8) limit it.
+"""
 
 
 class Scales(NamedTuple):
-    """Address of the scales of x's rows, and the block and row scales of the weights."""
+    """Scales of both operands.
+
+    Attributes:
+        rows: address of the scales of x's rows.
+        weights: block scales and row scales of the weights.
+    """
 
     rows: Int64
     weights: BlockScales
 
 
 class DecodedRing(Invariant):
-    """The ring of decoded k-tiles: full and empty barriers.
+    """The ring of decoded k-tiles, with a full and an empty barrier for each slot.
 
     A CTA numbers its k-tiles across tiles; k-tile `number` takes slot number % slots.
+
+    Args:
+        barriers: shared memory of the barriers.
+        slots: number of slots.
+        mma_warps: number of MMA warps, which free a slot together.
     """
 
     def __init__(self, barriers: cute.Pointer, slots: int, mma_warps: int):
@@ -71,6 +83,7 @@ class DecodedRing(Invariant):
         return number // self.slots % 2
 
     def wait_empty(self, number: Int32) -> None:
+        """Wait until the slot of k-tile `number` is free."""
         self.pipeline.sync_object_empty.wait(self.slot(number), self._phase(number) ^ 1)
 
     def arrive_full(self, number: Int32) -> None:
@@ -78,6 +91,7 @@ class DecodedRing(Invariant):
         cute.arch.mbarrier_arrive(self.pipeline.sync_object_full.get_barrier(self.slot(number)))
 
     def wait_full(self, number: Int32) -> None:
+        """Wait until k-tile `number` is decoded."""
         self.pipeline.sync_object_full.wait(self.slot(number), self._phase(number))
 
     @cute.jit
@@ -88,7 +102,7 @@ class DecodedRing(Invariant):
 
 
 class DecodedFp8Mainloop(Fp8Mainloop):
-    """A: E4M3 rows of x. B: ranges of an expert's weight rows, E2M1 in words of 8 elements, decoded to E4M3.
+    """A: E4M3 rows of x. B: ranges of an expert's E2M1 weight rows, in words of 8 elements, which are decoded to E4M3.
 
     `operands.scales` is a `Scales`. warpgroups: number of decoding warpgroups.
     """
@@ -109,12 +123,19 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         return self.tile.m * self.tile.k + self.packed_bytes
 
     def num_bytes(self, boxes: Int32) -> Int32:
+        """Return the bytes that TMA brings into a stage with `boxes` boxes of rows of x."""
         return boxes * (self.tile.box_rows * self.tile.k) + self.packed_bytes
 
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Scales
     ) -> Operands:  # fmt: skip
-        """Host side: make the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi)."""
+        """Host side: make the TMA descriptors of x (rows, k) and of the weights' words (n, word, lo, hi).
+
+        Args:
+            address: offsets of the weights' experts.
+            rows: address of the indices of x's rows; 0: rows lie in order.
+            scales: scales of both operands.
+        """
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
         load, layout = cpasync.CopyBulkTensorTileG2SOp(), swizzled_layout(Int32, self.w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, w, layout, self.w_box, num_multicast=1)
@@ -124,7 +145,9 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         return cute.size(operands.b, mode=[1]) * WORD_BYTES
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
-        """Make the pipeline of the stages, and the ring of decoded weights, whose barriers follow the stages'."""
+        """Make the pipeline of the stages. Also make the ring of decoded weights, whose barriers follow those of the
+        stages.
+        """
         mma_warps = self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         self.decoded = DecodedRing(barriers + 2 * self.stages, self.decoded_stages, mma_warps)
         return pipeline.PipelineTmaAsync.create(
@@ -152,13 +175,16 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         self, lines: RowsInFp8, operands: Operands, sB: cute.Tensor, narrow: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Decode the k-tiles of an output tile that fall to warpgroup `rank`. narrow: address of the packed weights.
+        """Decode the k-tiles of an output tile that are the turn of decoding warpgroup `rank`.
+
+        narrow: shared-memory address of the packed weights.
 
         Turns at k-tiles continue from tile to tile, and each warpgroup waits for an empty slot of the decoded ring
         before it waits for the stage. Both are needed for correctness. If turns began anew with each tile, a warpgroup
-        could come to a slot a third k-tile later and take a phase of its barrier for the one two phases older. The same
-        could happen to a warpgroup that waited for the stage first, because the k-tile before in that stage may be the
-        other warpgroup's and still on its way; an empty decoded slot proves that this k-tile was multiplied.
+        could come to a slot a third k-tile later and mistake a phase of its barrier for the one two phases older. A
+        warpgroup that waited for the stage first could make the same mistake, because the previous k-tile in that stage
+        may be the other warpgroup's and not yet loaded; an empty decoded slot proves that this previous k-tile was
+        multiplied.
         """
         turns = self.warpgroups
         first = (rank + turns - state.count % turns) % turns
@@ -180,7 +206,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over the k-tiles of a tile without multiplying; each is released only after it is full."""
+        """Pass over the k-tiles of a tile without multiplying; release each stage and slot only after it is full."""
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             stages.consumer_release(state)

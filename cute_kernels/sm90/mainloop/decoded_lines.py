@@ -1,8 +1,8 @@
 """The mainloop of dx = dy w with quantised weights, contracted over weight rows: dy comes by TMA, w is decoded.
 
 A decoding warpgroup writes a k-tile of weights (64 weight rows by tile.n columns) into its stage, in the layout in
-which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes are there and each thread of
-the decoding warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
+which TMA would bring 16-bit weights (decoding/lines.py). A stage is full when TMA's bytes have arrived and each thread
+of the decoding warpgroup has arrived, after a fence that orders its writes before wgmma's reads.
 
 For 64 x 128 weights, each warp scheduler issues 150 to 300 instructions of a decoding warp, while the MMAs with 128
 rows take 512 cycles.
@@ -32,9 +32,11 @@ from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
 DECODING_WARPGROUPS = 2
-"""Decoding warpgroups, which take turns at k-tiles. One takes 700 cycles a k-tile, mostly latency; MMAs take 512."""
+"""Number of decoding warpgroups, which take turns at k-tiles. One alone would take 700 cycles a k-tile, mostly latency;
+the MMAs of a k-tile take 512.
+"""
 SLOTS = 3
-"""K-tiles of packed weights that a warpgroup copies ahead or decodes."""
+"""Number of slots of a decoding warpgroup: k-tiles of packed weights that it is copying ahead or decoding."""
 
 
 class HopperLines(DecodedLines):
@@ -46,7 +48,11 @@ class HopperLines(DecodedLines):
 
 
 def slots_bytes(weights: Format, width: int) -> int:
-    """Return the bytes of a warpgroup's slots for packed weights: chunks of 16 bytes, and a word of scales for each."""
+    """Return the bytes of a warpgroup's slots for packed weights: chunks of 16 bytes, and a word of scales for each
+    chunk.
+
+    width: columns of a k-tile.
+    """
     chunks = int(weights.num_bytes(DEPTH * width)) // CHUNK_BYTES
     return SLOTS * chunks * (CHUNK_BYTES + WORD_BYTES)
 
@@ -63,7 +69,13 @@ class DecodedLinesMainloop(Mainloop):
         self.narrow_bytes = DECODING_WARPGROUPS * self.slots_bytes
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, scales: Int64, columns: Int32) -> Operands:
-        """Host side: make the TMA descriptor of x (rows, k), and the addresses of the weights and scales."""
+        """Host side: make the TMA descriptor of x (rows, k), and the addresses of the weights and their scales.
+
+        Args:
+            w: [E, rows, words or bytes of a row], quantised weights.
+            scales: address of their scales.
+            columns: number of w's columns.
+        """
         atom, a = self._tma(x, self.a_major, self.tile.box_rows, 1)
         return Operands(atom, a, atom, a, (experts_of(w, scales, self.format, columns),), NO_ROWS)
 
@@ -112,11 +124,13 @@ class DecodedLinesMainloop(Mainloop):
         self, lines: HopperLines, operands: Operands, sB: cute.Tensor, slots: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Decode the k-tiles of an output tile that fall to warpgroup `rank`. slots: address of the warpgroup's slots.
+        """Decode the k-tiles of an output tile that are the turn of decoding warpgroup `rank`.
+
+        slots: shared-memory address of the warpgroup's slots for packed weights.
 
         Turns at k-tiles continue from tile to tile. Then an empty stage for a warpgroup's k-tile proves that all
-        k-tiles before the other warpgroup's last one were multiplied. Therefore a warpgroup never takes a later phase
-        of a stage's barrier for an earlier one that it did not wait for.
+        k-tiles before the other warpgroup's last one were multiplied. Therefore a warpgroup never mistakes a later
+        phase of a stage's barrier for an earlier one that it did not wait for.
         """
         sources = lines.sources(operands.extra[0], work.expert, work.n_tile)
         num_k_tiles = self.num_k_tiles(operands, work)
@@ -148,9 +162,10 @@ class DecodedLinesMainloop(Mainloop):
     def _begin(
         self, lines: HopperLines, sources: Any, slot: Int32, k_tile: Int32, num_k_tiles: Int32, slot_before: Int32
     ):  # fmt: skip
-        """Start copying a k-tile, if it exists.
+        """Start copying a k-tile of packed weights into `slot`, if the k-tile exists, and start loading its scales.
 
-        Always commits one cp.async group, even an empty one, so that wait counts stay fixed.
+        The scales of the previous call are written to that call's slot, `slot_before`. Always commits one cp.async
+        group, even an empty one, so that wait counts stay fixed.
         """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)

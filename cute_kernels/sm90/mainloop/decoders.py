@@ -1,11 +1,11 @@
-"""Decoders of weights to bfloat16 by Hopper's instructions: element times scale, two elements a 32-bit register.
+"""Decoders of weights to bfloat16 by Hopper's instructions. They give element times scale, two elements in a 32-bit
+register.
 
 There is one class for each element type (decoding/elements.py). Decoding is exact, except as noted here.
 
 E4M3: the hardware converts it to float16, which becomes bfloat16 by way of float32; bfloat16 has 8 bits of significand,
-E4M3 has 4. The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so
-that a warp's part of 64 x 16 weights takes 20; with 256 rows of x, these weights keep the tensor cores busy for 128
-cycles.
+E4M3 has 4. The product with a block's scale is exact unless it is subnormal. Two elements take five instructions, so a
+warp's part of 64 x 16 weights takes 20; with 256 rows of x, these weights keep the tensor cores busy for 128 cycles.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
 
 
 class HopperE4m3(E4m3):
+    """E4M3 elements whose scale is a bfloat16 number."""
+
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
         """Return the two E4M3 bytes in the lower half of `share` times their scale, as bfloat16."""
         ptx = """{
@@ -42,7 +44,7 @@ class HopperE4m3(E4m3):
 
 
 class HopperE4m3InFloat32(E4m3):
-    """E4M3 with a float32 scale: six instructions for two elements.
+    """E4M3 elements whose scale is a float32 number: six instructions for two elements.
 
     The product is rounded to float32 and then to bfloat16, as in dequantising a weight to bfloat16.
     """
@@ -65,13 +67,16 @@ class HopperE4m3InFloat32(E4m3):
 
 
 class HopperE2m1(E2m1):
+    """E2M1 elements, four pairs in a word."""
+
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
+        """Return pair number `pair` of the word `share` times its multiplier, as bfloat16."""
         return product(self.spread(share, pair), multiplier)
 
 
 ELEMENTS: dict[str, type[Element]] = {E4M3: HopperE4m3, E2M1: HopperE2m1}
 IN_FLOAT32: dict[str, type[Element]] = {E4M3: HopperE4m3InFloat32}
-"""Element classes of formats with float32 scales."""
+"""Element classes for formats that have float32 scales, by element type."""
 
 
 def decoder_of(weights: Format) -> Decoder:

@@ -5,10 +5,11 @@ swapped: y^T = w x^T. Weights are the rows of the MMA and rows of x its columns.
 weight rows. It decodes a k-tile of 128 in steps of 32 elements while the wgmmas of the previous step run; the fragments
 of two steps alternate.
 
-A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
-16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h. For E4M3 these are 2 bytes of
-shared memory; for E2M1 they are a part of one word that holds all elements of the row and step for the thread. The
-swizzle puts the 8 rows of a load (8 x 8 or 8 x 16 bytes) into different banks.
+A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row 16 (t / 32)
++ (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h. For E4M3 these are 2 bytes of shared memory;
+for E2M1 they are a part of one word that holds all elements of the row and step for the thread. What a thread reads
+from shared memory at once, 2 bytes or a word, is called a share. The swizzle puts the 8 rows of a load (8 x 8 or 8 x 16
+bytes) into different banks.
 
 swapped_rows.py says which weight rows, and which of their bytes, a thread has; the format's decoder turns the bytes
 into 16-bit numbers.
@@ -60,9 +61,16 @@ STEP_PAIRS = STEP * WGMMA_PAIRS
 
 
 class ScaleGrid(NamedTuple):
-    """Scale bytes of weights, [E, rows, blocks], at an address: `k_tiles` k-tiles of `words` words each.
+    """Scale bytes of all experts' weights, [E, rows, blocks].
 
-    share: the warpgroup's share of a tile. gate: which rows belong to which half.
+    Attributes:
+        address: address of the scale bytes.
+        rows: number of weight rows of an expert.
+        blocks: number of scales of a weight row.
+        k_tiles: number of k-tiles of a weight row.
+        words: words of scales, four bytes each, that a row has in a k-tile.
+        share: the warpgroup's share of a tile.
+        gate: order of a gated layer's weight rows.
     """
 
     address: Int64
@@ -77,15 +85,16 @@ class ScaleGrid(NamedTuple):
 class WeightScales(Invariant):
     """Scale bytes of a thread's rows, in words of four bytes.
 
-    The scales of a k-tile are loaded during the k-tile before it; those of a tile's first k-tile during the last k-tile
+    The scales of a k-tile are loaded during the previous k-tile; those of a tile's first k-tile during the last k-tile
     of the previous tile.
 
     Attributes:
         expert: address of the expert's scales.
-        begins: offset of each row's scales.
-        words: (word, row), the scales of the current k-tile; next: those being loaded.
-        bad: bits for bad scales of the tile so far.
-        large: not 0 if `words` has a large scale.
+        begins: for each row, the offset of its scales from `expert`.
+        words: (word, row), the scales of the current k-tile.
+        next: (word, row), the scales of the next k-tile, which are being loaded.
+        bad: bits that note rows with bad scales in the tile so far (decoding/scales.py).
+        large: not 0 if `words` has a large scale, which takes a second product (decoding/scales.py).
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -110,7 +119,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Set the addresses for a tile's rows. The end mark (expert < 0) uses expert 0's scales."""
+        """Set `expert` and `begins` for a tile. The end mark (expert < 0) gets the scales of expert 0."""
         grid = self.grid
         half = grid.rows // self.rows.parts
         thread = thread_of_warpgroup()
@@ -122,7 +131,7 @@ class WeightScales(Invariant):
             self.begins[i] = row * grid.blocks
 
     def _has_words(self) -> Boolean:
-        """Return whether a row's scales of each k-tile are aligned to words."""
+        """Return True if a row's scales of each k-tile are aligned to words."""
         return (self.grid.blocks | Int32(self.grid.address)) % SCALES_PER_WORD == 0
 
     @cute.jit
@@ -137,7 +146,13 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_word(self, first: Int64, word: cutlass.Constexpr[int], k_tile: Int32):
-        """Start loading a word of each row; 0 past the last block, where only a k-tile's later words can lie."""
+        """Start loading word number `word` of each row's scales.
+
+        Words past the last block are 0; only the second or a later word of a k-tile can lie there.
+
+        Args:
+            first: address of the expert's scales plus the k-tile's offset.
+        """
         count = self.grid.words * SCALES_PER_WORD
         if const_expr(word > 0):
             for i in cutlass.range_constexpr(self.rows.count):
@@ -151,7 +166,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _fetch_bytes(self, k_tile: Int32):
-        """Start loading the thread's byte of each word of each row; 0 past the last block."""
+        """Start loading the thread's byte of each word of each row's scales; bytes past the last block are 0."""
         block = k_tile * (self.grid.words * SCALES_PER_WORD) + cute.arch.lane_idx() % SCALES_PER_WORD
         scales = vector_at(Uint8, self.expert[0])
         for word in cutlass.range_constexpr(self.grid.words):
@@ -163,7 +178,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def _gather_bytes(self):
-        """Combine the bytes of four threads into words."""
+        """Combine the bytes that four threads loaded into words, which all four get."""
         shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
         for i in cutlass.range_constexpr(cute.size(self.next)):
             word = self.next[i] << shift
@@ -173,7 +188,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def take(self):
-        """Move the loaded scales to `words`, and note bad and large ones."""
+        """Make the loaded scales the current ones (`words`), and note bad and large ones."""
         if not self._has_words():
             self._gather_bytes()
         if const_expr(self.decoder.scales.first_large is not None):
@@ -186,7 +201,9 @@ class WeightScales(Invariant):
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of a k-tile. After the last k-tile comes the first of the next tile."""
+        """Start loading the scales of a k-tile. After the tile's last k-tile, load those of the first k-tile of
+        `next_work`.
+        """
         if k_tile == self.grid.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
@@ -194,7 +211,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Overwrite the accumulators of rows with a bad scale with NaN, and forget the bad scales."""
+        """Overwrite the accumulators of rows that had a bad scale with NaN, and forget the bad scales."""
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
@@ -211,6 +228,12 @@ class DecodingMainloop(WeightsFirst):
     """A: `parts` ranges of an expert's quantised weight rows. B: tile.m rows of x in boxes, from any row on.
 
     `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
+
+    Args:
+        dtype: element type of x and of decoded weights.
+        weights: format of the weights.
+        parts: 2 if a tile has rows of both halves of a gated layer, else 1.
+        layout: order of the weight rows, one of specs.LAYOUT_FORMS.
     """
 
     gathers = False
@@ -255,7 +278,14 @@ class DecodingMainloop(WeightsFirst):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
     ) -> Operands:
-        """Host side: make TMA descriptors of weights (n, k, lo, hi) and x (row, k). rows: weight rows of an expert."""
+        """Host side: make the TMA descriptors of weights (n, k, lo, hi) and x (row, k).
+
+        Args:
+            address: offsets of the weights' experts.
+            rows: number of weight rows of an expert.
+            scales: address of the weights' scales.
+            gate: order of a gated layer's weight rows.
+        """
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_box, x_box = self.w_box, self.x_box
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
@@ -277,7 +307,9 @@ class DecodingMainloop(WeightsFirst):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which have their weights. with_rows: load rows of x, too."""
+        """Fill `count` stages, the first `ahead` of which already have their weights. with_rows: True: load rows of x,
+        too.
+        """
         address, *_ = operands.extra
         w_box, x_box = self.w_box, self.x_box
         tAsA, tAgA = _partition(
@@ -307,7 +339,9 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Return the address of a thread's first share of A in the first stage, and B as wgmma descriptors."""
+        """Return the shared-memory address of a thread's first share of A in the first stage, and B as wgmma
+        descriptors.
+        """
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.
@@ -322,7 +356,7 @@ class DecodingMainloop(WeightsFirst):
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
     def scales(self, operands: Operands, share: TileShare) -> Any:
-        """Make the scales of a thread, for all of its tiles."""
+        """Make the object that holds a thread's scales for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
         blocks, k_tiles = self.format.num_scales(k), cute.ceil_div(k, self.tile.k)
@@ -391,13 +425,19 @@ class DecodingMainloop(WeightsFirst):
         self, first: Int32, fragment: cute.Tensor, scales: WeightScales, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Take the scales of the next k-tile, wait for its stage and decode its first step."""
+        """Take the scales of the next k-tile, wait for its first stage and decode its first step into `fragment`."""
         scales.take()
         stages.consumer_wait(state)
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """Read a thread's shares of a step from a stage: (share of a row, row)."""
+        """Read a thread's shares of a step from a stage, as a tensor (share of a row, row).
+
+        Args:
+            first: address of the thread's first share in the first stage.
+            stage: index of the stage.
+            step: number of the step in the stage.
+        """
         pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
         for i in range(STEP):
@@ -413,6 +453,7 @@ class DecodingMainloop(WeightsFirst):
         return shares
 
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
+        """Decode a thread's shares of a step into `fragment`. step: number of the step in the k-tile."""
         registers = cute.recast_tensor(fragment, Int32)
         element, pairs = self.decoder.element, self.decoder.element.pairs
         count = self.format.num_scales(STEP_K)
@@ -430,7 +471,7 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
-        """Multiply weights that have a large scale by the rest of the scale. Few weights need that."""
+        """Multiply decoded weights that have a large scale by the factor that they still lack. Few weights have one."""
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):
                 for half in cutlass.range_constexpr(ROW_HALVES):
@@ -441,12 +482,13 @@ class DecodingMainloop(WeightsFirst):
 
 
 def thread_of_warpgroup() -> Int32:
+    """Return the index of this thread in its warpgroup."""
     thread, _, _ = cute.arch.thread_idx()
     return thread % THREADS
 
 
 def _partition(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Partition shared and global memory of boxes whose first two modes are (rows, k)."""
+    """Partition shared and global memory for a TMA load of boxes; the first two modes of both tensors are (rows, k)."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )

@@ -2,7 +2,7 @@
 
 With a warp's MMA, any assignment of contraction indices to threads is right, as long as both operands use the same one.
 So of each k-tile of 128, thread t % 4 has 32 neighbouring elements of a weight row and the same 32 columns of x. The 32
-elements are one block of MXFP4 or two of NVFP4, and one load of 16 bytes. A wgmma fixes the assignment: with it, a
+elements are one block of MXFP4 or two of NVFP4, and one load of 16 bytes. A wgmma, in contrast, fixes the assignment: a
 thread needs a load for every 8 elements, and all scales of the k-tile.
 
 Weight rows, output columns and accumulators are assigned to threads as in `DecodingMainloop`.
@@ -48,9 +48,9 @@ class BlockScales(WeightScales):
     The first scales of a tile are loaded before the epilogue of the previous tile.
 
     Attributes:
-        next_block: first block of a row whose scales are being loaded.
-        count: blocks of a thread in a row and k-tile.
-        is_turned: the thread begins with the second half of its elements.
+        next_block: the block of each row with which the scales that are being loaded begin.
+        count: number of a thread's blocks in a row and k-tile, 1 or 2.
+        is_turned: True if the thread begins with the second half of its elements.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -66,7 +66,7 @@ class BlockScales(WeightScales):
         self._fetch_next()
 
     def ask_next(self) -> None:
-        """Start loading the scales of the next k-tile; after the last one nothing is loaded."""
+        """Start loading the scales of the next k-tile; after the last k-tile nothing is loaded."""
         self.next_block[0] += QUAD * self.count
         self._fetch_next()
 
@@ -81,9 +81,10 @@ class BlockScales(WeightScales):
                 self.next[i] = Int32(vector_at(dtype, first + self.begins[i])[0]) & (2**dtype.width - 1)
 
     def take(self) -> None:
-        """Move the loaded bytes to `words`, and the greatest of them to `large`.
+        """Make the loaded bytes the current ones (`words`), and set `large` to the greatest of them.
 
-        Bad scales are noted here if the scale type has no large scales; else the caller notes them when `has_large`.
+        If the scale type has no large scales, bad scales are noted here; otherwise the caller notes them if
+        `has_large`.
         """
         self.large[0] = Int32(0)
         for i in range(self.rows.count):
@@ -93,16 +94,19 @@ class BlockScales(WeightScales):
             self.note_bad()
 
     def has_large(self) -> Boolean:
-        """Return whether any thread of the warp has a large scale. Every bad scale is large."""
+        """Return True if any thread of the warp has a large scale. Every bad scale is large."""
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
+        """Note which of the thread's rows have a bad scale in this k-tile."""
         for i in range(self.rows.count):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Overwrite the accumulators of rows with NaN if any thread of the quad had a bad scale for them."""
+        """Overwrite the accumulators of rows with NaN if any of the four threads with these rows had a bad scale for
+        them.
+        """
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.spoil(self, acc)
@@ -114,7 +118,7 @@ class FewRowsMainloop(DecodingMainloop):
     scales_type = BlockScales
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, Int32]:
-        """Return the addresses of a thread's first weights and first columns of x in the first stage."""
+        """Return the shared-memory addresses of a thread's first weights and first columns of x in the first stage."""
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
@@ -128,9 +132,9 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: BlockScales, tile: MmaTile,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K. Returns the advanced state.
+        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        Called by a whole warpgroup, whose warps do not wait for each other.
+        The warps of the warpgroup do not wait for each other.
         """
         weights, columns = fragments
         acc.fill(0.0)
@@ -157,14 +161,19 @@ class FewRowsMainloop(DecodingMainloop):
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:
-        """Read a thread's 32 elements of each of its rows."""
+        """Read a thread's 32 elements of each of its rows, four words a row. first: address of the first row's
+        words.
+        """
         return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     @cute.jit
     def _multiply_small(
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, rows: Int32
     ):  # fmt: skip
-        """Add a k-tile without large scales to acc: the first 8 rows of x if the group has no more, else all."""
+        """Add the products of a k-tile without large scales to acc.
+
+        Only the first 8 rows of x are multiplied if the group has no more than 8 (`rows`) from the tile's first row on.
+        """
         if rows > COLUMNS:
             self._multiply(acc, words, first_column, scales, self.tile.m, False)
         else:
@@ -174,7 +183,13 @@ class FewRowsMainloop(DecodingMainloop):
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
         large: bool,
     ) -> None:  # fmt: skip
-        """Add a k-tile of the first `columns` rows of x to acc. large: the warp has a large scale."""
+        """Add the products of a k-tile and the first `columns` rows of x to acc.
+
+        Args:
+            words: the thread's weights, from `_words`.
+            first_column: shared-memory address of the thread's first columns of x.
+            large: True: the warp has a large scale, so that all weights get a second product.
+        """
         element, scale = self.decoder
         warp_mma = WarpMma(self.dtype)
         bytes_, count = [scales.words[row] for row in range(self.rows.count)], scales.count
@@ -202,7 +217,7 @@ class FewRowsMainloop(DecodingMainloop):
 
 
 def _shared_words(address: Int32) -> cute.Tensor:
-    """Read 16 bytes of shared memory by one load."""
+    """Read four words (16 bytes) of shared memory by one load."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORDS * WORD_BYTES)
     words = cute.make_rmem_tensor(WORDS, Int32)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)

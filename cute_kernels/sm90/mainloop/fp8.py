@@ -41,17 +41,19 @@ class RowScales(Invariant):
     """The scales of a thread's rows, two rows a slab.
 
     A row has several equal scales for a k-tile, of which the first is read. The scales of a k-tile are loaded during
-    the k-tile before it; a tile's first scales before the epilogue of the previous tile.
+    the previous k-tile; a tile's first scales before the epilogue of the previous tile.
 
     Attributes:
+        address: address of the scales of all rows.
         rows: indices of x's rows, if rows come by index.
         first_row: first row of the thread in the tile.
+        num_rows: number of the thread's rows.
         pitch: bytes of a row's scales.
         last: number of the last k-tile.
-        begins: address of each row's scales.
+        begins: for each row, the address of its scales.
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
-        halves: parts of a piece's columns that have different factors.
+        halves: number of equal parts of a piece's columns that have different factors, 1 or 2.
     """
 
     halves = 1
@@ -73,7 +75,8 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end are never stored, and the end mark has no rows, so any row's scales will do for them.
+        Rows past the group's end are never stored, and the end mark (expert < 0) has no rows, so any row's scales will
+        do.
         """
         first = work.row + self.first_row
         for i in cutlass.range_constexpr(self.num_rows):
@@ -91,7 +94,9 @@ class RowScales(Invariant):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started, and start the next k-tile's loads."""
+        """Return the scales of a k-tile, whose loads the previous call started, and start the loads of the next
+        k-tile's scales.
+        """
         scales = cute.make_rmem_tensor(self.num_rows, Float32)
         for i in cutlass.range_constexpr(self.num_rows):
             scales[i] = power_of_two(self.next[i])
@@ -99,7 +104,14 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor of a row's part of a piece. scales: as `take` returns them. columns: index of the piece."""
+        """Return the factor by which the sums of one part of a row of a piece are multiplied.
+
+        Args:
+            scales: scales that `take` returned.
+            row: number of the row among the thread's rows.
+            columns: number of the piece along the tile's columns.
+            half: number of the part of the piece's columns, less than `halves`.
+        """
         return scales[row]
 
 
@@ -124,7 +136,7 @@ class Fp8Mainloop(GemmMainloop):
         )  # fmt: skip
 
     def accumulators(self) -> cute.Tensor:
-        """Allocate a thread's accumulators: slab by slab, in the order of one wgmma over all columns."""
+        """Allocate a thread's accumulators: slab by slab, in the order that one wgmma over all columns would give."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
     def first_row(self, share: TileShare) -> Int32:
@@ -134,7 +146,7 @@ class Fp8Mainloop(GemmMainloop):
         return share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
 
     def scales(self, operands: Operands, share: TileShare) -> RowScales:
-        """Make the scales of a thread, for all of its tiles."""
+        """Make the object that holds a thread's scales for all of its tiles."""
         first_row = self.first_row(share)
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
@@ -149,7 +161,7 @@ class Fp8Mainloop(GemmMainloop):
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
         """Pass over a tile's stages without multiplying.
 
-        Each is released only after it is full: an earlier release could count for the previous round of the ring.
+        Each stage is released only after it is full: an earlier release could count for the previous round of the ring.
         """
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -162,9 +174,9 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, fragments: tuple, scales: RowScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K. Returns the advanced state.
+        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
-        Called by a whole warpgroup. If its share has no rows of the group, it multiplies nothing.
+        If the warpgroup's share of the tile has no rows of the group, it multiplies nothing.
         """
         has_rows = tile.work.row + tile.share.first_slab * ROWS < tile.work.group_end
         acc.fill(0.0)
@@ -180,6 +192,7 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
+        """Multiply and promote all k-tiles of a tile, piece by piece. Returns the advanced state."""
         tiled_mma = self.tiled_mma()
         partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
         wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
@@ -202,7 +215,12 @@ class Fp8Mainloop(GemmMainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: tuple[cute.Tensor, int, Int32],
         b: tuple[cute.Tensor, int, Int32],
     ) -> None:  # fmt: skip
-        """Start the MMAs of a piece of a k-tile. a: descriptors, slab, stage. b: descriptors, columns, stage."""
+        """Start the MMAs of one piece of a k-tile into `acc`, from zero.
+
+        Args:
+            a: descriptors of A, the slab's number, the stage's index.
+            b: descriptors of B, the piece's number along columns, the stage's index.
+        """
         warpgroup.fence()
         for k_block in range(self.tile.k // MMA_K):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
@@ -217,9 +235,17 @@ class Fp8Mainloop(GemmMainloop):
     ):  # fmt: skip
         """Add a piece's sums times their factors to the accumulators.
 
-        One row comes after the other, so that only every second multiply-add reads the scale from its register
-        (`.reuse`). In register order, two elements of each row in turns, four multiply-adds took 6 cycles if ptxas put
-        the scales into different register banks, and 8 if not: 3 to 7 % of the whole loop.
+        The loop takes one row after the other, so that only every second multiply-add reads the scale from its register
+        (`.reuse`). In register order, where two elements of one row and two of the other alternate, four multiply-adds
+        took 6 cycles if ptxas put the scales into different register banks, and 8 if not: 3 to 7 % of the whole loop.
+
+        Args:
+            acc: the piece's accumulators.
+            partial: the piece's sums of one k-tile.
+            scales: the thread's RowScales.
+            taken: the k-tile's scales, from `scales.take`.
+            slab: number of the piece's slab.
+            columns: number of the piece along columns.
         """
         regs = PIECE_REGS // 2 // scales.halves
         for row in cutlass.range_constexpr(2):

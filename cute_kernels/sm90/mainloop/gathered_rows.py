@@ -2,11 +2,10 @@
 
 TMA can only load boxes of neighbouring rows. Gathered rows are copied 16 bytes a lane, 8 lanes a line of 128 bytes, in
 the swizzle that wgmma reads. The other operand still comes by TMA, in clusters by multicast; each CTA gathers its own
-rows. Rows by index or in order is a run-time choice of the same kernel.
+rows. A kernel chooses at run time whether rows come by index or in order.
 
-A stage is full when TMA's bytes are there and every lane's copies are there; the copies arrive at the barrier by
-themselves. Copies are writes of the generic proxy, so a warpgroup that waited for a stage needs a fence before its
-wgmmas.
+A stage is full when TMA's bytes and every lane's copies have arrived; the copies arrive at the barrier by themselves.
+Copies are writes of the generic proxy, so a warpgroup that waited for a stage needs a fence before its wgmmas.
 
 A copy holds the registers of its address until it is issued. So a lane keeps separate address registers for all its
 lines of a stage. When addresses were computed anew for each copy, they shared registers, and FC1 took 1.27 times as
@@ -36,7 +35,7 @@ LINES_AT_ONCE = WARP // LANES_A_LINE  # half of the period of the swizzle
 K_TILES_AT_ONCE = 4
 INDICES = 4
 OF_A_LINE = WARP - LANES_A_LINE << 8 | WARP - 1
-"""Mask and clamp of a shuffle among the 8 lanes of a line."""
+"""Mask and clamp of a shuffle among the 8 lanes that copy one line."""
 
 
 class RowIndices(NamedTuple):
@@ -56,7 +55,7 @@ class RowIndices(NamedTuple):
     columns: Int32
 
     def index_of(self, row: Int32) -> Int32:
-        """Return the index of a row, unchecked."""
+        """Return the index for row number `row`, unchecked."""
         return vector_at(Int32, self.address)[row]
 
     def clamped(self, index: Int32) -> Int32:
@@ -75,23 +74,32 @@ NO_ROWS = RowIndices(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0))
 
 
 def row_indices(address: Int64, x: cute.Tensor) -> RowIndices:
-    """Host side: make the RowIndices of x. address: of the indices; 0: rows lie in order."""
+    """Host side: make the RowIndices of x. address: address of the indices; 0: rows lie in order."""
     pitch = Int32(x.stride[0] // (CHUNK_BYTES * 8 // x.element_type.width))
     return RowIndices(address, x.iterator.toint(), pitch, Int32(x.shape[0]), Int32(x.shape[1]))
 
 
 class Share(NamedTuple):
-    """Lines that a warp copies: `times` * LINES_AT_ONCE lines from `first` on, a multiple of the swizzle's period."""
+    """Lines of a stage that a warp copies.
+
+    Attributes:
+        first: number of the first line, a multiple of the swizzle's period.
+        times: number of lines, in units of LINES_AT_ONCE.
+    """
 
     first: Int32 | int
     times: int
 
 
 class Lane(NamedTuple):
-    """A lane's place: its line among the warp's first LINES_AT_ONCE lines, and its 16-byte chunk of each of its lines.
+    """What a lane copies.
 
-    targets: shared-memory addresses in the first stage, of the lane's first line and of its second, which lies half a
-    swizzle period further.
+    Attributes:
+        line: number of the lane's line among the first LINES_AT_ONCE lines of its warp, counted from the stage's first
+            line.
+        chunk: number of the 16-byte chunk that the lane copies of each of its lines.
+        targets: shared-memory addresses in the first stage of the lane's first line and of its second line, which lies
+            half a swizzle period further.
     """
 
     line: Int32
@@ -100,7 +108,9 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes."""
+    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: type of the
+    elements.
+    """
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines
@@ -108,11 +118,11 @@ class Gather(Invariant):
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
     def half(self, rank: Int32) -> Share:
-        """Return the share of warp `rank` (0 or 1) if two warps do equal halves."""
+        """Return the lines that warp `rank` (0 or 1) copies if two warps copy equal halves."""
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """Return this lane's place. first: the warp's first line."""
+        """Return what this lane copies. first: number of the warp's first line."""
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
@@ -122,9 +132,9 @@ class Gather(Invariant):
     def copy(
         self, lane: Lane, stage: Int32, i: int, lines_before: int, source: Int64, offset: int, num_bytes: Int32
     ) -> None:  # fmt: skip
-        """Start copying 16 bytes into the lane's i-th line after `lines_before` lines of a stage.
+        """Start copying 16 bytes into one of the lane's lines of a stage: its i-th line after `lines_before` lines.
 
-        The first `num_bytes` bytes come from `source` + `offset`; the rest become zeros.
+        The first `num_bytes` bytes come from address `source` + `offset`; the rest become zeros.
         """
         first = lane.targets[i % 2] + stage * (self.lines * LINE_BYTES)
         target = first + (lines_before + i // 2 * 2 * LINES_AT_ONCE) * LINE_BYTES
@@ -135,12 +145,12 @@ class Gather(Invariant):
 
 
 def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> None:
-    """Let this lane's copies so far arrive at the stage's full barrier when they are done."""
+    """Let this lane's copies so far arrive at the stage's full barrier as soon as they are done."""
     cute.arch.cp_async_mbarrier_arrive_noinc(stages.sync_object_full.get_barrier(state.index))
 
 
 class GatherAlongRows(Gather):
-    """Gathers an operand that is contracted along its rows: a line is a row's part of a k-tile."""
+    """Gathers an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
 
     @cute.jit
     def fill(
@@ -149,7 +159,12 @@ class GatherAlongRows(Gather):
     ):  # fmt: skip
         """Copy all k-tiles of the rows of one output tile. Returns the advanced state.
 
-        beside: `beside.load(stages, state, k_tile)` starts the TMA loads of this warp; None: it has no TMA loads.
+        Args:
+            rows: indices of the rows.
+            smem: the operand's shared memory.
+            share: the lines that this warp copies.
+            beside: object whose `load(stages, state, k_tile)` starts this warp's TMA loads; None: the warp has no TMA
+                loads.
         """
         lane = self.lane(smem, share.first)
         sources = cute.make_rmem_tensor(share.times, Int64)
@@ -182,8 +197,13 @@ class GatherAlongRows(Gather):
     ):  # fmt: skip
         """Copy the k-tile that is `ahead` k-tiles after the addresses `sources`. Returns the advanced state.
 
-        left: number of rows from the warp's first on. columns: number of columns from the lane's first on. Columns past
-        the last become zeros. Zeros in the weights alone would not do, since the stage may hold NaN from before.
+        Columns past the last become zeros. Zeros in the weights alone would not do, since the stage may hold NaN from
+        before.
+
+        Args:
+            sources: for each of the lane's lines, the address of its chunk.
+            left: number of the group's rows from the warp's first row on.
+            columns: number of x's columns from the lane's first column on.
         """
         stages.sync_object_empty.wait(state.index, state.phase)
         num_bytes = select(columns > ahead * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
@@ -200,6 +220,7 @@ class GatherAlongRows(Gather):
 
     @cute.jit
     def _advance(self, sources: cute.Tensor, columns: Int32, k_tiles: cutlass.Constexpr[int]) -> Int32:
+        """Move the addresses by `k_tiles` k-tiles. Return the number of columns that are left from there on."""
         for i in cutlass.range_constexpr(cute.size(sources)):
             sources[i] += k_tiles * LINE_BYTES
         return columns - k_tiles * self.line_elements
@@ -209,8 +230,13 @@ class GatherAcrossRows(Gather):
     """Gathers an operand that is contracted over its rows.
 
     A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
-    32 for each warp: a lane reads the index of one of them, INDICES k-tiles ahead, and lanes exchange the row addresses
-    by shuffles.
+    32 for each warp: a lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row
+    addresses by shuffles.
+
+    Args:
+        columns: number of columns of a tile of the operand.
+        k: rows of a k-tile.
+        dtype: type of the elements.
     """
 
     def __init__(self, columns: int, k: int, dtype: type[cutlass.Numeric]):
@@ -222,7 +248,10 @@ class GatherAcrossRows(Gather):
         self, rows: RowIndices, smem: cute.Tensor, rank: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, column: Int32,
     ):  # fmt: skip
-        """Copy all rows of a group, columns from `column` on. Returns the advanced state."""
+        """Copy all rows of a group, columns from `column` on. Returns the advanced state.
+
+        rank: 0 or 1, the index of the gathering warp.
+        """
         lane = self.lane(smem, rank * (self.k // WARPS))
         first = column + lane.chunk * self.chunk_elements
         columns, at = rows.columns - first, rows.x + Int64(first) * (CHUNK_BYTES // self.chunk_elements)
@@ -254,7 +283,7 @@ class GatherAcrossRows(Gather):
     def _copy_rows(
         self, lane: Lane, sources: cute.Tensor, columns: Int32, stage: Int32, rows_left: Int32
     ):  # fmt: skip
-        """Copy a k-tile. rows_left: rows of the group from the lane's first row on; further rows become zeros."""
+        """Copy a k-tile. rows_left: rows of the group from the lane's first row on; rows past them become zeros."""
         for half in cutlass.range_constexpr(self.lines // self.k):
             has_columns = columns > half * self.line_elements
             for i in cutlass.range_constexpr(cute.size(sources)):

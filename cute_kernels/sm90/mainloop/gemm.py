@@ -23,10 +23,16 @@ from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, ar
 
 
 class Weights(Invariant):
-    """Loads the weights of an output tile, k-tile by k-tile.
+    """Loads of the weights of an output tile, k-tile by k-tile.
 
-    ahead: number of k-tiles whose loads have begun before. num_bytes: bytes of a stage that TMA brings. addresses:
-    (lo, hi) of each part of the expert's weights.
+    Args:
+        source: the TMA load.
+        tiles: shared memory and global memory, partitioned for the load.
+        ahead: number of k-tiles whose loads have begun before.
+        num_bytes: bytes that TMA brings into a stage.
+        n_tile: the output tile's index along columns.
+        addresses: (lo, hi) of each part of the expert's weights (memory/weights.py).
+        policy: L2 policy; None: the default one.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Weights(Invariant):
 
     @cute.jit
     def load(self, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, k_tile: Int32):
+        """Wait for an empty stage and start the load of k-tile number `k_tile`, unless it has begun before."""
         if k_tile >= self.ahead:
             acquire(stages, state, self.num_bytes)
             barrier = stages.producer_get_barrier(state)
@@ -56,7 +63,9 @@ class Weights(Invariant):
         return len(self.addresses)
 
     def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return a part's k-tile that belongs to `k_tile`, and the address (lo, hi) of its weights."""
+        """Return where the part's weights for `k_tile` lie: the k-tile's number among these weights, and their address
+        (lo, hi).
+        """
         lo, hi = self.addresses[part]
         return k_tile, lo, hi
 
@@ -65,13 +74,13 @@ class GemmMainloop(WeightsFirst):
     """A: tile.m rows of x, from any row on or by index (gathered_rows.py). B: ranges of an expert's weight rows.
 
     Groups need no alignment. Rows past a group's end are computed but not stored; they are loaded only if their box
-    (row_boxes.py) also holds rows of the group.
+    (row_boxes.py) also holds rows of the group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves
+    out the second slab if that has no rows.
 
-    parts: number of ranges of weight rows in a tile (memory/weights.py). transposed: w has rows of k.
-
-    load_warp_gathers: the TMA warp is the first gathering warp, because warp 2 loads for the epilogue.
-
-    policy.skips_half_tiles: a warpgroup that has a tile alone leaves out the second slab if that has no rows.
+    Args:
+        parts: number of ranges of weight rows in a tile (memory/weights.py).
+        transposed: True: w is stored transposed, so that the contraction runs over its rows.
+        load_warp_gathers: True: the TMA warp is the first gathering warp, because warp 2 loads for the epilogue.
     """
 
     def __init__(
@@ -92,7 +101,14 @@ class GemmMainloop(WeightsFirst):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
     ) -> Operands:  # fmt: skip
-        """Host side: make the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
+        """Host side: make the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi).
+
+        Args:
+            address: offsets of the weights' experts.
+            rows: address of the indices of x's rows; 0: rows lie in order.
+            scales: address of the scales of x, or a tuple that locates scales, for a mainloop that multiplies by
+                scales.
+        """
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
@@ -115,9 +131,9 @@ class GemmMainloop(WeightsFirst):
         return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
 
     def _row_sources(self, operands: Operands) -> tuple[Source, Source | None]:
-        """Return the TMA loads of rows that a cluster's CTAs share, and of rows that they do not share.
+        """Return two TMA loads of rows of x: for rows that a cluster's CTAs share, and for rows that they do not share.
 
-        The second is None unless the tile is adaptive.
+        The second load is None unless the tile is adaptive.
         """
         shared = Source(operands.atom_a, operands.a, self.tile.row_sharers)
         if not self.tile.adaptive:
@@ -169,10 +185,10 @@ class GemmMainloop(WeightsFirst):
         ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
         arrives: Boolean | None = None,
     ):  # fmt: skip
-        """Fill `count` stages from these sources. Returns the advanced state.
+        """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
 
-        arrives: whether this warp's lanes arrive as gathering lanes do although rows lie in order; None: this warp may
-        gather.
+        arrives: None: this warp gathers rows if they come by index and `load_warp_gathers`. A boolean: rows lie in
+        order, and if it is true, this warp's lanes arrive at each stage as gathering lanes do.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
@@ -209,15 +225,17 @@ class GemmMainloop(WeightsFirst):
 
     @property
     def num_addresses(self) -> int:
-        """Number of parts of an expert's weights that a tile reads."""
+        """Number of addresses of an expert's weights that a tile reads from: one for each part."""
         return self.parts
 
     def weights(self, x: cute.Tensor, *of: Any) -> Weights:
+        """Make the loads of a tile's weights. of: the arguments of `Weights`."""
         return Weights(*of)
 
     def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        """Return x from `row` on, divided into boxes."""
+        """Return x from row number `row` on, divided into boxes."""
         return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
 
     def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
+        """Return one of the tiles that were partitioned from `row_tiles`: box number `box` of a k-tile."""
         return tiles[None, box, k_tile]

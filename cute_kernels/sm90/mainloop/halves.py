@@ -1,4 +1,4 @@
-"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns times one of the weights."""
+"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns times its own weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Weights of one part whose contraction has two halves: `addresses` has one for each half of `half` k-tiles."""
+    """Loads of weights whose contraction has two halves. `addresses` has an address for each half of `half` k-tiles."""
 
     half: Int32
     num_parts = 1

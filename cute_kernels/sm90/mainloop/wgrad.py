@@ -1,4 +1,4 @@
-"""The mainloop of weight gradients."""
+"""The mainloop of weight gradients, dw = dy^T x, contracted over the rows of a group."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WgradMainloop(Mainloop):
     more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b (Dirichlet 0.5); whole k-tiles would be
     3, 14, 8 and 27 % more.
 
-    keeps_operands: operands are the last to leave L2, because results would push them out. That saves 5 to 15 % of the
-    time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which have half as many
-    bytes, it would be -1 to 2 % (once 6).
+    keeps_operands: True: operands are the last to leave L2, because results would push them out. That saves 5 to 15 %
+    of the time of Qwen3-30B's 32-bit gradients and 1 to 6 % of gpt-oss-120b's. For 16-bit gradients, which have half as
+    many bytes, it would save -1 to 2 % (once 6 %).
     """
 
     may_be_empty = True
@@ -44,7 +44,11 @@ class WgradMainloop(Mainloop):
         self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
 
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
-        """Host side: make the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
+        """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end).
+
+        dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. At least one of them is
+        0.
+        """
         atom_a, a = self._tma(self._columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(self._columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
         rows = RowIndices(
@@ -53,12 +57,12 @@ class WgradMainloop(Mainloop):
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
-        """View [T, C] as ragged (column, row, wrap, end)."""
+        """View a tensor [T, C] as (column, row, wrap, end), whose rows can be clipped at any row (memory/ragged.py)."""
         ragged = ragged_rows(tensor)
         return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
-        """Return the rows from the tile's first to the group's last, of a view that `_columns` made."""
+        """Return the rows from the tile's first to the group's last, from a view that `_columns` made."""
         return clipped(columns, work.row, work.group_end, row_mode=1)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:

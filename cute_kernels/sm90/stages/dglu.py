@@ -1,4 +1,4 @@
-"""dpreact, act and partial sums of d_row_scale = grouped_dglu(x, w, preact) in 16 bits."""
+"""grouped_dglu(x, w, preact) in 16 bits: computes dpreact, act and partial sums of d_row_scale."""
 
 from ...launches import dglu
 from ...specs import DgluSpec

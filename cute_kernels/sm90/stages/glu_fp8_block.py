@@ -1,4 +1,7 @@
-"""act = grouped_glu(x, w) of FP8 with block scales. act is in E4M3, with a float32 scale for each 128 of a row."""
+"""act = grouped_glu(x, w) of FP8 with block scales.
+
+act is in E4M3, with a float32 scale for each 128 elements of a row.
+"""
 
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced

@@ -1,4 +1,7 @@
-"""act = grouped_glu(x, w) of x in MXFP8 and folded w, with or without storing the preactivation. act is in MXFP8."""
+"""act = grouped_glu(x, w) with x in MXFP8, with or without storing the preactivation. act is in MXFP8.
+
+w is in E4M3, with scales folded to one for each row.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""dw = grouped_wgrad(dy, x)."""
+"""dw = grouped_wgrad(dy, x) with 16-bit dy and x."""
 
 from ...launches import wgrad
 from ...specs import GroupedWgradSpec
