@@ -132,8 +132,8 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """Return the microseconds of all rounds of tiles. The last round counts as full if routing is even, else as half
-    full.
+    """Return the microseconds of all rounds of tiles. The last round counts as full if routing is even, else as
+    half.
     """
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))

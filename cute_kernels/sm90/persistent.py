@@ -114,9 +114,7 @@ class PersistentGemm(Invariant):
 
     @property
     def first_spare_warp(self) -> int:
-        """Index of the first warp of the load warpgroup that only gathers rows: 2, or 3 if warp 2 loads for the
-        epilogue.
-        """
+        """First warp of the load warpgroup that only gathers rows: 2, or 3 if warp 2 loads for the epilogue."""
         return EPILOGUE_LOAD_WARP + self.shape.has_load_warp
 
     @property
@@ -218,8 +216,8 @@ class PersistentGemm(Invariant):
         return fields
 
     def _loaded_weights(self, storage: Any, mainloop: Mainloop, sB: cute.Tensor) -> cute.Tensor:
-        """Return the shared-memory tensor that TMA loads weights into: B itself, unless weights are decoded on the way
-        to B.
+        """Return the shared-memory tensor that TMA loads weights into: B, unless weights are decoded on the way to
+        B.
         """
         return sB
 

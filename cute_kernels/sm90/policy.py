@@ -47,9 +47,9 @@ for which the tile is chosen.
 
 Decoded weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55
 times as long. The limits are the averages at which the smaller size takes as long as the larger one: random routing
-then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 the first step is 1.8
-times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py). NVFP4 has MXFP4's limits; it takes 1.05 to 1.08
-of MXFP4's time in decoding (docs/decisions/nvfp4-weights.md).
+then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 a row tile of the
+second size takes 1.8 times as long as one of TINY_W8, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
+NVFP4 has MXFP4's limits; in decoding it takes 1.05 to 1.08 times as long as MXFP4 (docs/decisions/nvfp4-weights.md).
 
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).
@@ -71,8 +71,8 @@ FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate,
 
 
 def tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Return the tiles that ship for a problem. Problems that only training has get one tile, since their experts have
-    many rows.
+    """Return the tiles that ship for a problem. Some calls that only training makes have one tile, since their experts
+    have many rows.
     """
     if problem.op == "grouped_wgrad":
         return WGRAD_TILES

@@ -29,8 +29,7 @@ def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
 
 
 class SwappedRows:
-    """The weight rows of a tile that a thread has: two of each slab. They are numbered with rows of the first part (a)
-    first.
+    """The weight rows of a tile that a thread has: two of each slab, numbered with rows of the first part (a) first.
 
     In the tile the rows of a part lie together. A thread's columns in a chunk of the output are 8 apart.
 
@@ -41,7 +40,7 @@ class SwappedRows:
         part_count: weight rows of a part that a thread has.
         thread_columns: output columns of a thread in a chunk.
         columns: output columns that a warpgroup computes.
-        chunk_columns: output columns of a chunk, in which a warpgroup stores its output.
+        chunk_columns: output columns of a chunk, which the epilogue stores at a time.
     """
 
     def __init__(self, tile: TileConfig, parts: int):

@@ -64,9 +64,7 @@ class PreactRing(Invariant):
         return number & (PAIRS - 1)
 
     def slot(self, number: Int32, slot: int) -> Int32:
-        """Return the index of the staging slot for slot 0 or 1 (`slot`) of chunk `number`'s pair of preactivation
-        slots.
-        """
+        """Return the index of the staging slot for slot 0 or 1 of chunk `number`'s pair of preactivation slots."""
         return PAIRS + self.act_slot(number) * self.layout.slots + slot
 
     def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:

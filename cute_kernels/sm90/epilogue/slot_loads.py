@@ -46,9 +46,7 @@ class SlotBarriers(Invariant):
 
 
 class SlotLoads(Invariant):
-    """Loads into one warpgroup's slots. Each slot's loads are numbered from 0, and the warpgroup waits for each of
-    them.
-    """
+    """Loads into one warpgroup's slots. The loads of a slot are numbered from 0; the warpgroup waits for each load."""
 
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
@@ -72,7 +70,7 @@ class SlotLoads(Invariant):
 
     @cute.jit
     def add(self, values: cute.Tensor, slot: cutlass.Constexpr[int], adds: Boolean):
-        """Add a loaded slot to `values`, the accumulators of the slot's elements, if `adds`; else leave them as they
+        """Add a loaded slot to `values`, the accumulators of its elements, if `adds`; else leave `values` as they
         are.
         """
         dtype = self.slots.dtype

@@ -60,7 +60,7 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
 
     Args:
         rows: rows of a slot.
-        cols: columns of a slot; None: as many as fit into 128 bytes.
+        cols: columns of a slot; None: 128 bytes of columns.
     """
     cols = columns(tensor.element_type) if cols is None else cols
     atom, view = cpasync.make_tiled_tma_atom(
@@ -114,9 +114,7 @@ class Slots(slots.Slots):
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     def recast(self, dtype: type[cutlass.Numeric], cols: int | None = None) -> Slots:
-        """Return the same slots for elements of another type. cols: columns of a slot; None: as many as fit into 128
-        bytes.
-        """
+        """Return the same slots for elements of another type. cols: columns of a slot; None: 128 bytes of columns."""
         count, most = cute.size(self.smem, mode=[2]), columns(dtype)
         parts = () if cols in (None, most) else (most // cols,)
         layout = smem_layout(dtype, *parts, count, cols=cols)
@@ -137,9 +135,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Wait for a free slot, then convert registers in accumulator order to the slot's dtype and write them into
-        it.
-        """
+        """Wait for a free slot, then write registers in accumulator order into it, converted to the slot's dtype."""
         converted = narrowed(values, self.dtype)
         self.acquire()
         self.write(converted, slot)
@@ -158,8 +154,9 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
-        """Write 16 columns of a free slot, from 16-bit registers in accumulator order. piece: the columns' number, in
-        units of 16.
+        """Write 16 columns of a free slot, from 16-bit registers in accumulator order.
+
+        piece: number of the 16 columns in the slot.
         """
         target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
@@ -171,8 +168,8 @@ class Slots(slots.Slots):
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start the store of a published slot; called by the storing warp alone. policy: L2 policy; None: the default
-        one.
+        """Start the store of a published slot; called by the storing warp alone. policy: L2 policy; None: the
+        default.
         """
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)

@@ -87,9 +87,7 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Wait for a free slot, then write a chunk of registers in accumulator order into it, converted to the slot's
-        dtype.
-        """
+        """Wait for a free slot, then write a chunk of registers in accumulator order, converted to the slot's dtype."""
         converted = narrowed(values, self.dtype)
         self.acquire()
         count = self.piece_values
@@ -101,9 +99,7 @@ class SwappedSlots(Slots):
 
     @cute.jit
     def skip(self):
-        """Commit an empty bulk group for a chunk that is not stored, so that the wait counts of `acquire` stay
-        right.
-        """
+        """Commit an empty bulk group for a chunk that is not stored, so that `acquire`'s wait counts stay right."""
         if self.is_storing_warp:
             cute.arch.cp_async_bulk_commit_group()
 
@@ -127,12 +123,11 @@ class SwappedState(Invariant):
 
 
 class SwappedEpilogue(Epilogue):
-    """Epilogue that stores results in chunks of at most 64 rows and 64 columns (32 columns if a slab holds both a and
-    u).
+    """Epilogue that stores results in chunks of at most 64 rows and 64 columns.
 
-    `begin` returns a thread's biases, one for each of its weight rows. It also writes to shared memory the tile's row
-    scales and, if the weights have global scales, each part's global scale times the power of two that decoded products
-    lack (`rest_exponent` of decoding.scales).
+    If a slab holds rows of both a and u, a chunk has 32 columns. `begin` returns a thread's biases, one for each of its
+    weight rows. It also writes to shared memory the tile's row scales and, if the weights have global scales, each
+    part's global scale times the power of two that decoded products lack (`rest_exponent` of decoding.scales).
 
     Args:
         dtype: element type of the output.
@@ -259,8 +254,8 @@ class SwappedEpilogue(Epilogue):
         return outputs
 
     def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
-        """Return the row scale of the thread's result number i of a chunk, which lies in rows 8 * eight to 8 * eight +
-        7 of the tile.
+        """Return the row scale of the thread's result number i of a chunk. The result's row is one of the 8 rows of the
+        tile from row 8 * eight on.
         """
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 

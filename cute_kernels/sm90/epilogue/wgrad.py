@@ -123,7 +123,7 @@ class WgradEpilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Return whether this tile adds to dw, and start the loads of dw's first chunks if `loads_dw`."""
+        """Return True if this tile adds to dw. If `loads_dw`, also start the loads of dw's first chunks."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -161,8 +161,9 @@ class WgradEpilogue(KernelEpilogue):
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Store each chunk from the slot into which its previous values were loaded. adds: first add these to the
-        accumulators.
+        """Store each chunk of dw from the slot into which its previous values were loaded.
+
+        adds: True: first add the previous values to the accumulators.
         """
         tiles_before = share.turn // PINGPONG_WARPGROUPS if const_expr(self.tile.takes_turns) else share.turn
         targets = self._tiles(stores.tensor, state, work, share)

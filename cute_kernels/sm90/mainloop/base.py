@@ -114,7 +114,7 @@ class Source(Invariant):
         self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Partition shared and global memory for the load. The first two modes of both tensors are (rows, k) of a
+        """Partition shared and global memory for the load; the first two modes of both tensors are (rows, k) of a
         tile.
         """
         sharers = cute.make_layout(self.sharers)
@@ -258,9 +258,15 @@ class Mainloop(Invariant):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages with all k-tiles of one output tile; called by the TMA warp. Returns the advanced state.
+        """Fill stages with all k-tiles of one output tile; called by the TMA warp.
 
-        ahead: number of k-tiles that `load_ahead` has begun.
+        Returns the pipeline state after these k-tiles.
+
+        Args:
+            sA, sB: shared memory of all stages.
+            state: pipeline state of the tile's first stage.
+            work: the output tile.
+            ahead: number of k-tiles that `load_ahead` has begun.
         """
         raise NotImplementedError
 
@@ -270,7 +276,7 @@ class Mainloop(Invariant):
     ) -> pipeline.PipelineState:  # fmt: skip
         """Fill stages with the rows that come by index, for one output tile; called by both gathering warps.
 
-        Returns the advanced state.
+        Returns the pipeline state after the tile's k-tiles.
 
         Args:
             rank: 0 or 1, the index of the gathering warp.
@@ -291,7 +297,7 @@ class Mainloop(Invariant):
     ) -> pipeline.PipelineState:  # fmt: skip
         """Decode the weights of one output tile; called by all threads of decoding warpgroup `rank`.
 
-        Returns the advanced state.
+        Returns the pipeline state after the tile's k-tiles.
 
         Args:
             lines: the thread's decoder, from `lines`.
@@ -328,14 +334,16 @@ class Mainloop(Invariant):
         self, acc: cute.Tensor, fragments: tuple, scales: NoScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """Compute acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """Compute acc = A B^T over all of K; called by a whole warpgroup.
 
-        The wgmmas of one k-tile stay in flight: while they run, the stage of the previous k-tile is released.
+        Returns the pipeline state after the tile's k-tiles. The wgmmas of one k-tile stay in flight: while they run,
+        the stage of the previous k-tile is released.
 
         Args:
             fragments: descriptors of A and B, from `fragments`.
             scales: the thread's scales, from `scales`.
             tile: the tile to multiply.
+            state: pipeline state of the tile's first stage.
             turns: turns of pingpong warpgroups at the tensor cores.
         """
         release = state.clone()
@@ -425,8 +433,7 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Fill `count` stages with k-tiles. The first `ahead` of them already have their weights. Returns the advanced
-        state.
+        """Fill `count` stages, the first `ahead` of which already have their weights. Returns the advanced state.
 
         with_rows: True: load rows of x, too; False: load weights alone. A branch chooses the L2 policy, because a load
         with an explicit policy, even with the default one, costs up to 1 %.
@@ -447,7 +454,7 @@ class WeightsFirst(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
         policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages as `_load` does. policy: L2 policy of the weights; None: the default one. Returns the advanced
+        """Fill stages as `_load` does. policy: L2 policy of the weights; None: the default. Returns the advanced
         state.
         """
         raise NotImplementedError

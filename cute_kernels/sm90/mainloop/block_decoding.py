@@ -85,9 +85,7 @@ class BlockScales(Invariant):
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of a k-tile. After the tile's last k-tile, load those of the first k-tile of
-        `next_work`.
-        """
+        """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
         if k_tile == self.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)

@@ -113,8 +113,8 @@ class BlockScales(RowScales):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started, and start the loads of the next
-        k-tile's scales.
+        """Return the scales of a k-tile, whose loads the previous call started; start loading those of the next
+        k-tile.
         """
         scales = cute.make_rmem_tensor(self.count, Float32)
         scales.store(self.next.load())

@@ -102,9 +102,10 @@ class DecodedRing(Invariant):
 
 
 class DecodedFp8Mainloop(Fp8Mainloop):
-    """A: E4M3 rows of x. B: ranges of an expert's E2M1 weight rows, in words of 8 elements, which are decoded to E4M3.
+    """Multiplies E4M3 rows of x (operand A) by ranges of an expert's E2M1 weight rows (B), which are decoded to E4M3.
 
-    `operands.scales` is a `Scales`. warpgroups: number of decoding warpgroups.
+    Weights are stored as words of 8 elements. `operands.scales` is a `Scales`. warpgroups: number of decoding
+    warpgroups.
     """
 
     decoded_stages = budget.DECODED_STAGES
@@ -175,7 +176,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         self, lines: RowsInFp8, operands: Operands, sB: cute.Tensor, narrow: Int32, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Decode the k-tiles of an output tile that are the turn of decoding warpgroup `rank`.
+        """Decode every k-tile of an output tile at which it is the turn of decoding warpgroup `rank`.
 
         narrow: shared-memory address of the packed weights.
 

@@ -32,8 +32,8 @@ from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
 DECODING_WARPGROUPS = 2
-"""Number of decoding warpgroups, which take turns at k-tiles. One alone would take 700 cycles a k-tile, mostly latency;
-the MMAs of a k-tile take 512.
+"""Number of decoding warpgroups, which take turns at k-tiles. A warpgroup needs 700 cycles for a k-tile, mostly
+latency; the MMAs of a k-tile need 512.
 """
 SLOTS = 3
 """Number of slots of a decoding warpgroup: k-tiles of packed weights that it is copying ahead or decoding."""
@@ -58,7 +58,9 @@ def slots_bytes(weights: Format, width: int) -> int:
 
 
 class DecodedLinesMainloop(Mainloop):
-    """A: tile.m rows of x in boxes, from any row on. B: an expert's quantised weights, contracted over their rows."""
+    """Multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B), contracted over
+    their rows.
+    """
 
     gathers = False
 
@@ -124,7 +126,7 @@ class DecodedLinesMainloop(Mainloop):
         self, lines: HopperLines, operands: Operands, sB: cute.Tensor, slots: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, rank: Int32,
     ):  # fmt: skip
-        """Decode the k-tiles of an output tile that are the turn of decoding warpgroup `rank`.
+        """Decode every k-tile of an output tile at which it is the turn of decoding warpgroup `rank`.
 
         slots: shared-memory address of the warpgroup's slots for packed weights.
 

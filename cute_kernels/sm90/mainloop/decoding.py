@@ -201,9 +201,7 @@ class WeightScales(Invariant):
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
-        """Start loading the scales of a k-tile. After the tile's last k-tile, load those of the first k-tile of
-        `next_work`.
-        """
+        """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
         if k_tile == self.grid.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
@@ -225,14 +223,14 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """A: `parts` ranges of an expert's quantised weight rows. B: tile.m rows of x in boxes, from any row on.
+    """Multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from any row on.
 
     `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
 
     Args:
         dtype: element type of x and of decoded weights.
         weights: format of the weights.
-        parts: 2 if a tile has rows of both halves of a gated layer, else 1.
+        parts: number of ranges of weight rows in a tile: 2 (both halves) for a gated layer, else 1.
         layout: order of the weight rows, one of specs.LAYOUT_FORMS.
     """
 
@@ -307,8 +305,9 @@ class DecodingMainloop(WeightsFirst):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which already have their weights. with_rows: True: load rows of x,
-        too.
+        """Fill `count` stages, the first `ahead` of which already have their weights.
+
+        with_rows: True: load rows of x, too; False: load weights alone.
         """
         address, *_ = operands.extra
         w_box, x_box = self.w_box, self.x_box
@@ -339,9 +338,7 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Return the shared-memory address of a thread's first share of A in the first stage, and B as wgmma
-        descriptors.
-        """
+        """Return the address of a thread's first share of A in the first stage, and B as wgmma descriptors."""
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.

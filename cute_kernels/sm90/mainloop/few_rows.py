@@ -104,9 +104,7 @@ class BlockScales(WeightScales):
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Overwrite the accumulators of rows with NaN if any of the four threads with these rows had a bad scale for
-        them.
-        """
+        """Overwrite accumulators with NaN in rows for which any of the four threads that share them had a bad scale."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.spoil(self, acc)
@@ -161,9 +159,7 @@ class FewRowsMainloop(DecodingMainloop):
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:
-        """Read a thread's 32 elements of each of its rows, four words a row. first: address of the first row's
-        words.
-        """
+        """Read a thread's 32 elements (four words) of each of its rows. first: address of the first row's words."""
         return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     @cute.jit

@@ -75,8 +75,8 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end are never stored, and the end mark (expert < 0) has no rows, so any row's scales will
-        do.
+        Rows past the group's end are never stored, and the end mark (expert < 0) has no rows: any row's scales serve
+        them.
         """
         first = work.row + self.first_row
         for i in cutlass.range_constexpr(self.num_rows):
@@ -94,8 +94,8 @@ class RowScales(Invariant):
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
-        """Return the scales of a k-tile, whose loads the previous call started, and start the loads of the next
-        k-tile's scales.
+        """Return the scales of a k-tile, whose loads the previous call started; start loading those of the next
+        k-tile.
         """
         scales = cute.make_rmem_tensor(self.num_rows, Float32)
         for i in cutlass.range_constexpr(self.num_rows):
@@ -116,10 +116,10 @@ class RowScales(Invariant):
 
 
 class Fp8Mainloop(GemmMainloop):
-    """A: E4M3 rows of x. B: ranges of an expert's E4M3 weight rows. Both are contiguous along the contraction.
+    """Multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
 
-    `operands.scales` is the address of the scale bytes of x's rows, [rows, K / 32]. The scales of the next tile's first
-    k-tile are loaded during an epilogue.
+    Both operands are contiguous along the contraction. `operands.scales` is the address of the scale bytes of x's rows,
+    [rows, K / 32]. The scales of the next tile's first k-tile are loaded during an epilogue.
     """
 
     looks_ahead = AFTER_MMA

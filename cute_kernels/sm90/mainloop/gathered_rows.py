@@ -108,9 +108,7 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: type of the
-    elements.
-    """
+    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines

@@ -71,11 +71,12 @@ class Weights(Invariant):
 
 
 class GemmMainloop(WeightsFirst):
-    """A: tile.m rows of x, from any row on or by index (gathered_rows.py). B: ranges of an expert's weight rows.
+    """Multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
 
-    Groups need no alignment. Rows past a group's end are computed but not stored; they are loaded only if their box
-    (row_boxes.py) also holds rows of the group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves
-    out the second slab if that has no rows.
+    Rows of x are neighbours, from any row on, or come by index (gathered_rows.py). Groups need no alignment. Rows past
+    a group's end are computed but not stored; they are loaded only if their box (row_boxes.py) also holds rows of the
+    group. If `policy.skips_half_tiles`, a warpgroup that has a tile alone leaves out the second slab if that has no
+    rows.
 
     Args:
         parts: number of ranges of weight rows in a tile (memory/weights.py).

@@ -19,7 +19,8 @@ from .gathered_rows import GatherAcrossRows, RowIndices, row_indices
 
 
 class WgradMainloop(Mainloop):
-    """A: columns of dy. B: columns of x. Both are contracted over a group's rows; the rows of one may come by index.
+    """Multiplies columns of dy (operand A) by columns of x (B), contracted over a group's rows; the rows of one operand
+    may come by index.
 
     Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`).
     Zeros in one operand alone would not do, since the other may hold NaN.
@@ -46,8 +47,7 @@ class WgradMainloop(Mainloop):
     def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
         """Host side: make the TMA descriptors of dy and x, as ragged views (column, row, wrap, end).
 
-        dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. At least one of them is
-        0.
+        dy_rows, x_rows: addresses of the indices of dy's and of x's rows; 0: rows lie in order. One or both are 0.
         """
         atom_a, a = self._tma(self._columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(self._columns(x), self.b_major, self.tile.n, self.tile.cluster_m)

@@ -1,7 +1,6 @@
 """y = grouped_mm(x, w) with x in MXFP8 and w in E4M3.
 
-Scales of x are [T, K / 32], four equal scales for each 128 elements. Scales of w are folded to one for each row, [E,
-N].
+Scales of x are [T, K / 32], four equal ones for each 128 elements. Scales of w, [E, N], are folded to one for each row.
 """
 
 import cuda.bindings.driver as cuda
