@@ -14,8 +14,8 @@ IN_16_BITS = Accumulation("wgmma", 16)
 def accumulation(spec: GemmSpec) -> Accumulation:
     """Return the order in which a spec's GEMM adds. Tile widths, clusters and schedules do not change it.
 
-    FP8 GEMMs (mainloop/fp8.py) start the sum of each k-tile from zero, scale it, and add it to a float32 accumulator.
-    All other GEMMs keep one accumulator for the whole contraction.
+    GEMMs of FP8 rows (mainloop/fp8.py) start the sum of E4M3 products from zero in each k-tile, and add the scaled sum
+    to a float32 accumulator. All other GEMMs keep one accumulator for the whole contraction.
     """
     formats = OPERANDS[spec.operands]
     if formats.has_scaled_rows:

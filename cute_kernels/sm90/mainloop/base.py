@@ -392,7 +392,8 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop that loads the first weights before the previous kernel, which does not write weights, has ended.
+    """A mainloop that fills all stages with weights before the previous kernel, which does not write weights, has
+    ended.
 
     If `policy.evicts_weights`, weights that are read once are the first to leave L2, so that operands that are read
     again stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
