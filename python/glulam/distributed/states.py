@@ -15,7 +15,7 @@ from .parallel import ExpertParallel
 _NUMBERED = re.compile(
     r"(?P<before>(?:.*\.)?experts\.(?:fc[12]\.(?:weight|bias|weight_scale))?)(?P<number>\d+)(?P<after>.*)"
 )
-"""Matches a key of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
+"""A pattern of keys of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
 _PACKED = re.compile(r"(?:.*\.)?experts\..*")
 
 
@@ -54,7 +54,7 @@ def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> d
 
 
 def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the state dict of the whole model from each rank's: to be saved, and loaded by any number of ranks.
+    """Return the state dict of the whole model, joined from all ranks', to be saved and loaded by any number of ranks.
 
     Every rank must call this.
 
@@ -81,10 +81,11 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of which each rank has its own: experts of the layers in `module` that have a `parallel`.
+    """Return the parameters that differ between ranks: those of the experts of layers in `module` that have a
+    `parallel`.
 
     Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
-    over the group's data, as DistributedDataParallel does; make it skip the experts by:
+    over the group, as DistributedDataParallel does; make it skip the experts by:
 
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
 
