@@ -91,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported where it is used: serving from one process needs neither the tuner nor what ranks exchange."""
+    """Import `distributed` and `tuner` when they are first used: serving in one process needs neither."""
     if name == "distributed":
         return importlib.import_module(".distributed", __name__)
     if name in ("TuneReport", "tune"):
