@@ -1,4 +1,6 @@
-"""Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call a layer, safe under CUDA graphs."""
+"""Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call for each layer, usable in CUDA
+graphs.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

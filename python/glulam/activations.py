@@ -24,13 +24,13 @@ from cute_kernels.specs import GATED, KINDS, LAYOUTS
 INTERLEAVED32_BLOCK = 32
 
 Numbers = tuple[float, ...]
-"""The numbers of all formulas, in the order of NUMBERS."""
+"""The numbers (limit, alpha, ...) of all activations' formulas, in the order of NUMBERS."""
 DEFAULTS: Numbers = tuple(number.default for number in NUMBERS.values())
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class NamedNumbers(TypedDict, total=False):
-    """The numbers of all formulas as keywords, for type checkers."""
+    """The numbers of all activations' formulas as keyword arguments, for type checkers."""
 
     limit: float
     alpha: float

@@ -128,11 +128,13 @@ class ExpertLora:
         """Return the adapters of a PEFT checkpoint as views; gradients reach the tensors passed in.
 
         Args:
-            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight, expert by expert. None: no adapter.
-            b1, b2: `lora_B.weight` [out, r E], rank by rank: column j belongs to expert j % E.
+            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight: the r rows of an expert are adjacent. None: no
+                adapter.
+            b1, b2: `lora_B.weight` [out, r E]: column j belongs to expert j % E. None: no adapter.
             num_experts: E.
             scale: PEFT's `scaling`, lora_alpha / r, or with rslora lora_alpha / sqrt(r).
-            grouped_by_expert: columns of b1 and b2 lie expert by expert, as in old adapters of unsloth.
+            grouped_by_expert: True: the r columns of an expert in b1 and b2 are adjacent, as in old adapters of
+                unsloth.
 
         Raises:
             ValueError, TypeError: a tensor does not fit.
@@ -146,7 +148,7 @@ class ExpertLora:
     def to_peft(
         self, *, grouped_by_expert: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return (a1, b1, a2, b2) in the shapes that `from_peft` takes; None: no adapter."""
+        """Return (a1, b1, a2, b2) in PEFT's shapes, those that `from_peft` takes; None: no adapter."""
 
         def of_a(a: Tensor | None) -> Tensor | None:
             return None if a is None else a.flatten(0, 1)

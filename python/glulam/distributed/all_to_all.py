@@ -44,7 +44,7 @@ class AllToAll:
         self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
-        """Begin an exchange of tokens x whose choices are ids [N, K]; the host waits for all ranks' headers."""
+        """Begin an exchange of tokens x with choices ids [N, K]; the host waits for all ranks' headers."""
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
@@ -57,7 +57,7 @@ class AllToAll:
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which the ranks are no longer in step."""
+        """Raise the PeerError of an earlier operation after which the ranks no longer agree on the next operation."""
         self.headers.check()
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ class _Rows(Exchange):
             return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
 
     def _tokens_forth(self, x: Tokens) -> Tokens:
-        """Send tokens; MXFP8 goes as bytes, since neither torch nor the back ends move every 8-bit float dtype."""
+        """Send tokens. MXFP8 is sent as bytes, since neither torch nor the back ends send every 8-bit float dtype."""
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))

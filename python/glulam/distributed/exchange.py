@@ -48,14 +48,14 @@ class Exchange(abc.ABC):
 
     @property
     def turn(self) -> Turn:
-        """The Turn of the ExpertParallel; backward passes enter it themselves."""
+        """The ExpertParallel's Turn. Backward passes enter it themselves."""
         turn: Turn = self.transport.turn
         return turn
 
     @property
     @abc.abstractmethod
     def tokens(self) -> int:
-        """N, the number of this rank's tokens that were dispatched."""
+        """Number of tokens N that this rank dispatched."""
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
@@ -106,7 +106,9 @@ class Handle:
 
 
 class Dispatch(torch.autograd.Function):
-    """Differentiable `Exchange.dispatch` of x [N, H], weights [N, K] and ids."""
+    """`Exchange.dispatch` of x [N, H], weights [N, K] and ids as an autograd function; differentiable in x
+    and weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
@@ -125,7 +127,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Differentiable `Exchange.back`: from sums over this rank's experts to sums over all experts, [N, H]."""
+    """`Exchange.back` as an autograd function: from sums over this rank's experts to sums over all experts, [N, H]."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:

@@ -23,7 +23,7 @@ def _host() -> str:
 
 
 def _gpu() -> str:
-    """Return the UUID of this process's current GPU; empty: no GPU."""
+    """Return the UUID of this process's current GPU; "": no GPU."""
     if not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,4 +1,4 @@
-"""State dicts and parameters of layers whose experts are spread over ranks."""
+"""Conversion of state dicts, and selection of parameters, for layers whose experts are spread over ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def _number_of(key: str) -> tuple[str, int, str] | None:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the part of a whole model's state dict that this rank loads: its own experts, and all other tensors.
+    """Return the part of a whole model's state dict that this rank loads: the experts of this rank, and all other
+    tensors.
 
     Args:
-        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked or one by one.
+        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked in one tensor or one
+            by one.
         parallel: the ExpertParallel of all layers in it.
 
     Returns:
-        A new dict; one-by-one experts are renumbered from 0, stacked experts are views.
+        A new dict. One-by-one experts are renumbered from 0; stacked experts are views.
 
     Raises:
         ValueError: a stacked tensor does not hold `parallel.num_experts` experts.

@@ -109,7 +109,7 @@ class Symmetric:
             raise RuntimeError(SHARED)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Slots:
-        """Begin an exchange of tokens x whose choices are ids [N, K]."""
+        """Begin an exchange of tokens x with choices ids [N, K]; nothing is sent yet."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty

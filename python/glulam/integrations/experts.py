@@ -16,7 +16,7 @@ from ..recipes import Recipe
 NAME = "glulam"
 """The name of the experts implementation in transformers."""
 _, SCALE, _ = SUFFIXES
-"""Suffix that a weight's name gets for its scales."""
+"""Suffixes of the names of a weight's parts; SCALE makes the name of its scales."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 """Attributes that transformers' ExpertsInterface sets on a class of experts."""
 
@@ -26,7 +26,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def world_of(experts: Any) -> int | None:
-    """Return the number of experts on all ranks, from the model's configuration; None: all of them are here."""
+    """Return the number of experts on all ranks, from the model's configuration; None: all experts are in
+    this module.
+    """
     config = getattr(experts, "config", None)
     counts = [getattr(config, name, None) for name in _COUNTS]
     world = next((count for count in counts if type(count) is int), 0)
@@ -38,7 +40,7 @@ def is_experts(module: Any) -> bool:
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Return the names of FC1's and FC2's weights."""
+    """Return the names of the module's attributes that hold FC1's and FC2's weights."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 

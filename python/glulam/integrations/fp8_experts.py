@@ -128,7 +128,7 @@ def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
 
 
 def _refuse(what: str) -> None:
-    """Raise NotImplementedError with this cause and a remedy."""
+    """Raise NotImplementedError with the cause `what`, and a remedy."""
     raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
 
 

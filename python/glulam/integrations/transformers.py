@@ -345,7 +345,7 @@ def _post_of(experts: Any) -> str:
 
 
 def _form_of(experts: Any) -> Activation:
-    """Return the activation of a module's experts. Raises the errors of `experts_forward`."""
+    """Return the activation of a module's experts, recognised by its values. Raises the errors of `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():
         form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)

@@ -59,7 +59,7 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
 
 
 def of_tokens(rows: Definition) -> Definition:
-    """Return the definition of a layer's operator from the definition of the grouped_mlp of its rows."""
+    """Return the definition of a layer's operator, made from `rows`, the definition of the grouped_mlp of its rows."""
     y = rows.results[0]
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:

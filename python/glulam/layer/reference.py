@@ -140,7 +140,9 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
-    """Return [N, K, H]; viewed as [N K, H], these are the rows of experts."""
+    """Return tokens x [N, H] copied to their rows, as [N, K, H]; viewed as [N K, H], it holds the rows in
+    their order.
+    """
     rows = x.new_zeros(row_of.numel() + 1, x.shape[1])
     places, is_none = _rows_there(row_of, row_of.numel())
     rows[places.masked_fill(is_none, row_of.numel())] = x.unsqueeze(1)

@@ -147,7 +147,9 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 
 
 def _check(call: Any, lora: ExpertLora) -> None:
-    """Check all arguments, so that errors name the call's arguments, not those of the operators inside."""
+    """Check all arguments of a call with adapters here, so that errors name them, and not arguments of the operators
+    inside.
+    """
     call.check_plain()
     problem = call.check()
     rows = problem.intermediate * (2 if is_gated(call.activation) else 1)

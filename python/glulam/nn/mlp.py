@@ -171,7 +171,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
 
     def has_plain_layers(self) -> bool:
-        """Return True if one operator does the work of both layers."""
+        """Return True if the fused operator can do the work of fc1 and fc2; False: both are called as modules."""
         layers: Any = self._modules
         if not (is_itself(layers["fc1"], GroupedLinear) and is_itself(layers["fc2"], GroupedLinear)):
             return False

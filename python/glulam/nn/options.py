@@ -1,4 +1,4 @@
-"""Options of modules: checked at construction, shown by repr."""
+"""Checks of modules' options at construction, and their display by repr."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def held(module: nn.Module, members: Mapping[str, Any], name: str) -> Any:
     """Return a parameter or a buffer of a module without `Module.__getattr__`, which takes 0.4 us.
 
     Args:
-        members: `module._parameters` or `module._buffers`. If a parametrization or pruning has replaced the tensor by
-            an attribute, the attribute is returned.
+        members: `module._parameters` or `module._buffers`.
+        name: the tensor's name. If a parametrization or pruning has replaced the tensor by an attribute, the attribute
+            is returned.
     """
     return members[name] if name in members else getattr(module, name)

@@ -49,7 +49,9 @@ class Converts(nn.Module):
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Convert and load. The dict is changed in place, since torch passes it on to the children."""
+        """Convert the state dict's entries, and load them. The dict is changed in place, since torch passes it on to
+        the children.
+        """
         converted = _converted(state_dict, [(prefix, self)])
         state_dict.clear()
         state_dict.update(converted)
@@ -84,12 +86,12 @@ def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str,
 def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return optimizer state, keyed by parameter names, converted to the parameters of `module`.
 
-    Moments are stacked or split like the parameters. A value without dimensions, as a step count, is copied to every
-    expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted, as when
-    its experts are in several groups, both stay unchanged.
+    Moments are stacked or split like the parameters. A value without dimensions, such as a step count, is copied to
+    every expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted,
+    for example because its experts are in several groups, both stay unchanged.
 
     Args:
-        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with this under "state", and
+        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with such a mapping under "state", and
             "param_groups" whose "params" are names, as torch.distributed.checkpoint makes it.
         module: see `convert_state_dict`.
 
@@ -148,7 +150,9 @@ def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
-    """Yield (prefix of keys, module) for each Converts module under each of its names; parents before children."""
+    """Yield (prefix of its keys, module) for each Converts module under each of its names; parents come before
+    children.
+    """
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Converts):
             yield f"{path}." if path else "", child

@@ -1,7 +1,7 @@
 """Preparation of serving engines' expert weights, so that `glulam.moe` takes them without further work.
 
-E experts, H hidden, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without a
-gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
+E experts, H hidden size, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without
+a gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
 may be reordered, and MXFP8 elements rescaled, in place. An engine that loads weights again must prepare them again.
 """
 
