@@ -102,7 +102,8 @@ TEXT = f"({', '.join(_as_a_number(*one) for one in NUMBERS.items())})"
 
 
 def packer(name: str) -> Callable[..., Numbers]:
-    """Return a function that takes numbers by keyword and returns the tuple of all numbers.
+    """Return a function that takes an activation's numbers (limit, alpha, ...) by keyword and returns the tuple of all
+    numbers.
 
     The function is called `name`, so that the TypeError of an unknown keyword shows this name.
     """

@@ -37,7 +37,7 @@ COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
 BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
 """Marks before and after the table in a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
-"""Names in the table of operators on which other operators are built."""
+"""Names in the table of an operator and of the operators built on it."""
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),

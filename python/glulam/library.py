@@ -49,7 +49,7 @@ class Form(NamedTuple):
     settled: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
-        """Return the Call for arguments of the torch operator; torch passes some by position (values),
+        """Return the Call for the torch operator's arguments: torch passes some by position, `values`,
         others by name.
         """
         given = {**dict(zip(self.names, values, strict=False)), **named}

@@ -53,7 +53,10 @@ def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
 def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], bias: Any, bias_scale: Tensor | None, transpose_w: bool, out: Tensor
 ) -> None:
-    """Write out [T, N] = x w_e^T + bias_e * bias_scale; with `transpose_w`, x w_e. None: no bias; no scale."""
+    """Write out [T, N] = x w_e^T + bias_e * bias_scale; with `transpose_w`, x w_e + bias_e * bias_scale.
+
+    bias None: no bias; bias_scale None: 1.
+    """
     for expert, rows in groups_of(ends):
         values = wide(x[rows])
         scale = _column(bias_scale, rows, values)
@@ -116,8 +119,9 @@ def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any,
     rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> None:  # fmt: skip
-    """Write the weight gradients dy_e^T x_e to out [E, N, K], or a list of E [N, K]. An empty group writes zeros, or
-    adds nothing.
+    """Write the weight gradients dy_e^T x_e to out, [E, N, K] or a list of E tensors [N, K].
+
+    A group without rows writes zeros, or adds nothing.
 
     Args:
         adds: for each expert, whether the gradient is added to out; False: overwrites it.

@@ -193,7 +193,9 @@ class ExpertParallel:
             yield
 
     def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
-        """Dispatch the tokens that `tokens()` returns. This function checks its arguments, and may raise."""
+        """Dispatch the tokens that the function `tokens` returns; it also checks the arguments, and may raise. See
+        `dispatch`.
+        """
         with self._way.turn:
             with self.refusing():
                 x = tokens()

@@ -26,9 +26,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def world_of(experts: Any) -> int | None:
-    """Return the number of experts on all ranks, from the model's configuration; None: all experts are in
-    this module.
-    """
+    """Return the number of experts on all ranks, from the model's configuration; None: this module has all of them."""
     config = getattr(experts, "config", None)
     counts = [getattr(config, name, None) for name in _COUNTS]
     world = next((count for count in counts if type(count) is int), 0)

@@ -113,7 +113,9 @@ def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 def of_choices(layer: Definition) -> Definition:
-    """Return the definition of a layer that sorts choices itself, from the definition of a layer with a routing."""
+    """Return the definition of a layer that sorts choices itself, made from that layer's definition with a given
+    Routing.
+    """
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
         made = sort(call.ids, call.id_weights, None, call.expert_map, call.num_experts, 0)

@@ -182,8 +182,8 @@ class LayerCall(AddressedCall):
     trailing = 1
 
     def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Find the plan of a signature, as any call does; None if the leading tensor has another rank, which checks
-        then refuse.
+        """Find the plan of a signature, as any call does; None if the leading tensor has another rank: checks will
+        refuse it.
         """
         return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
 

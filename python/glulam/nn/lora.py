@@ -61,7 +61,7 @@ class Lora(nn.Module):
                 nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
 
     def adapter(self) -> ExpertLora:
-        """Return the parameters as an ExpertLora, for operators and for `ExpertLora.to_peft`."""
+        """Return the parameters as an ExpertLora, which operators take, and which has `to_peft`."""
         named = self._parameters
         return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
 

@@ -330,13 +330,13 @@ class MoE(Converts):
 
     @torch.no_grad()
     def update_choice_bias(self, rate: float, counts: Tensor | None = None) -> None:
-        """Add `rate` to the choice bias of experts with fewer rows than the mean, and subtract it for experts with
-        more.
+        """Add `rate` to the choice bias of experts with fewer rows than the mean; subtract it for experts with more.
 
         DeepSeek-V3 balances loads like this without a loss (arXiv:2412.19437, section 2.1.2). The call does not
         synchronise with the GPU.
 
         Args:
+            rate: the step of the bias.
             counts: [E], number of rows of each expert in a training step, summed over micro-batches and ranks; None:
                 the counts of the last forward.
 
