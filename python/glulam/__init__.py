@@ -1,4 +1,6 @@
-"""Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call a layer, safe under CUDA graphs."""
+"""Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call for each layer, usable in CUDA
+graphs.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -91,7 +93,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported where it is used: serving from one process needs neither the tuner nor what ranks exchange."""
+    """Import `distributed` and `tuner` when they are first used: serving in one process needs neither."""
     if name == "distributed":
         return importlib.import_module(".distributed", __name__)
     if name in ("TuneReport", "tune"):

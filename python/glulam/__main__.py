@@ -1,4 +1,4 @@
-"""The command `glulam`, as `python -m glulam`."""
+"""Runs the command `glulam` as `python -m glulam`."""
 
 from .command.cli import main
 

@@ -1,4 +1,4 @@
-"""Activations in Python: their numbers, their values on tensors, and the order of gate and up halves along 2I columns.
+"""Activations in Python: their numbers, their values on tensors, and the order of gate and up halves in 2I columns.
 
 `cute_kernels.formulas` declares activations and their numbers (limit, alpha, ...). Public functions take numbers by
 keyword; internal functions take one tuple. `split_halves` defines the column order of a gated layer. Values are
@@ -24,13 +24,13 @@ from cute_kernels.specs import GATED, KINDS, LAYOUTS
 INTERLEAVED32_BLOCK = 32
 
 Numbers = tuple[float, ...]
-"""The numbers of all formulas, in the order of NUMBERS."""
+"""The numbers (limit, alpha, ...) of all activations' formulas, in the order of NUMBERS."""
 DEFAULTS: Numbers = tuple(number.default for number in NUMBERS.values())
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class NamedNumbers(TypedDict, total=False):
-    """The numbers of all formulas as keywords, for type checkers."""
+    """The numbers of all activations' formulas as keyword arguments, for type checkers."""
 
     limit: float
     alpha: float
@@ -43,8 +43,8 @@ class Activation(NamedTuple):
     """An activation function with its layout and its numbers.
 
     Attributes:
-        name: an entry of ACTIVATIONS.
-        glu_layout: order of the gate and up halves; used only if the activation is gated.
+        name: the activation's name, a key of `cute_kernels.formulas.FORMULAS`.
+        glu_layout: order of the gate and up halves in 2I columns; used only if the activation is gated.
         numbers: the numbers of this activation's formula, in the order in which the formula takes them.
     """
 
@@ -54,36 +54,42 @@ class Activation(NamedTuple):
 
     @classmethod
     def named(cls, name: str, glu_layout: str = "concat", **numbers: float | None) -> Activation:
-        """Return the activation with these numbers; the others have their defaults."""
+        """Return the activation with these numbers; numbers that are not given have their defaults."""
         return cls.of(name, glu_layout, _pack(**numbers))
 
     @classmethod
     def of(cls, name: str, glu_layout: str, numbers: Numbers) -> Activation:
-        """Return the activation with its numbers picked from `numbers`, the numbers of all formulas."""
+        """Return the activation, with its own numbers picked from `numbers`, which holds the numbers of all
+        formulas.
+        """
         named: Mapping[str, Any] = named_numbers(numbers)
         return cls(name, glu_layout, tuple(named[own] for own in FORMULAS[name].numbers))
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keywords that select this activation in operators and modules, without numbers equal to their default."""
+        """Keyword arguments of operators and modules for this activation; numbers equal to their default
+        are left out.
+        """
         own = zip(FORMULAS[self.name].numbers, self.numbers, strict=True)
         others = {name: value for name, value in own if value != NUMBERS[name].default}
         return {"activation": self.name, "glu_layout": self.glu_layout, **others}
 
     @property
     def params(self) -> dict[str, float]:
-        """Numbers as kernel arguments, by the names of `signatures.PARAMS`; unused ones are 0."""
+        """The activation's numbers as kernel arguments, by the names in `signatures.PARAMS`; unused arguments are 0."""
         values = (*map(float, self.numbers), *[0.0] * len(PARAMS))
         return {argument.name: value for argument, value in zip(PARAMS, values, strict=False)}
 
     @property
     def kernel_params(self) -> dict[str, Any]:
-        """Arguments of a kernel that serves several activations: the kind, the layout and the numbers."""
+        """Arguments of a kernel that computes several activations: codes of the activation and the layout, and the
+        numbers.
+        """
         return {"kind": KINDS[self.name], "glu_layout": LAYOUTS[self.glu_layout], **self.params}
 
 
 def named_numbers(numbers: Numbers) -> NamedNumbers:
-    """Return the numbers of all formulas by keyword."""
+    """Return the numbers of all formulas as keyword arguments."""
     return cast(NamedNumbers, dict(zip(NUMBERS, numbers, strict=True)))
 
 
@@ -92,12 +98,14 @@ def _as_a_number(name: str, number: Number) -> str:
 
 
 TEXT = f"({', '.join(_as_a_number(*one) for one in NUMBERS.items())})"
-"""Python source of a tuple of all numbers, from variables of the same names; it also uses the name `inf`."""
+"""Python source of a tuple of all numbers, made from variables of the numbers' names; it also uses the name `inf`."""
 
 
 def packer(name: str) -> Callable[..., Numbers]:
-    """Return a function that takes numbers by keyword and returns the tuple of all numbers. The function is called
-    `name`, so that the TypeError of an unknown keyword shows this name.
+    """Return a function that takes an activation's numbers (limit, alpha, ...) by keyword and returns the tuple of all
+    numbers.
+
+    The function is called `name`, so that the TypeError of an unknown keyword shows this name.
     """
     parameters = ", ".join(f"{keyword}={number.default!r}" for keyword, number in NUMBERS.items())
     made: Any = eval(f"lambda *, {parameters}: {TEXT}", {"inf": math.inf})
@@ -110,7 +118,7 @@ _pack = packer("numbers")
 
 
 def packed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the numbers are replaced by one tuple, `numbers`."""
+    """Return the keyword arguments with all numbers (limit, alpha, ...) replaced by one tuple, `numbers`."""
     own = {name: value for name, value in arguments.items() if name in NUMBERS}
     others = {name: value for name, value in arguments.items() if name not in NUMBERS}
     return {**others, "numbers": _pack(**own)}
@@ -121,7 +129,7 @@ def _annotation(number: Number) -> str:
 
 
 def with_numbers(function: Function) -> Function:
-    """Decorate a function that takes `**numbers`: its signature then lists each number after `glu_layout`."""
+    """Decorate a function that takes `**numbers`: inspect.signature then shows each number after `glu_layout`."""
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     assert last.kind is inspect.Parameter.VAR_KEYWORD
@@ -167,16 +175,21 @@ TORCH = SimpleNamespace(
     number=float, sigmoid=torch.sigmoid, tanh=torch.tanh, relu=F.relu, reciprocal=lambda x: 1.0 / x, at_most=_at_most,
     select=_select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
-"""Operations that the formulas call, on tensors."""
+"""The operations with which formulas compute on tensors; see `cute_kernels.formulas`."""
 
 
 def is_in_halves(activation: str, glu_layout: str) -> bool:
-    """Return whether h's columns, and so w1's rows, are the gate's half followed by the up-projection's."""
+    """Return True if the preactivation's columns, and so w1's rows, are the gate's half followed by the
+    up-projection's.
+    """
     return glu_layout == "concat" and activation in GATED
 
 
 def split_halves(h: Tensor, glu_layout: str, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the activated and the linear half of h [T, 2I], each [T, I]. Works on any tensor with 2I along `dim`."""
+    """Return (the gate's half, the up-projection's half) of h [T, 2I], each [T, I].
+
+    Works on any tensor with 2I elements along `dim`, such as a weight with dim 0.
+    """
     if glu_layout == "concat":
         a, u = h.chunk(2, dim=dim)
         return a, u
@@ -186,7 +199,7 @@ def split_halves(h: Tensor, glu_layout: str, dim: int = 1) -> tuple[Tensor, Tens
 
 
 def join_halves(a: Tensor, u: Tensor, glu_layout: str, dim: int = 1) -> Tensor:
-    """Join the activated half a and the linear half u: the inverse of `split_halves`."""
+    """Join the gate's half a and the up-projection's half u along `dim`: the inverse of `split_halves`."""
     if glu_layout == "concat":
         return torch.cat((a, u), dim=dim)
     block = 1 if glu_layout == "interleaved" else INTERLEAVED32_BLOCK
@@ -199,7 +212,10 @@ def _parts(h: Tensor, activation: str, glu_layout: str) -> tuple[Tensor, ...]:
 
 
 def activate(h: Tensor, activation: str, glu_layout: str, numbers: Numbers) -> Tensor:
-    """Return the activation [T, I] of a preactivation h, [T, 2I] if gated, else [T, I]. See `Activation`."""
+    """Return the activation [T, I] of a preactivation h, [T, 2I] if gated, else [T, I].
+
+    activation, glu_layout, numbers: the fields of an `Activation`.
+    """
     value: Tensor = FORMULAS[activation].value(TORCH, *_parts(h, activation, glu_layout), *numbers)
     return value
 
@@ -207,7 +223,9 @@ def activate(h: Tensor, activation: str, glu_layout: str, numbers: Numbers) -> T
 def activate_backward(
     dm: Tensor, h: Tensor, activation: str, glu_layout: str, numbers: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """Return (gradient of h, activation of h) from dm [T, I], the gradient of the activation."""
+    """Return (gradient of h, activation of h) from dm [T, I], the gradient of the activation. Arguments: see
+    `activate`.
+    """
     value, *slopes = FORMULAS[activation].with_slopes(TORCH, *_parts(h, activation, glu_layout), *numbers)
     first, *others = (dm * slope for slope in slopes)
     return join_halves(first, others[0], glu_layout) if others else first, value

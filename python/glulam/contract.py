@@ -1,8 +1,9 @@
 """The contract of batch invariance: for each operator, recipe and architecture whether it holds, and if not, why.
 
-Nothing is listed by hand: operators are those that have kernels, recipes say what is multiplied, an architecture which
-tiles serve and in which order they add, and a definition into what a call's sums are cut. docs/batch-invariance.md has
-the table that `table` makes; `python -m glulam.contract docs/batch-invariance.md` writes it there.
+Nothing is listed by hand. The operators are all that have kernels; recipes say which operands are multiplied; an
+architecture's choice of kernels says which tiles are used and in which order they add; an operator's definition says
+how a call's sums are cut. docs/batch-invariance.md has the table that `table` makes; `python -m glulam.contract
+docs/batch-invariance.md` writes it there.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .choose.shipped import TILED
 from .recipes import BF16, RECIPES, Recipe
 
 YES, SWITCH, NONE = "yes", "switch", "none"
-"""Verdicts: invariant as it is, invariant with the switch on, or there is no such kernel."""
+"""Verdicts: batch-invariant without the switch; only with the switch `glulam.batch_invariant(True)`; no such kernel."""
 MOST_ROWS = 4096
-"""Rows an expert up to which tiles are asked for; none changes from there on."""
+"""Rows per expert up to which the choice of tiles is queried; it does not change for more rows."""
 WIDTHS = {"in_features": 512, "intermediate": 512, "out_features": 512}
 COLUMNS = {"sm_90a": "sm_90a", "portable": "sm_90", "sm_100a": "sm_100a"}
-"""Columns of the table, each with an architecture whose kernels are those of the column."""
+"""Columns of the table, and for each an architecture whose kernels represent the column."""
 BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
-"""Marks around the table of a page."""
+"""Marks before and after the table in a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
-"""What the table calls operators that others are made of."""
+"""Names in the table of an operator and of the operators built on it."""
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
@@ -44,15 +45,17 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_dglu": ({},),
     "grouped_wgrad": ({"intermediate": 0, "out_dtype": "bfloat16"},),
 }
-"""Fields of problems, by operator, whose kernels may differ in their tiles."""
+"""For each operator, the fields of the Problems (sizes and options of a call) that may be served by different tiles."""
 
 
 class Verdict(NamedTuple):
-    """Whether an operator is batch-invariant by a recipe on an architecture.
+    """The verdict on one operator with one recipe in one column of the table.
 
     Attributes:
+        op, recipe: names; recipe "": any.
+        column: a key of COLUMNS.
         verdict: YES, SWITCH or NONE.
-        why: of SWITCH, what differs without it.
+        why: for SWITCH, the difference that occurs without the switch.
     """
 
     op: str
@@ -63,12 +66,12 @@ class Verdict(NamedTuple):
 
 
 def recipe_on(recipe: Recipe, arch: str) -> Recipe:
-    """Return the recipe that an architecture multiplies by where one is asked for."""
+    """Return the recipe that an architecture really uses when `recipe` is requested."""
     return RECIPES[ARCHS[arch].recipes.get(recipe.name, recipe.name)]
 
 
 def serves(op: str, recipe: Recipe) -> bool:
-    """Return True if a recipe has kernels of an operator of its own."""
+    """Return True if an operator has kernels of its own for a recipe."""
     if recipe is BF16 or op == "grouped_mlp":
         return True
     if op == "grouped_mm":
@@ -79,7 +82,12 @@ def serves(op: str, recipe: Recipe) -> bool:
 
 
 def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1) -> Iterator[Problem]:
-    """Yield a problem for each form of an operator whose kernels an architecture has, in bfloat16."""
+    """Yield the Problems in bfloat16 of an operator that an architecture has kernels for, one for each entry of
+    FORMS[op].
+
+    Args:
+        rows, experts: total number of rows, and number of experts.
+    """
     recipe = recipe_on(recipe, arch)
     operands = recipe.wgrad_operands if op == "grouped_wgrad" else recipe.operands
     if not serves(op, recipe) or operands in ARCHS[arch].lacks:
@@ -96,7 +104,7 @@ def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1
 
 @functools.cache
 def tiled(op: str, recipe: str, column: str) -> Verdict:
-    """Return the verdict on an operator whose kernels have tiles."""
+    """Return the verdict on an operator whose kernels are chosen by tile. column: a key of COLUMNS."""
     arch = COLUMNS[column]
     found = list(problems(op, RECIPES[recipe], arch))
     if not found:
@@ -108,7 +116,11 @@ def tiled(op: str, recipe: str, column: str) -> Verdict:
 
 
 def _left_out(problem: Problem, arch: str) -> str:
-    """Say which tiles the switch leaves out of a problem, and up to which number of rows they serve; empty: none."""
+    """Return text: the tiles that the switch excludes for a problem, and the largest number of rows at which they are
+    used.
+
+    "": the switch excludes none.
+    """
     order = invariance.order_of(problem, arch)
     orders = invariance.orders_by_tile(problem, arch)
     others = [tile for tile, own in orders.items() if own != order]
@@ -127,8 +139,9 @@ def _leaves_order(problem: Problem, arch: str, rows: int) -> bool:
 
 @functools.cache
 def cuts() -> dict[str, str]:
-    """Return what the sums of operators without tiles are cut into, of either direction, by operator; empty: nothing
-    but a row's own numbers decides.
+    """For each operator without tiles, return text that says how its sums are cut, in forward and backward.
+
+    "": the sums are not cut; each row's result depends on its own numbers alone.
     """
     found: dict[str, list[str]] = {}
     for kind in front.OPERATORS:
@@ -139,7 +152,9 @@ def cuts() -> dict[str, str]:
 
 
 def verdicts() -> list[Verdict]:
-    """Return all verdicts: of operators with tiles by recipe and architecture, then of the others, alike everywhere."""
+    """Return all verdicts: on operators with tiles by recipe and column, then on all others, which are equal in all
+    columns.
+    """
     found = [tiled(op, recipe, column) for op in TILED for recipe in RECIPES for column in COLUMNS]
     for op, cut in cuts().items():
         found += [Verdict(op, "", column, SWITCH if cut else YES, cut and f"Cuts {cut}") for column in COLUMNS]
@@ -147,7 +162,9 @@ def verdicts() -> list[Verdict]:
 
 
 def table() -> str:
-    """Return the table of the page and its notes, in Markdown, without operators and recipes that nobody has."""
+    """Return the page's table and its notes in Markdown. Operators with a recipe that no architecture has
+    are left out.
+    """
     by_row: dict[tuple[str, str], list[Verdict]] = {}
     for one in verdicts():
         by_row.setdefault((one.op, one.recipe), []).append(one)
@@ -167,7 +184,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return a page's text with the table between its marks."""
+    """Return a page's text with a new table between its marks."""
     return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", page, flags=re.DOTALL)
 
 

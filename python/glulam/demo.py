@@ -1,9 +1,9 @@
 """One MoE layer of a known model through Glulam's public API: `python -m glulam.demo`, or `make demo`.
 
-The layer is `glulam.nn.MoE`, router included. Its tokens repeat as words of a text do, so that some experts get several
-times the rows of others, as in life. It is compared with torch's own operators: error against float64, and time. A
-layer whose experts are shipped in MXFP4 runs so, and with the same weights in MXFP8 and in bfloat16. Without a GPU that
-Glulam has kernels for, a shrunk layer runs through the CPU reference.
+The layer is `glulam.nn.MoE`, router included. Its tokens repeat like words of a text, so that some experts get several
+times the rows of others, as in real use. The layer is compared with torch's own operators: by error against float64,
+and by time. A layer whose experts are shipped in MXFP4 runs in MXFP4, and with the same weights in MXFP8 and in
+bfloat16. Without a GPU that Glulam has kernels for, a shrunk layer runs through the CPU reference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Call = Callable[[], Tensor]
 
 
 class Size(NamedTuple):
-    """Sizes of a layer and its input."""
+    """Sizes of a layer and its input: H, I, E, K and the number of tokens."""
 
     hidden: int
     intermediate: int
@@ -55,8 +55,12 @@ class Size(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A layer as a model has it. shrunk: for a CPU. options: of `nn.MoE`. recipes: that it is shown with, from that of
-    its checkpoint to "bf16".
+    """The MoE layer of a known model.
+
+    Attributes:
+        size: sizes on a GPU. shrunk: smaller sizes for a CPU.
+        options: arguments of `nn.MoE`.
+        recipes: recipes with which the layer is shown, from the one of its checkpoint to "bf16".
     """
 
     size: Size
@@ -78,31 +82,41 @@ MODELS = {
     GPT_OSS: Model(Size(2880, 2880, 128, 4, 128), Size(192, 192, 128, 4, 128), AS_GPT_OSS, IN_MXFP4),
     "gpt-oss-20b": Model(Size(2880, 2880, 32, 4, 128), Size(192, 192, 32, 4, 128), AS_GPT_OSS, IN_MXFP4),
 }
-"""Those in MXFP4 with the tokens of a step of decoding, whose time is that of reading weights."""
+"""Known layers by model name. Those in MXFP4 have the number of tokens of a decoding step, whose time is spent on
+reading weights.
+"""
 
 
 class Error(NamedTuple):
-    """Of an output against float64: the largest, relative to the reference's largest value, and in Frobenius norms."""
+    """The error of an output against float64.
+
+    Attributes:
+        largest: the largest absolute difference, divided by the reference's largest absolute value.
+        norm: the Frobenius norm of the difference, divided by the reference's.
+    """
 
     largest: float
     norm: float
 
 
 def make_input(size: Size, device: str) -> Tensor:
-    """[tokens, hidden]: embeddings of tokens that are drawn by Zipf's law, normalised as before an MoE layer."""
+    """Return tokens [tokens, hidden]: embeddings of token ids drawn by Zipf's law, normalised as before an
+    MoE layer.
+    """
     ids = (1 / torch.arange(1, VOCABULARY + 1, device=device)).multinomial(size.tokens, replacement=True)
     return F.rms_norm(torch.randn(VOCABULARY, size.hidden, device=device)[ids], (size.hidden,)).to(DTYPE)
 
 
 def new_layer(model: Model, size: Size, device: str, recipe: str) -> MoE:
-    """float32 logits: 16-bit ones are often equal."""
+    """Return the model's layer with these sizes. Its logits are float32, since 16-bit logits are often equal."""
     options = {**model.options, "router_dtype": torch.float32, "recipe": recipe}
     return MoE(*size[:4], **options, device=device, dtype=DTYPE).requires_grad_(False)
 
 
 def make_layer(model: Model, size: Size, device: str) -> MoE:
-    """In bfloat16, with random weights, so that activations and logits stay of order 1. Those of experts that are
-    shipped in MXFP4 are numbers of that format.
+    """Return the layer in bfloat16 with random weights, scaled so that activations and logits stay of order 1.
+
+    If the model's experts are shipped in MXFP4, their weights are rounded to numbers of that format.
     """
     layer = new_layer(model, size, device, "bf16")
     for weight in layer.parameters():
@@ -114,7 +128,7 @@ def make_layer(model: Model, size: Size, device: str) -> MoE:
 
 
 def with_recipe(layer: MoE, model: Model, size: Size, recipe: str) -> MoE:
-    """The layer with the same weights by another recipe; itself by its own."""
+    """Return a layer with the same weights and another recipe; the layer itself if it has this recipe already."""
     if recipe == layer.experts.recipe.name:
         return layer
     other = new_layer(model, size, str(layer.router.weight.device), recipe)
@@ -123,12 +137,12 @@ def with_recipe(layer: MoE, model: Model, size: Size, recipe: str) -> MoE:
 
 
 def weights_of(layer: MoE) -> tuple[Any, Any]:
-    """Of its experts: w1 [E,2I,H] and w2 [E,H,I]."""
+    """Return the weights of the layer's experts: w1 [E, 2I, H] and w2 [E, H, I]."""
     return layer.experts.fc1.experts("weight"), layer.experts.fc2.experts("weight")
 
 
 def biases_of(layer: MoE) -> tuple[Tensor, Tensor]:
-    """b1 [E,2I] and b2 [E,H]; zeros where there are none."""
+    """Return the biases of the layer's experts: b1 [E, 2I] and b2 [E, H]; zeros if there are none."""
     made = (linear.experts("bias") for linear in (layer.experts.fc1, layer.experts.fc2))
     first, second = (
         weight.new_zeros(weight.shape[:2]) if bias is None else bias
@@ -143,7 +157,7 @@ def activated(layer: MoE, h: Tensor) -> Tensor:
 
 
 def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights in float32 and experts of tokens x [N,H], [N,K] each, by torch."""
+    """Route tokens x [N, H] by torch; return float32 weights and expert ids, [N, K] each."""
     router = layer.router
     bias = None if router.bias is None else router.bias.float()
     weights, experts = F.linear(x.float(), router.weight.float(), bias).softmax(-1).topk(layer.top_k)
@@ -151,7 +165,9 @@ def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_moe(layer: MoE, x: Tensor) -> Tensor:
-    """The layer in torch's own operators: rows sorted by expert, two grouped GEMMs, rows put back, scaled and added."""
+    """Compute the layer by torch's own operators: sort rows by expert, two grouped GEMMs, restore the order, scale and
+    add.
+    """
     weights, experts = choose(layer, x)
     ids, order = experts.flatten().sort(stable=True)
     offs = torch.searchsorted(ids, torch.arange(layer.num_experts, device=x.device), right=True, out_int32=True)
@@ -163,7 +179,7 @@ def torch_moe(layer: MoE, x: Tensor) -> Tensor:
 
 
 def exact_moe(layer: MoE, x: Tensor) -> Tensor:
-    """The layer in float64, one expert after the other."""
+    """Compute the layer in float64, one expert after the other."""
     weights, experts = choose(layer, x)
     out = torch.zeros_like(x, dtype=torch.float64)
     parts = zip(*weights_of(layer), *biases_of(layer), strict=True)
@@ -175,7 +191,11 @@ def exact_moe(layer: MoE, x: Tensor) -> Tensor:
 
 
 def contestants(layers: Sequence[MoE], x: Tensor) -> dict[str, Call]:
-    """One layer by Glulam, in every recipe that it is given in, and by torch, in the last one, which is bfloat16."""
+    """Return the calls to compare, by name: the layer by Glulam for each entry of `layers`, and the last layer by
+    torch.
+
+    layers: the same layer with different recipes; the last one's is "bf16".
+    """
     names = [f"glulam: nn.MoE, {layer.experts.recipe}" if len(layers) > 1 else "glulam: nn.MoE" for layer in layers]
     ours: dict[str, Call] = {name: partial(layer, x) for name, layer in zip(names, layers, strict=True)}
     return {**ours, "torch: sort, gather, 2 grouped_mm, sum": partial(torch_moe, layers[-1], x)}
@@ -188,13 +208,17 @@ def error_of(got: Tensor, reference: Tensor) -> Error:
 
 
 def within_rule(ours: Error, torchs: Error) -> bool:
-    """Whether both measures of our error are within the rule, and the rule means something. A NaN fails."""
+    """Return True if each measure of our error is at most ALLOWED times torch's plus FLOOR, and this limit at most
+    MOST_TOLERANCE.
+
+    A NaN fails. A larger limit would prove nothing.
+    """
     tolerances = [ALLOWED * error + FLOOR for error in torchs]
     return all(o <= t <= MOST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
 
 
 def clock_us(call: Call, calls: int = 1) -> float:
-    """Mean time until a call returns to the host."""
+    """Return the mean time in us until a call returns to the host."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -202,7 +226,7 @@ def clock_us(call: Call, calls: int = 1) -> float:
 
 
 def host_us(call: Call) -> float:
-    """Median time until a call returns to the host, while the GPU works on."""
+    """Return the median time in us until a call returns to the host; the GPU's work is not waited for."""
     samples = []
     for _ in range(HOST_SAMPLES):
         torch.cuda.synchronize()
@@ -211,18 +235,21 @@ def host_us(call: Call) -> float:
 
 
 def sampler(call: Call, device: str) -> Sampler:
-    """What takes a sample of a call's time: between CUDA events, or on a CPU by the clock."""
+    """Return a function that measures a call's time once: between CUDA events, or on a CPU by the clock."""
     return (lambda: device_us(lambda _: call(), 1, 0.0)) if device == "cuda" else (lambda: clock_us(call))
 
 
 def median_ms(calls: Mapping[str, Call], device: str) -> list[float]:
-    """Median time of each call; they take turns."""
+    """Return the median time in ms of each call. Calls take turns, so that drifts of clocks affect all alike."""
     samplers, rounds = {name: sampler(call, device) for name, call in calls.items()}, ROUNDS[device]
     return [found.median_us / 1e3 for found in interleave(samplers, 0.0, rounds, rounds).values()]
 
 
 def choose_device(wanted: str | None) -> tuple[str, str]:
-    """The device and the reason. Raises RuntimeError where a GPU is asked for and there is none."""
+    """Return (the device, the reason for it). wanted: "cuda", "cpu" or None for any.
+
+    Raises RuntimeError if "cuda" is wanted and torch finds no GPU.
+    """
     if wanted == "cpu":
         return "cpu", "as asked for"
     if not torch.cuda.is_available():
@@ -242,8 +269,10 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
 
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
-    """On a CPU, one thread: an expert's matrices are too small to share, and beside other work two were seen to be
-    ten times slower than one.
+    """Let torch use one thread on a CPU inside this context.
+
+    An expert's matrices are too small for several threads, and beside other work two threads were seen to be ten times
+    slower than one.
     """
     threads = torch.get_num_threads()
     if device == "cpu":
@@ -265,7 +294,9 @@ def problem_text(name: str, size: Size, sizes: list[int]) -> str:
 
 
 def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
-    """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
+    """Return text: which kernel computes the experts; without a GPU, also which kernel the real sizes would get on a
+    Hopper.
+    """
     arguments: dict[str, Any] = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
     form = {name: layer.experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}
     text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments, **form))
@@ -277,7 +308,7 @@ def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
 
 
 def run(console: Console, name: str, device: str, reason: str) -> bool:
-    """The whole demonstration; whether every error is within the rule."""
+    """Run and print the whole demonstration; return True if every error is within the rule. reason: why this device."""
     torch.manual_seed(SEED)
     model = MODELS[name]
     size = model.size if device == "cuda" else model.shrunk
@@ -311,7 +342,10 @@ def run(console: Console, name: str, device: str, reason: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the error is within the rule, else 1; 1 and one line where the layer cannot run at all."""
+    """Run the command. Returns the exit status: 0 if all errors are within the rule, else 1.
+
+    If the layer cannot run at all, prints one line and returns 1.
+    """
     parser = argparse.ArgumentParser(prog="python -m glulam.demo", description="Run one MoE layer through Glulam.")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU that has kernels, else the CPU")
     parser.add_argument("--model", choices=MODELS, default=QWEN3, help=f"whose layer: {QWEN3} by default")

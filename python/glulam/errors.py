@@ -1,4 +1,4 @@
-"""Error classes for causes other than a bad argument, which raises ValueError or TypeError."""
+"""Error classes for causes other than a bad argument. A bad argument raises ValueError or TypeError."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ recomputation of a checkpoint by an Exception of its own, raised inside the call
 
 
 class UnsupportedDevice(RuntimeError):
-    """A GPU that no kernel of Glulam runs on. Nothing was launched, and nothing falls back to the CPU silently."""
+    """No kernel of Glulam runs on this GPU. Nothing was launched; Glulam never falls back to the CPU silently."""
 
 
 class GradientNotSupported(NotImplementedError):
-    """A gradient was requested of an operator that has no backward yet."""
+    """A gradient was requested from an operator that has no backward for this case."""
 
 
 class CaptureError(RuntimeError):
-    """A call that a CUDA graph or an exported program cannot hold as it stands; the message says what to do first."""
+    """A call cannot be part of a CUDA graph or an exported program; the message says how to change that."""

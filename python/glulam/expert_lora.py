@@ -31,12 +31,11 @@ PAIRS = ("a1", "b1"), ("a2", "b2")
 class ExpertLora:
     """Low-rank adapters of experts, passed as `lora=` to `glulam.grouped_mlp` and `glulam.moe`.
 
-    Expert e multiplies w1_e + scale b1_e a1_e instead of w1_e, and w2_e + scale b2_e a2_e instead of w2_e.
-
-    Differentiable in all four matrices. Shapes do not depend on `transpose_w`.
+    Expert e multiplies by w1_e + scale b1_e a1_e instead of w1_e, and by w2_e + scale b2_e a2_e instead of w2_e.
+    Differentiable in all four matrices. Their shapes are the same with and without `transpose_w`.
 
     Args:
-        a1, b1: [E, r, H] and [E, 2I or I, r], rows of b1 in the order of w1's rows (`glu_layout`). None: w1 has no
+        a1, b1: [E, r, H] and [E, 2I or I, r]; b1's rows have the order of w1's rows (`glu_layout`). None: w1 has no
             adapter.
         a2, b2: [E, r, I] and [E, H', r], H' the number of w2's rows. None: w2 has no adapter. At least one pair is
             required. The ranks r of the two pairs may differ; a rank that is not a multiple of 8 is padded with zeros
@@ -91,10 +90,10 @@ class ExpertLora:
                 raise TypeError(f"{op}: lora.{name} is a DTensor, which adapters cannot be; give its to_local()")
 
     def check_fits(self, op: str, x: Tensor, experts: int, **widths: int) -> None:
-        """Check the matrices against a call of `op`.
+        """Check the matrices against a call of operator `op` on rows x with `experts` experts.
 
         Args:
-            widths: by matrix name, the required size of the dimension that is neither E nor the rank.
+            widths: by matrix name ("a1", ...), the required size of the dimension that is neither E nor the rank.
 
         Raises:
             ValueError, TypeError: a matrix does not fit.
@@ -129,11 +128,13 @@ class ExpertLora:
         """Return the adapters of a PEFT checkpoint as views; gradients reach the tensors passed in.
 
         Args:
-            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight, expert by expert. None: no adapter.
-            b1, b2: `lora_B.weight` [out, r E], rank by rank: column j belongs to expert j % E.
+            a1, a2: `lora_A.weight` [E r, in] of FC1's and FC2's weight: the r rows of an expert are adjacent. None: no
+                adapter.
+            b1, b2: `lora_B.weight` [out, r E]: column j belongs to expert j % E. None: no adapter.
             num_experts: E.
             scale: PEFT's `scaling`, lora_alpha / r, or with rslora lora_alpha / sqrt(r).
-            grouped_by_expert: columns of b1 and b2 lie expert by expert, as in old adapters of unsloth.
+            grouped_by_expert: True: the r columns of an expert in b1 and b2 are adjacent, as in old adapters of
+                unsloth.
 
         Raises:
             ValueError, TypeError: a tensor does not fit.
@@ -147,7 +148,7 @@ class ExpertLora:
     def to_peft(
         self, *, grouped_by_expert: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return (a1, b1, a2, b2) in the shapes that `from_peft` takes; None: no adapter."""
+        """Return (a1, b1, a2, b2) in PEFT's shapes, those that `from_peft` takes; None: no adapter."""
 
         def of_a(a: Tensor | None) -> Tensor | None:
             return None if a is None else a.flatten(0, 1)
@@ -160,13 +161,16 @@ class ExpertLora:
         return of_a(self.a1), of_b(self.b1), of_a(self.a2), of_b(self.b2)
 
     def __repr__(self) -> str:
-        """Return shapes, dtypes and devices without values: `distributed` recognises checked adapters by this text."""
+        """Return shapes, dtypes and devices, but no values.
+
+        `distributed` uses this text as a key: adapters with an equal text were checked before.
+        """
         shown = [f"{name}={shape_text(t.shape)} {t.dtype} {t.device}" for name, t in self.given().items()]
         return f"{NAME}({', '.join(shown)}, scale={self.scale})"
 
 
 def _check_alike(name: str, tensor: Any, first_name: str, first: Any) -> None:
-    """Check a matrix, and that it has the first one's experts, dtype and device."""
+    """Check one matrix, and that it has the same number of experts, dtype and device as `first`."""
     check_is_tensor(NAME, name, tensor, SHAPES[name])
     if tensor.dim() != 3 or not tensor.numel():
         raise ValueError(f"{NAME}: {name} has shape {shape_text(tensor.shape)}; give {SHAPES[name]}, none of them 0")
@@ -182,7 +186,7 @@ def _check_alike(name: str, tensor: Any, first_name: str, first: Any) -> None:
 
 
 def _experts_first(name: str, matrix: Any, experts: int, grouped_by_expert: bool) -> Tensor:
-    """Return a PEFT matrix as a view [E, r, in] or [E, out, r]."""
+    """Return a PEFT matrix as a view [E, r, in] or [E, out, r]. Arguments: see `from_peft`."""
     is_a = name in ("a1", "a2")
     form, dim = ("[E r, in]", 0) if is_a else ("[out, r E]", 1)
     check_is_tensor("from_peft", name, matrix, form)

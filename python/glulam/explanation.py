@@ -1,4 +1,4 @@
-"""Which kernel a call would get, and why: the dispatcher's answer in words, without a launch."""
+"""explain: which kernel a call would get, and why. It asks the dispatcher, and launches nothing."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ CALLS: dict[str, type[Call]] = {kind.op: kind for kind in front.OPERATORS if kin
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What would serve a call.
+    """The kernel that a call would get, and the reasons.
 
     Attributes:
-        op: the operator.
-        device: where it would run, as "cuda:0".
-        spec: of the kernel; None for the CPU reference.
-        source: "shipped" (in the bundle), "jit" (made by glulam.compile), "tuned" (chosen by a table of glulam.tune's,
-            in the bundle or compiled before), "reference", or "missing": the call would raise, and `why` says what to
-            do.
+        op: the operator's name.
+        device: the call's device, such as "cuda:0".
+        spec: the kernel's spec; None: the CPU reference.
+        source: "shipped" (in the bundle), "jit" (made by glulam.compile), "tuned" (chosen by a table of glulam.tune,
+            and in the bundle or compiled before), "reference", or "missing": the call would raise, and `why` says what
+            to do.
         why: the reason for this choice.
-        why_not: reasons against what might be faster, and against kernels that were never run.
-        state: of the kernels of the spec's architecture on that GPU: "tested", "validated here" or "built, never run".
+        why_not: reasons against kernels that might be faster, and against kernels that were never run.
+        state: state of the kernels for this architecture on this GPU: "tested", "validated here" or "built, never run".
         invariant: whether the call is batch-invariant: a row's bits depend neither on the other rows nor on the GPU's
-            number of SMs. batch: the reason, and what `glulam.batch_invariant(True)` would change.
-        invariant_spec: of the kernel that serves with the switch on; None for the CPU reference.
+            number of SMs.
+        batch: the reason for `invariant`, and what `glulam.batch_invariant(True)` would change.
+        invariant_spec: spec of the kernel that the call gets under `glulam.batch_invariant(True)`; None: the CPU
+            reference.
     """
 
     op: str
@@ -74,17 +76,17 @@ def explain(
     op: str | Callable[..., Any], /, *args: Any, dtype: str | torch.dtype | None = None,
     device: torch.device | str | int | None = None, **kwargs: Any,
 ) -> Explanation:  # fmt: skip
-    """Say which kernel a call of an operator would get.
+    """Return which kernel a call of an operator would get, and why.
 
     Args:
-        op: the operator or its name, as "grouped_mlp".
-        *args, **kwargs: the operator's arguments. Where x is a shape, as (T, H), so may the other tensors be, and
-            offs or splits may be left out, but for grouped_wgrad, where they alone say how many experts there are.
-        dtype: with shapes: bfloat16 by default.
-        device: with shapes: where the tensors would lie; by default the current GPU, if there is one, else a Hopper.
+        op: the operator or its name, such as "grouped_mlp".
+        *args, **kwargs: the operator's arguments. If x is a shape, such as (T, H), other tensors may be shapes too, and
+            offs and splits may be left out, except for grouped_wgrad, which needs them to know the number of experts.
+        dtype: only with shapes: the tensors' dtype; None: bfloat16.
+        device: only with shapes: the tensors' device; None: the current GPU, or without a GPU a Hopper.
 
     Raises:
-        ValueError, TypeError: the call itself would raise it.
+        ValueError, TypeError: the call itself would raise the same error.
         UnsupportedDevice: no kernel runs on that GPU.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
@@ -121,7 +123,7 @@ def explain(
 
 
 def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, Any]:
-    """Say whether a call is batch-invariant, by the fields of an Explanation."""
+    """Return the fields invariant, batch and invariant_spec of a call's Explanation."""
     spec = call.choice(changed(problem, invariant=True), gpu.arch, gpu.name).spec
     if call.invariant:
         return {"invariant": True, "batch": f"invariant: {invariance.SWITCH} is set", "invariant_spec": spec}
@@ -141,7 +143,7 @@ def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, An
 
 
 def _serves_in_one_order(problem: Problem, gpu: gpus.Gpu) -> bool:
-    """Return True if every kernel that may serve a problem, whatever its rows, adds in its one order."""
+    """Return True if all kernels that may be chosen for a problem, for any number of rows, add in the same order."""
     told = known.tuned(problem, gpu.name)
     chosen = [choose(problem, gpu.arch, gpu.name).spec, *(told[0].kernels.values() if told else ())]
     wanted = changed(problem, invariant=True)
@@ -151,7 +153,9 @@ def _serves_in_one_order(problem: Problem, gpu: gpus.Gpu) -> bool:
 
 
 def of_problem(problem: Problem, device: str, gpu: gpus.Gpu) -> Explanation:
-    """What would serve a problem on a GPU; without a name no tuned table holds."""
+    """Return the Explanation of a problem, a call's sizes and options, on a GPU. gpu without a name: tuned tables do
+    not apply.
+    """
     return _in_words(problem.op, choose(problem, gpu.arch, gpu.name), device, gpu)
 
 
@@ -168,7 +172,9 @@ def _in_words(op: str, choice: Choice, device: str, gpu: gpus.Gpu) -> Explanatio
 
 
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
-    """A device for shapes, and the GPU that it is: one without a name where none is there, None on the CPU."""
+    """Return (the device for shapes, its GPU). Without a GPU in this machine, the GPU is a Hopper without a name; for
+    the CPU it is None.
+    """
     if device is None and not torch.cuda.is_available():
         return torch.device(gpus.KERNEL_DEVICE), gpus.Gpu("", DEFAULT, 0)
     where = gpus.parsed("explain", "cuda" if device is None else device)
@@ -179,7 +185,7 @@ def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
 
 
 def _dtype(dtype: Any) -> torch.dtype:
-    """A dtype or the name of one; None: bfloat16. Raises TypeError."""
+    """Return the torch dtype for a dtype, its name, or None (bfloat16). Raises TypeError for anything else."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else torch.bfloat16 if dtype is None else dtype
     if not isinstance(found, torch.dtype):
         raise TypeError(f"explain: dtype is {dtype!r}; give a torch dtype, as torch.bfloat16, or its name")
@@ -187,7 +193,7 @@ def _dtype(dtype: Any) -> torch.dtype:
 
 
 def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Meta tensors for shapes. An argument that is no shape stays as it is."""
+    """Return the arguments with each shape replaced by a meta tensor; arguments that are not shapes stay unchanged."""
 
     def tensor(name: str, shape: Sequence[int], of: torch.dtype = dtype) -> Tensor:
         try:

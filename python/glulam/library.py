@@ -1,11 +1,12 @@
 """Registration of the operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see
 each operator as one node.
 
-Eager calls do not come here. Schemas have no type "tensor or list", so weights, biases and their gradients are lists of
-tensors: a packed tensor is a list of one tensor, recognised by its rank, and a GateUp is a list of two. Schemas have no
-optional results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only
-the results that are not in the buffer. Operators whose kernels take addresses (`addressed`) return a list of the wanted
-results instead.
+Eager calls do not use this registration. Schemas have no type "tensor or list", so weights, biases and their gradients
+are lists of tensors: a packed tensor is a list of one tensor, recognised by its rank, and a GateUp (gate and
+up-projection in two tensors) is a list of two. Schemas have no optional results either, so an operator is registered
+once for each set of results, which is called a form: forms named `_out` write a buffer and return only the results that
+are not in the buffer. Operators whose kernels take addresses (`addressed`) return a list of the requested results
+instead.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ from .layer import choices, few_tokens
 from .ops import adapted, gate, mlp_training
 
 DEFINED_IN = adapted, choices, few_tokens, gate, mhc, mlp_training, quantize
-"""Modules imported so that their operators register themselves; they import the modules of all other operators."""
+"""Modules that register their operators when they are imported; they import the modules of all other operators."""
 CALLS: tuple[type[Call], ...] = tuple(kind for kind in front.OPERATORS if kind.is_torch_op)
 
 
 class Form(NamedTuple):
-    """A torch operator: schema text of its arguments and results, and the call's arguments fixed by its name."""
+    """One torch operator: a Call class with a fixed set of results.
+
+    Attributes:
+        call_type: the Call class.
+        arguments, returns: schema text of the torch operator's arguments and results.
+        settled: arguments of the Call that are fixed by the choice of results.
+    """
 
     call_type: type[Call]
     arguments: str
@@ -42,7 +49,9 @@ class Form(NamedTuple):
     settled: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
-        """Return the call for these arguments; torch passes some of them by position, without names."""
+        """Return the Call for the torch operator's arguments: torch passes some by position, `values`,
+        others by name.
+        """
         given = {**dict(zip(self.names, values, strict=False)), **named}
         if "numbers" in given:
             given["numbers"] = tuple(given["numbers"])  # keys that contain it are hashed
@@ -58,7 +67,9 @@ class Form(NamedTuple):
 
 
 def _forms(kind: type[Call]) -> dict[str, Form]:
-    """Return the forms of a kind of call by name: for each set of results, one form without and one with a buffer."""
+    """Return the torch operators of a Call class by name: for each set of results, one without and one with an out
+    buffer.
+    """
     found = {}
     for variant, count, settled in _variants(kind):
         out_settled = {**settled, **kind.settled_with_out}
@@ -72,8 +83,10 @@ def _forms(kind: type[Call]) -> dict[str, Form]:
 
 
 def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
-    """Return the sets of results of a kind of call: (suffix of the operator's name, number of results or None for a
-    list, arguments that are fixed by the choice of this set).
+    """Return the sets of results of a Call class.
+
+    Each entry is (suffix of the torch operator's name, number of results or None for a list, arguments that are fixed
+    by the choice of this set).
     """
     if kind.returns_list():
         return [("", None, {})]
@@ -83,14 +96,16 @@ def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
 
 
 def _tensors(count: int | None) -> str:
-    """Return a schema's text for a number of tensors; None: a list of tensors."""
+    """Return schema text for this number of tensors; None: for a list of tensors."""
     if count is None:
         return "Tensor[]"
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
 def _type(kind: type[Call], name: str) -> str:
-    """Return the schema type of an argument: the operator's own type for it, or else its role's type."""
+    """Return the schema type of an argument: the Call class's own type for it if there is one, else the type of its
+    role.
+    """
     if name in kind.gradients:
         return "Tensor(a!)[]"
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
@@ -108,7 +123,7 @@ _library = torch.library.Library("glulam", "DEF")
 
 
 def call(pending: Call) -> Any:
-    """Run a call through torch's dispatcher."""
+    """Run a Call through torch's dispatcher, so that traces record it."""
     form = FORMS[pending.form]
     arguments = {name: value for name, value in pending.arguments().items() if name in form.names}
     for listed in (*pending.weights, *pending.biases, *pending.gradients):
@@ -131,7 +146,7 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 
 def _returned(form: Form, pending: Call, results: Any) -> Any:
-    """Return the results that are not the caller's buffers."""
+    """Return those of a call's results that are not buffers which the caller passed."""
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
@@ -142,7 +157,7 @@ def _returned(form: Form, pending: Call, results: Any) -> Any:
 
 
 def _as_data(value: Any) -> Any:
-    """Return tensors as plain Tensors: torch has dispatched subclasses already, and only memory is left to read."""
+    """Return tensors as plain Tensors. torch has dispatched subclasses already, and the call only reads memory."""
     if isinstance(value, list):
         return [_as_data(one) for one in value]
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) not in PLAIN_TENSORS else value
@@ -158,7 +173,9 @@ def _kernel(form: Form) -> Callable[..., Any]:
 
 
 def _autograd(name: str, form: Form) -> Callable[..., Any]:
-    """Return the Autograd kernel: if a gradient is recorded, it traces the operators of the differentiable form."""
+    """Return the function for torch's Autograd key: if a gradient is recorded, it runs the call's differentiable
+    version.
+    """
 
     def run(*values: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():

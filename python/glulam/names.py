@@ -1,8 +1,9 @@
-"""Names that public functions take, as types: an editor completes them, and a checker finds a misspelt one.
+"""Types of the names that public functions take as text: an editor completes them, and a type checker finds a misspelt
+one.
 
 Type checkers read only names that are spelt out, so they are repeated here; `tests/test_types.py` compares each type
-with what declares the names. A name that is known at run time alone, as from a configuration file, needs a
-`typing.cast`, or no checker.
+with the code that declares the names. A name that is known only at run time, for example from a configuration file,
+needs a `typing.cast` to satisfy a type checker.
 """
 
 from __future__ import annotations

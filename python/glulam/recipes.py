@@ -1,6 +1,6 @@
-"""Recipes: the formats in which an MLP's operands are multiplied, and the kernels that do it.
+"""Recipes: the formats in which an MLP's operands are multiplied, and the kernels that multiply them.
 
-Operators and modules take as `recipe=` an entry of `RECIPES` or its name.
+The argument `recipe=` of operators and modules is an entry of `RECIPES` or its name.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Recipe:
 
     Attributes:
         name: the text that `recipe=` takes.
-        operands: operands of FC1's GEMM, a key of `cute_kernels.specs.OPERANDS`. fc2_operands: of FC2's GEMM.
+        operands, fc2_operands: kinds of operands of FC1's and FC2's GEMM, keys of `cute_kernels.specs.OPERANDS`.
         x, activation, weights: the format in which each is multiplied; None: 16-bit, unchanged. x is quantised at each
-            call, unless it is passed quantised; the activation by the kernel that computes it, from float32; weights
-            once for each version.
+            call, unless it is passed quantised; the activation is quantised by the kernel that computes it, from
+            float32; weights are quantised once for each version.
         gradient_weights: the format of weights for data gradients; None: the format that forward reads.
-        wgrad_operands: operands of the weight gradients' GEMM, a key like `operands`.
+        wgrad_operands: kind of operands of the weight gradients' GEMM, a key like `operands`.
         wgrad: the format of incoming gradients and activations in that GEMM, quantised at each call; None: 16-bit,
             unchanged.
         dtypes: dtypes of x, biases and the result on a GPU; the CPU reference also takes float32 and float64.
@@ -88,7 +88,9 @@ FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, F
 
 
 def weight_only(name: str, weights: Form) -> Recipe:
-    """Return a recipe of 16-bit rows and weights that kernels decode; its operands have the recipe's name."""
+    """Return a recipe whose rows are 16-bit and whose weights kernels decode. Its operands are named like
+    the recipe.
+    """
     return Recipe(name, name, name, weights=weights, dtypes=("bfloat16",))
 
 
@@ -117,15 +119,15 @@ RECIPES: dict[str, Recipe] = {
 
 
 def of_weight_gradients(operands: str) -> str:
-    """Return the name of the first recipe whose weight gradients multiply these operands."""
+    """Return the name of the first recipe whose `wgrad_operands` are these."""
     return next(name for name, recipe in RECIPES.items() if recipe.wgrad_operands == operands)
 
 
 def find(op: str, recipe: Any) -> Recipe:
-    """Return the entry of RECIPES with this name, or equal to this Recipe.
+    """Return the entry of RECIPES with this name, or equal to this Recipe. op: the operator's name in errors.
 
     Raises:
-        ValueError: there is no such entry; other Recipe objects are refused, since no kernel serves them.
+        ValueError: there is no such entry. Other Recipe objects are refused, since no kernel exists for them.
     """
     if isinstance(recipe, str) and recipe in RECIPES:
         return RECIPES[recipe]
@@ -138,7 +140,9 @@ _VARYING = {name for arch in ARCHS.values() for name in arch.recipes}
 
 
 def on_device(recipe: Recipe, x: Any) -> Recipe:
-    """Return the recipe that x's GPU uses for `recipe` (`Architecture.recipes`); on the CPU `recipe` itself."""
+    """Return the recipe that x's GPU uses when `recipe` is requested (`Architecture.recipes`); on the CPU `recipe`
+    itself.
+    """
     if recipe.name not in _VARYING:
         return recipe
     arch = _architecture(x if isinstance(x, Tensor) else getattr(x, "data", None))
@@ -157,13 +161,15 @@ def _architecture(x: Any) -> Architecture | None:
 
 
 def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int) -> None:
-    """Check that a recipe serves this dtype of x, biases and the result, and these widths of an MLP.
+    """Check that a recipe supports the dtype of x, biases and the result, and the widths of an MLP.
 
     Args:
-        widths: by their names in error messages.
+        op: the operator's name in errors.
+        on_gpu: whether kernels compute; the CPU reference supports more dtypes.
+        widths: numbers of columns, by their names in errors.
 
     Raises:
-        TypeError, ValueError: the recipe does not serve them.
+        TypeError, ValueError: the recipe does not support the dtype or a width.
     """
     if dtype not in recipe.dtypes and (on_gpu or dtype == "float16"):
         raise TypeError(

@@ -1,8 +1,8 @@
-"""The CPU reference of every operator, by plain torch operators, one expert at a time.
+"""The CPU reference of every operator, in plain torch operators, one expert at a time.
 
 16-bit inputs compute in float32, and results are rounded once; float32 and float64 compute in their own dtype. Rows
 after the last group are not written. Arguments for weights and biases hold E tensors: a packed tensor, a list, or any
-object that an expert's number indexes.
+object that can be indexed by an expert's number. `ends` is the cumulative end of each expert's rows.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from .host.experts import GateUp
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in the dtype in which products are computed: 16 bits become float32."""
+    """Return x in the dtype in which products are computed: float32 for 16-bit x, else x's own dtype."""
     return x.float() if x.dtype.itemsize == 2 else x
 
 
 def groups_of(ends: Sequence[int], empty: bool = False) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and the slice of its rows; with `empty`, also experts without rows."""
+    """Yield (expert, slice of its rows) for each expert that has rows; with `empty`, also for experts without rows."""
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if empty or end > begin:
             yield expert, slice(begin, end)
 
 
 def _linear(x: Tensor, w: Any, biases: Any, expert: int, scale: Tensor | None, transpose_w: bool = False) -> Tensor:
-    """Return x w^T + bias * scale of one expert, in x's dtype; with `transpose_w`, x w + bias * scale."""
+    """Return x w^T + bias * scale for one expert, in x's dtype; with `transpose_w`, x w + bias * scale.
+
+    biases None: no bias; scale None: 1.
+    """
     weight = (torch.cat([half[expert] for half in w]) if isinstance(w, GateUp) else w[expert]).to(x.dtype)
     y: Tensor = x @ (weight if transpose_w else weight.mT)
     if biases is None:
@@ -50,7 +53,10 @@ def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
 def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], bias: Any, bias_scale: Tensor | None, transpose_w: bool, out: Tensor
 ) -> None:
-    """Write out [T, N]. ends: cumulative ends of the groups."""
+    """Write out [T, N] = x w_e^T + bias_e * bias_scale; with `transpose_w`, x w_e + bias_e * bias_scale.
+
+    bias None: no bias; bias_scale None: 1.
+    """
     for expert, rows in groups_of(ends):
         values = wide(x[rows])
         scale = _column(bias_scale, rows, values)
@@ -61,7 +67,9 @@ def grouped_glu(
     x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: Activation,
     out: Tensor, preact: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Write out [T, I], and preact [T, 2I or I] unless None."""
+    """Write out [T, I] = activation(x w1_e^T + bias_e) * row_scale, and its preactivation to preact [T, 2I or I] unless
+    None.
+    """
     for expert, rows in groups_of(ends):
         h = _linear(wide(x[rows]), w1, bias, expert, None, transpose_w)
         out[rows] = _scaled(activate(h, *function), _column(row_scale, rows, h)).to(out.dtype)
@@ -74,9 +82,10 @@ def grouped_mlp(
     function: Activation, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda act: act,
 ) -> None:  # fmt: skip
-    """Write out [T, H], and preact [T, 2I or I] unless None.
+    """Write the MLP's result to out [T, H], and the preactivation to preact [T, 2I or I] unless None.
 
-    rounded: rounds the activation as FC2 reads it. The row scale multiplies the activation, and also the second bias.
+    rounded: function that rounds the activation to the values that FC2 reads. row_scale multiplies the activation, and
+    also the second bias.
     """
     for expert, rows in groups_of(ends):
         h = _linear(wide(x[rows]), w1, b1, expert, None, transpose_w)
@@ -91,7 +100,11 @@ def grouped_dglu(
     dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: Activation,
     dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
-    """Write dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
+    """Write the gradients between FC2 and FC1: dpreact [T, 2I or I], the gradient of preact, and d_row_scale [T] unless
+    None.
+
+    Also writes the activation times row_scale to out [T, I]. dy: the gradient of FC2's result.
+    """
     for expert, rows in groups_of(ends):
         dm = _linear(wide(dy[rows]), w2, None, expert, None, not transpose_w)
         scale = _column(row_scale, rows, dm)
@@ -106,9 +119,13 @@ def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any,
     rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> None:  # fmt: skip
-    """Write out [E, N, K], or a list of E [N, K]. An empty group writes zeros, or adds nothing.
+    """Write the weight gradients dy_e^T x_e to out, [E, N, K] or a list of E tensors [N, K].
 
-    adds: for each expert, whether to add to out. rounded: rounds a group's rows as the GEMM reads them.
+    A group without rows writes zeros, or adds nothing.
+
+    Args:
+        adds: for each expert, whether the gradient is added to out; False: overwrites it.
+        rounded: function that rounds a group's rows to the values that the GEMM reads.
     """
     for expert, rows in groups_of(ends, empty=True):
         dw = wide(rounded(dy[rows])).mT @ wide(rounded(x[rows]))
@@ -119,7 +136,7 @@ def grouped_wgrad(
 
 
 def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return x[rows] with indices clamped, since those after the last group may be anything. None: x itself."""
+    """Return x[rows], or x if rows is None. Indices are clamped, since those after the last group may be any number."""
     if rows is None:
         return x
     matrix = x.view(torch.uint8) if x.element_size() == 1 else x  # index_select does not support FP8

@@ -1,8 +1,8 @@
-"""Transport by torch.distributed's all-to-all: any back end, any number of nodes. Each operation begins with a header
-(`headers`), for which the host waits; the header of a dispatch says how many rows each rank sends.
+"""Transport by torch.distributed's all-to-all: any back end, any number of nodes.
 
-A rank receives the tokens that have an expert there, each token once, in their order. A second `Routing`, in which
-ranks take the place of experts, says which token goes to which ranks, and sums the rows that come back by token.
+Each operation begins with a header (`headers`), for which the host waits; the header of a dispatch says how many rows
+each rank sends. A rank receives the tokens that have an expert there, each token once, in their order. A second
+`Routing`, whose "experts" are the ranks, says which token goes to which ranks, and sums the returned rows by token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class AllToAll:
     """The all-to-all transport between the ranks of a torch.distributed group.
 
     Args:
-        identity: the number of this ExpertParallel that its ranks agreed on.
+        group: the process group.
+        owners: which rank owns which experts.
+        identity: the number of this ExpertParallel, the same on all ranks.
     """
 
     name = "all_to_all"
@@ -42,7 +44,7 @@ class AllToAll:
         self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
-        """Begin an exchange of tokens x whose choices are ids [N, K]; the host waits for all ranks' headers."""
+        """Begin an exchange of tokens x with choices ids [N, K]; the host waits for all ranks' headers."""
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
@@ -55,13 +57,15 @@ class AllToAll:
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which the ranks are no longer in step."""
+        """Raise the PeerError of an earlier operation after which the ranks no longer agree on the next operation."""
         self.headers.check()
 
     @contextlib.contextmanager
     def sending(self, phase: str) -> Iterator[None]:
-        """Send rows after a header inside this context. If this rank fails inside, the object refuses all later calls,
-        since the others wait for the remaining rows until their time-out.
+        """Send rows after a header inside this context.
+
+        If this rank raises inside, the object refuses all later calls, since the other ranks wait for the remaining
+        rows until their time-out.
         """
         try:
             yield
@@ -73,7 +77,13 @@ class AllToAll:
         self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None,
         group: Any = None,
     ) -> None:  # fmt: skip
-        """Run torch.distributed's all-to-all: num_in[r] rows go to rank r, num_out[r] come from it; None: equal counts.
+        """Run torch.distributed's all-to-all.
+
+        Args:
+            phase: the operation's name in errors.
+            out, rows: the buffer for received rows, and the rows to send.
+            num_out, num_in: number of rows that come from each rank, and go to each rank; None: equal numbers.
+            group: the process group; None: the transport's own.
 
         Raises:
             PeerError: the all-to-all failed.
@@ -95,8 +105,9 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(group: Any) -> Any:
-    """Return a group of the same ranks that exchanges host memory, so that headers wait for no kernel. NCCL exchanges
-    only GPU memory: each NCCL group gets a gloo group, made once. Every rank must call this.
+    """Return a group of the same ranks that exchanges host memory, so that headers do not wait for kernels.
+
+    NCCL exchanges only GPU memory: each NCCL group gets a gloo group, made once. Every rank must call this.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -111,9 +122,9 @@ class _Rows(Exchange):
     """An exchange of compact rows: no gaps between the rows of different ranks.
 
     Attributes:
-        sent: a Routing of this rank's tokens in which ranks take the place of experts.
-        num_sent, num_received: rows to and from each rank.
-        number: the dispatch's number among the operations of the object.
+        sent: a Routing of this rank's tokens to ranks, which take the place of experts.
+        num_sent, num_received: number of rows sent to each rank, and received from each rank.
+        number: the dispatch's number among the operations of the ExpertParallel.
     """
 
     transport: AllToAll
@@ -134,7 +145,7 @@ class _Rows(Exchange):
             return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
 
     def _tokens_forth(self, x: Tokens) -> Tokens:
-        """Send tokens; MXFP8 goes as bytes, since neither torch nor the back ends move every 8-bit float dtype."""
+        """Send tokens. MXFP8 is sent as bytes, since neither torch nor the back ends send every 8-bit float dtype."""
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
@@ -168,12 +179,14 @@ class _Rows(Exchange):
         return self._swap(phase, out, rows, self.num_received, self.num_sent)
 
     def _back(self, phase: str, rows: Tensor, out: Tensor) -> Tensor:
-        """Send rows back to their tokens' ranks; the received rows are written to the first rows of `out`."""
+        """Send rows back to their tokens' ranks; write the rows that return here to the first rows of `out`, and return
+        `out`.
+        """
         self._swap(phase, out[: sum(self.num_sent)], rows, self.num_sent, self.num_received)
         return out
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        """Exchange rows. With gloo, GPU tensors are copied through the host, since gloo moves no GPU memory."""
+        """Exchange rows. With gloo, GPU tensors are copied through the host, since gloo does not send GPU memory."""
         by_host = out.is_cuda and self.transport.back_end == "gloo"
         received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows
@@ -181,14 +194,18 @@ class _Rows(Exchange):
         return out.copy_(received) if by_host else out
 
     def _sums(self, phase: str, rows: Tensor, residual: Tensor | None) -> Tensor:
-        """Return [N, H]: for each of this rank's tokens, the sum of the rows sent back for it, + residual."""
+        """Return [N, H]: for each of this rank's tokens, the sum of the rows sent back for it, plus the residual unless
+        None.
+        """
         row_of = self.sent.row_of
         buffer = self._back(phase, rows, rows.new_empty(row_of.numel(), rows.shape[1]))
         made: Tensor = combine_rows(buffer.view(*row_of.shape, rows.shape[1]), row_of, residual)
         return made
 
     def _of_weights(self, phase: str, d_weights: Tensor) -> Tensor:
-        """Return gradients of weights [N, K], summed over ranks: exactly 0 except on the rank of a weight's expert."""
+        """Return gradients of weights [N, K]: each choice's, summed over ranks; a rank that does not own the expert
+        adds exactly 0.
+        """
         row_of = self.sent.row_of
         zeros = d_weights.new_zeros(row_of.numel() + 1, d_weights.shape[1])
         rows = self._back(phase, d_weights, zeros)

@@ -1,4 +1,6 @@
-"""The interface of a transport: dispatch and combine of a layer whose experts are on several ranks, and backward."""
+"""The interface of a transport: dispatch and combine of a layer whose experts are on several ranks, and
+their backward.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ class PeerError(RuntimeError):
 
 
 class Exchange(abc.ABC):
-    """One dispatch with its combine and their backward passes. Tensors that this rank sends are ordered by its tokens;
-    received tensors are ordered by rank, then by token. Callers of the methods hold the transport's turn.
+    """One dispatch with its combine, and their backward passes.
+
+    Tensors that this rank sends are ordered by its tokens; received tensors are ordered by rank, then by token. Whoever
+    calls a method must hold the transport's turn (see `turn.Turn`).
 
     Attributes:
         transport: an AllToAll or a Symmetric.
-        row_of: `row_of` of the Routing of the received tokens; None until there is one.
+        row_of: `row_of` of the Routing of the received tokens; None before this Routing is made.
     """
 
     transport: Any
@@ -44,52 +48,67 @@ class Exchange(abc.ABC):
 
     @property
     def turn(self) -> Turn:
-        """The Turn of the ExpertParallel; backward passes enter it themselves."""
+        """The ExpertParallel's Turn. Backward passes enter it themselves."""
         turn: Turn = self.transport.turn
         return turn
 
     @property
     @abc.abstractmethod
     def tokens(self) -> int:
-        """N, the number of this rank's tokens that were dispatched."""
+        """Number of tokens N that this rank dispatched."""
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send tokens x [N, H], weights and ids [N, K] to the ranks of their experts; return those received."""
+        """Send tokens x [N, H], weights and ids [N, K] to the ranks of their experts; return the received x, weights
+        and ids.
+        """
 
     @abc.abstractmethod
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return received gradients."""
+        """Send gradients of the results, d_out [N, H], to the ranks that got the tokens; return the gradients received
+        here.
+        """
 
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
-        """Send sums to their tokens' ranks; return [N, H], each own token's sum over all ranks, + residual."""
+        """Send sums to their tokens' ranks; return [N, H], for each own token the sum over all ranks, plus the residual
+        unless None.
+        """
 
     @abc.abstractmethod
     def fail(self) -> None:
-        """Tell the other ranks that this rank failed; called instead of `back`."""
+        """Tell the other ranks, instead of calling `back`, that this rank failed; their combine raises a PeerError."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
-        """Sum expert rows y [T, H] by token, and send the sums back as `back` does."""
+        """Sum the experts' rows y [T, H] by token, and send the sums back; see `back`. here: the Routing of the
+        received tokens.
+        """
         return self.back(combine(y, here), residual)
 
     @abc.abstractmethod
     def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Send gradients of received tokens and weights back; return those of this rank's tokens [N, H], summed over
-        ranks, and weights [N, K], from the rank of each choice's expert; 0 for a choice without an expert.
+        """Send the gradients of received tokens and weights back to the tokens' ranks.
+
+        d_weights None: weights need no gradient.
+
+        Returns:
+            The gradient of this rank's tokens [N, H], summed over ranks, and of its weights [N, K], each from the rank
+                of the choice's expert; 0 for a choice without an expert.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Handle from dispatch for `combine`: the exchange, and the Routing of the tokens that arrived here."""
+    """The result of dispatch that `combine` needs: the exchange, and the Routing of the tokens that arrived here."""
 
     exchange: Exchange
     here: Routing
 
 
 class Dispatch(torch.autograd.Function):
-    """Differentiable `Exchange.dispatch` of x [N, H], weights [N, K] and ids."""
+    """`Exchange.dispatch` of x [N, H], weights [N, K] and ids as an autograd function; differentiable in x
+    and weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
@@ -108,7 +127,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Differentiable `Exchange.back`: from sums over this rank's experts to sums over all experts, [N, H]."""
+    """`Exchange.back` as an autograd function: from sums over this rank's experts to sums over all experts, [N, H]."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:

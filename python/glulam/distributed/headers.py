@@ -1,8 +1,8 @@
 """Headers that ranks exchange before they exchange rows by all_to_all.
 
-torch.distributed moves any bytes. If one rank is in dispatch while another is in combine, or sends another dtype, rows
-come out wrong without an error, or the back end ends the process. So each operation begins with a header of fixed size
-to every rank, and rows follow only if all headers agree.
+torch.distributed sends any bytes without looking at them: if one rank is in dispatch while another is in combine, or
+sends another dtype, rows come out wrong without an error, or the back end ends the process. So each operation begins
+with a header of fixed size to every rank, and rows follow only if all headers agree.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from .turn import SHARED, Turn
 
 PHASES = (DISPATCH, COMBINE, f"backward of {COMBINE}", f"backward of {DISPATCH}")
 SAID = (*STATUSES, "failed")
-"""Statuses of a header. After "refused" and "failed" no rows follow; that rank's own error says why."""
+"""Names of a header's status. After "refused" and "failed" no rows follow; that rank's own error says why."""
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 class Header(NamedTuple):
-    """One rank's description of an operation. All fields except `rows` must be equal on all ranks.
+    """One rank's description of an operation, sent to one other rank. All fields except `rows` must be equal on all
+    ranks.
 
     Attributes:
-        identity: the number of the ExpertParallel that its ranks agreed on. number: its operations so far.
-        phase: an index of PHASES. answers: the number of the dispatch that this operation belongs to; 0: a dispatch.
-        status: an index of SAID. dtype: an index of DTYPES. width: columns. has_weights: whether gradients of choices'
-            weights follow. rows: how many follow for the rank that reads this header.
+        identity: the number of the ExpertParallel, the same on all its ranks.
+        number: the operation's number among those of the ExpertParallel.
+        phase: an index of PHASES, the kind of operation.
+        answers: the number of the dispatch that this operation belongs to; 0: the operation is a dispatch.
+        status: an index of SAID.
+        dtype: an index of DTYPES, the rows' dtype.
+        width: columns of the rows.
+        has_weights: 1 if gradients of choices' weights follow, else 0.
+        rows: number of rows that follow for the rank that reads this header.
     """
 
     identity: int
@@ -55,12 +61,13 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """The operations of one ExpertParallel, in their order.
+    """Exchange of headers for the operations of one ExpertParallel, in their order.
 
     Args:
-        swap: torch.distributed's all-to-all of a tensor [W, n], which raises PeerError.
-        world: W, the number of ranks. identity: see Header.
-        turn: the object's Turn; once two threads shared it, all operations are refused.
+        swap: function (phase, tensor [W, n]) that runs torch.distributed's all-to-all, or raises PeerError.
+        world: W, the number of ranks.
+        identity: see Header.
+        turn: the ExpertParallel's Turn; once two threads have shared it, all operations are refused.
     """
 
     def __init__(self, swap: Callable[[str, Tensor], Tensor], world: int, identity: int, turn: Turn) -> None:
@@ -69,23 +76,26 @@ class Headers:
         self._ended = ""
 
     def check(self) -> None:
-        """Raise the PeerError of an earlier operation after which ranks are no longer in step."""
+        """Raise the PeerError of an earlier operation after which the ranks no longer agree on the next operation."""
         if self._ended:
             raise PeerError(f"{self._ended}; make a new object on all ranks")
 
     def end(self, why: str) -> None:
-        """Refuse all later operations, since other ranks may still be inside one."""
+        """Refuse all later operations with the error text `why`, since other ranks may still be inside one."""
         self._ended = self._ended or why
 
     def agree(
         self, phase: str, like: Tensor, rows: list[int], expected: list[int] | None = None, *,
         status: str = STATUSES[0], answers: int = 0, has_weights: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Begin an operation of all ranks, and return how many rows come from each.
+        """Begin an operation of all ranks; return how many rows come from each rank.
 
         Args:
-            like: a tensor [., width] of the dtype that will be sent. rows: number of rows for each rank.
-            expected: number of rows from each rank; None: taken from the other ranks' headers.
+            phase: the kind of operation, one of PHASES.
+            like: a tensor [., width] of the dtype that will be sent.
+            rows: number of rows for each rank.
+            expected: number of rows that must come from each rank; None: taken from the other ranks' headers.
+            status: one of SAID.
             answers, has_weights: see Header.
 
         Raises:
@@ -112,7 +122,7 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """Send "refused" or "failed" instead of an operation; on the other ranks it raises a PeerError."""
+        """Send status "refused" or "failed" instead of doing an operation; the other ranks then raise a PeerError."""
         if self._ended:
             return
         try:
@@ -127,7 +137,9 @@ class Headers:
     def _exchange(
         self, phase: str, rows: list[int], answers: int, status: str, form: tuple[int, int, int]
     ) -> tuple[Header, list[Header]]:
-        """Return this rank's header and the headers of all ranks. `form`: dtype, width and has_weights."""
+        """Return this rank's header and the headers from all ranks. form: dtype, width and has_weights of
+        the header.
+        """
         self.number += 1
         place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)
         mine = [Header(*place, said, *form, count) for count in rows]

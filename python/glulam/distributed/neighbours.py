@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a group before the first call: sizes, and the transport of rows."""
+"""Agreement of a group's ranks when an ExpertParallel is made: on sizes, and on the transport of rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _host() -> str:
 
 
 def _gpu() -> str:
-    """Return the UUID of this process's current GPU; empty: no GPU."""
+    """Return the UUID of this process's current GPU; "": no GPU."""
     if not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
-    """Return why ranks at these (host, GPU) cannot reach each other's memory; empty: they can."""
+    """Return why ranks on these (host, GPU) pairs cannot access each other's memory; "": they can."""
     gpus = [gpu for _, gpu in places]
     if "nccl" not in dist.get_backend(group):
         return f"the group's back end is {dist.get_backend(group)}; it must be nccl"
@@ -49,8 +49,9 @@ def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
 
 
 def _untested(index: int) -> str:
-    """Return why kernels between GPUs must not run on this GPU; empty: they may. A stamp of
-    `glulam validate` does not count, since it covers no kernels between GPUs.
+    """Return why kernels between GPUs must not run on this GPU; "": they may.
+
+    A stamp of `glulam validate` does not count, since it covers no kernels between GPUs.
     """
     try:
         gpu = devices.gpu(index)
@@ -64,16 +65,19 @@ def _untested(index: int) -> str:
 def agree(
     group: Any, transport: str, sizes: tuple[Any, ...], unfit: str, error: Exception | None = None
 ) -> tuple[str, int]:
-    """Return (the transport for all ranks, a number that identifies this object). Every rank must call this.
+    """Return (the transport for all ranks, a number that identifies this ExpertParallel). Every rank must call this.
 
     Args:
+        group: the process group.
         transport: the requested transport, or "auto" for the best.
-        sizes: must be equal on every rank. unfit: why they do not fit the symmetric transport; empty: they do.
+        sizes: values that must be equal on every rank.
+        unfit: why the sizes do not fit the symmetric transport; "": they do.
         error: an error in this rank's options, raised after the other ranks have been told; None: no error.
 
     Raises:
-        ValueError: a rank has other sizes, or asks for another transport, or "symmetric" cannot work; on every rank.
-        PeerError: another rank's options are wrong, or it does not come.
+        ValueError: on every rank, if a rank has other sizes or requests another transport, or if "symmetric" is
+            requested and cannot work.
+        PeerError: another rank's options are invalid, or it does not come.
     """
     mine = (transport, *map(str, sizes))
     everyone = _gathered(group, (mine, (_host(), _gpu()), secrets.randbits(62), str(error or "")))
@@ -99,7 +103,7 @@ def agree(
 
 
 def _gathered(group: Any, mine: Any) -> list[Any]:
-    """Return each rank's `mine`. Raises PeerError if a rank does not come."""
+    """Return `mine` of every rank, in rank order. Raises PeerError if a rank does not come."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(everyone, mine, group=group)

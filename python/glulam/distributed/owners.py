@@ -1,4 +1,4 @@
-"""Ownership of experts by ranks, by plain arithmetic on numbers and tensors."""
+"""Ownership of experts by ranks, as plain arithmetic on numbers and tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Owners(NamedTuple):
-    """Rank r of `world` owns the experts floor(r E / world) to floor((r + 1) E / world) - 1, E = `num_experts`."""
+    """The distribution of experts over ranks.
+
+    Rank r of `world` owns the experts floor(r E / world) to floor((r + 1) E / world) - 1, E = `num_experts`.
+    """
 
     num_experts: int
     world: int
@@ -23,32 +26,39 @@ class Owners(NamedTuple):
         return self.first(rank + 1) - self.first(rank)
 
     def spread_of_arrived(self, rank: int, top_k: int) -> int:
-        """Return the number of experts over which the choices of the tokens that arrived at `rank` are spread, if only
-        those tokens are counted.
+        """Return the number of experts among which the tokens that arrived at `rank` choose, scaled to these tokens.
 
-        A token arrives if one of its K choices is here: of E experts, L of them here, the share of tokens that arrive
-        is 1 - C(E - L, K) / C(E, K).
+        Kernels are chosen by it (`Routing.world_experts`). Only tokens arrive that have a choice here: of E experts, L
+        of them here, the share of all tokens that arrive is 1 - C(E - L, K) / C(E, K), and the result is E times this
+        share.
         """
         here, chosen = self.count(rank), math.comb(self.num_experts, top_k)
         share = 1 - math.comb(self.num_experts - here, top_k) / chosen
         return max(here, round(self.num_experts * share))
 
     def spread_in_room(self, tokens: int, most: int) -> int:
-        """Return the number of experts over which choices are spread, if a rank has room for `most` tokens of each rank
-        and every rank has `tokens`, as this one does. `tokens` is rounded up to a power of two, so that few numbers of
-        tokens need plans of their own; 0: nothing is known of the other ranks, so `most` is assumed.
+        """Return the number of experts among which tokens choose, scaled to a buffer with room for `most` tokens of
+        each rank.
+
+        Kernels are chosen by it (`Routing.world_experts`). It assumes that every rank has `tokens`, as this one has,
+        rounded up to a power of two, so that few numbers of tokens need plans of their own. With 0 tokens nothing is
+        known of the other ranks, so `most` is assumed.
         """
         used = min(1 << (tokens - 1).bit_length(), most) if tokens else most
         return self.num_experts * most // used
 
     def ranks_of(self, ids: Tensor) -> Tensor:
-        """Return int64 ranks that own the experts `ids`; `world` for an id that is no expert."""
+        """Return the ranks, int64, that own the experts `ids`; `world` for an id that is no expert."""
         ids = ids.long()
         rank = ((ids + 1) * self.world - 1).div(self.num_experts, rounding_mode="floor")
         return rank.where((ids >= 0) & (ids < self.num_experts), self.world)
 
     def destinations(self, ids: Tensor) -> Tensor:
-        """Return int32 [N, world] for choices [N, K]: column r is r if a choice of the token is on rank r, else -1."""
+        """Return the ranks to which each token goes, int32 [N, world]: column r is r if one of the token's choices is
+        on rank r, else -1.
+
+        ids: the choices [N, K].
+        """
         goes = torch.zeros(len(ids), self.world + 1, dtype=torch.bool, device=ids.device)
         goes = goes.scatter_(1, self.ranks_of(ids), True)[:, : self.world]
         return torch.arange(self.world, dtype=torch.int32, device=ids.device).where(goes, -1)

@@ -1,4 +1,4 @@
-"""ExpertParallel: whose experts are where, and the way of tokens to them and back."""
+"""ExpertParallel: which rank owns which experts, and the transport of tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -34,52 +34,55 @@ __all__ = ["ExpertParallel", "PeerError"]
 NAME = "ExpertParallel"
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes of choices' weights."""
+"""Allowed dtypes of the weights of choices."""
 MAX_RANKS = MAX_K
-"""A token's rows from other ranks are added as those of its choices are."""
+"""Most ranks: the kernel that sums a token's rows from other ranks is the one that sums the rows of its choices."""
 MOST_TRIED = 64
 
 
 class ExpertParallel:
-    """The experts of a layer spread over the ranks of a torch.distributed group, rank r owning floor(r E / world) to
-    floor((r + 1) E / world) - 1.
+    """The experts of a layer, spread over the ranks of a torch.distributed group.
+
+    Rank r owns the experts floor(r E / world) to floor((r + 1) E / world) - 1.
 
         ep = ExpertParallel(group, num_experts, top_k, hidden_size, max_tokens, dtype=torch.bfloat16)
         y = glulam.moe(x, glulam.route(logits, top_k), w1, w2, parallel=ep)      # w1, w2: of own experts
 
-    The same in three steps; in place of `moe`, any function that returns a result for each token here will do:
+    The same in three steps; instead of `moe`, any function that returns a result for each token here can be used:
 
         routing = glulam.route(logits, top_k)
         x_here, routing_here, handle = ep.dispatch(x, routing.ids, routing.weights)
         y_here = glulam.moe(x_here, routing_here, w1, w2)
         y = ep.combine(y_here, handle)
 
-    A token goes once to each rank that has an expert of its; results are added on that rank first, in the order of the
-    choices, and then in the order of ranks, both in float32 and rounded once: the same bits in every run of a group.
-    Ranks may have different numbers of tokens, or none.
+    A token is sent once to each rank that owns one of its experts. The results of a token are added first on that rank,
+    in the order of the choices, then on the token's own rank, in the order of ranks; both sums are computed in float32
+    and rounded once, so every run of a group gives the same bits. Ranks may have different numbers of tokens, or none.
 
-    Every rank of the group makes the same calls in the same order, backward passes included.
+    Every rank of the group must make the same calls in the same order, backward passes included.
 
     Args:
-        group: of torch.distributed; None: the default one, of all processes.
-        num_experts, top_k, hidden_size: E, at most 1024 and at least the number of ranks; K; H.
+        group: a torch.distributed process group; None: the default group of all processes.
+        num_experts, top_k, hidden_size: E, K and H. E is at most 1024 and at least the number of ranks.
         max_tokens: the most tokens of a rank in one call.
-        dtype: of tokens.
-        transport: "symmetric", by stores to the memory of the other GPUs of the host: no host synchronisation, and CUDA
-            graphs hold it. What it received lies in buffers that the next dispatch overwrites, of world x max_tokens
-            rows twice; with gradients it is copied. "all_to_all", torch.distributed's, which any back end has: the
-            host waits for the numbers of rows once a dispatch, so that no CUDA graph can hold it. "auto": symmetric
-            where all ranks have GPUs of one host that reach each other, else all_to_all.
+        dtype: dtype of tokens.
+        transport: "symmetric" stores to the memory of the host's other GPUs: no host synchronisation, and CUDA graphs
+            can capture it. Received data lies in buffers, twice world x max_tokens rows, that the next dispatch
+            overwrites; if gradients are recorded, it is copied. "all_to_all" uses torch.distributed's all-to-all, which
+            any back end has: the host waits once in each dispatch for the numbers of rows, so no CUDA graph can capture
+            it. "auto": symmetric if all ranks have GPUs of one host that can access each other, else all_to_all.
 
     Attributes:
-        rank, world; first, num_local: the first expert here, and how many there are. transport: the one chosen.
+        rank, world: this rank, and the number of ranks.
+        first, num_local: the first expert here, and the number of experts here.
+        transport: the chosen transport.
 
-    One thread at a time uses an object: of two at once the second gets a RuntimeError, and the object ends, since other
-    ranks may have served their threads in another order.
+    Only one thread at a time may use an object: if two use it at once, the second gets a RuntimeError, and the object
+    becomes unusable, since other ranks may have served their threads in another order.
 
     Raises:
-        ValueError, TypeError: options that cannot work, or are not all ranks'.
-        PeerError: another rank's options cannot work, or it does not come.
+        ValueError, TypeError: options are invalid, or differ between ranks.
+        PeerError: another rank's options are invalid, or it does not come.
         RuntimeError: torch.distributed was not initialised.
     """
 
@@ -114,7 +117,7 @@ class ExpertParallel:
 
     @staticmethod
     def _unfit(window: Sizes) -> str:
-        """Why these sizes do not fit the kernels; empty where they do."""
+        """Return why the symmetric transport's kernels do not support these sizes; "": they do."""
         if window.dtype not in KERNEL_DTYPES:
             return f"dtype is {window.dtype}; kernels take {', '.join(map(str, KERNEL_DTYPES))}"
         if window.hidden_size % WIDTH_MULTIPLE:
@@ -125,7 +128,9 @@ class ExpertParallel:
 
     @torch.no_grad()
     def _warm_up(self, device: torch.device) -> None:
-        """Load all kernels, so that no rank waits for another one's first call."""
+        """Run dispatch and combine without valid tokens, so that all kernels are loaded and no rank waits for another's
+        first call.
+        """
         x = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=device)
         ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=device)
         for _ in range(2):
@@ -136,14 +141,17 @@ class ExpertParallel:
         self.check()
 
     def check(self) -> None:
-        """Raise the PeerError of what went wrong in earlier calls or replays of CUDA graphs. It does not wait for the
-        device, so synchronise first where the last of them counts.
+        """Raise the PeerError of a failure in an earlier call, or in a replay of a CUDA graph.
+
+        It does not wait for the device: synchronise first if the latest calls must be included.
         """
         self._way.check()
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that a rank waits for others, 600 unless set; None: torch.distributed's, which all_to_all has."""
+        """Seconds that a rank waits for others, 600 unless set; None: all_to_all, which has torch.distributed's
+        time-out.
+        """
         return self._way.timeout if isinstance(self._way, Symmetric) else None
 
     @timeout.setter
@@ -153,36 +161,41 @@ class ExpertParallel:
         self._way.timeout = seconds
 
     def dispatch(self, x: Tokens, ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
-        """Send tokens to the ranks of the experts that they chose. Differentiable in x and weights.
+        """Send tokens to the ranks that own their experts. Differentiable in x and weights.
 
         Args:
-            x: [N, H], N at most max_tokens, of the object's dtype; or on all ranks an MXFP8Tensor by rows, of block
-                "1x128" and plain scales, H a multiple of 128, which has no gradient. ids: int32 or int64 [N, K]; those
-                of no expert (-1, E and more) have no part. weights: [N, K], floating point.
+            x: [N, H], N at most max_tokens, in the object's dtype; or, on all ranks, an MXFP8Tensor quantised by rows
+                with block "1x128" and plain scales, H a multiple of 128, which has no gradient.
+            ids: int32 or int64 [N, K], the chosen experts; an id that is no expert (-1, E and more) is ignored.
+            weights: [N, K], floating point.
 
         Returns:
-            x_here: [R, H], the tokens that have an expert here, by rank and then by number, in x's form. symmetric: of
-                all ranks world x max_tokens, with gaps that routing_here does not read; without gradients overwritten
-                by the next dispatch.
-            routing_here: a Routing of these tokens to own experts.
-            handle: for `combine`.
+            x_here: [R, H], the tokens that have an expert here, ordered by their rank, then by their number, in x's
+                format. With the symmetric transport it has room for all ranks' tokens, R = world x max_tokens, with
+                gaps that routing_here does not read; unless gradients are recorded, the next dispatch overwrites it.
+            routing_here: a Routing of these tokens to the experts here.
+            handle: an argument of `combine`.
 
         Raises:
-            ValueError, TypeError: an argument that does not fit; other ranks get a PeerError.
+            ValueError, TypeError: an argument is invalid; other ranks get a PeerError.
             GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
-            PeerError: another rank's arguments did not fit, or are in another form than here, or it did not come;
-                symmetric: in a call before.
+            PeerError: another rank's arguments are invalid, or in another format than here, or it does not come. With
+                the symmetric transport the error can be that of an earlier call.
         """
         return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Do work before a dispatch. If the work raises, the other ranks' dispatch ends in a PeerError that says so."""
+        """Do work before a dispatch inside this context. If the work raises, the other ranks' dispatch raises a
+        PeerError that says so.
+        """
         with self._way.turn, _telling(self._way.refuse):
             yield
 
     def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
-        """`tokens`: what makes x, checked, and may raise."""
+        """Dispatch the tokens that the function `tokens` returns; it also checks the arguments, and may raise. See
+        `dispatch`.
+        """
         with self._way.turn:
             with self.refusing():
                 x = tokens()
@@ -203,7 +216,9 @@ class ExpertParallel:
         return x_here, here, Handle(exchange, here)
 
     def _spread(self, tokens: int) -> int:
-        """Return the experts that choices are spread over in what a dispatch of so many tokens leaves here."""
+        """Return over how many experts the choices that arrive here are spread (`Routing.world_experts`), if this rank
+        has `tokens` tokens.
+        """
         if self.transport == Symmetric.name:
             return self.owners.spread_in_room(tokens, self.max_tokens)
         return self._spread_of_arrived
@@ -213,7 +228,7 @@ class ExpertParallel:
         return self.owners.spread_of_arrived(self.rank, self.top_k)
 
     def _checked(self, x: Any, ids: Any, weights: Any) -> Any:
-        """x. Raises what `dispatch` does of its arguments."""
+        """Return x after checking the arguments of `dispatch`. Raises the errors that `dispatch` documents."""
         self._check_tokens(x)
         op, shape = DISPATCH, (x.shape[0], self.top_k)
         integers = torch.int32, torch.int64
@@ -229,24 +244,26 @@ class ExpertParallel:
     def combine(
         self, y_here: Tensor, handle: Handle, residual: Tensor | None = None, *, summed: bool | None = None
     ) -> Tensor:
-        """Send results of own experts back to the ranks that the tokens came from, and add them there. Differentiable.
+        """Send the results of the experts here back to the tokens' ranks, and add them there. Differentiable.
 
         Args:
-            y_here: contiguous; sums or rows, with the weights of choices applied in both. symmetric: in the object's
-                dtype; the gradient of sums has the gaps of x_here.
+            y_here: results of the experts, contiguous, multiplied by the weights of choices: sums or rows. With the
+                symmetric transport in the object's dtype; the gradient of sums then has the same gaps as x_here.
                 Sums: [R, H], one for each row of x_here, as `glulam.moe(x_here, routing_here, ...)` returns.
                 Rows: [T, H], T = R top_k, one for each row of routing_here, as `grouped_mlp` returns when called with
-                `offs=routing_here.offs, row_scale=routing_here.weight_of_row`. Each token's rows are added here first.
-            handle: of the dispatch.
-            residual: [N, H], added to the sums.
-            summed: True: y_here holds sums. False: rows. None: its shape tells which. With top_k = 1 the two shapes are
-                equal, but rows lie by expert and sums by token: None then means sums, so give False for rows.
+                    `offs=routing_here.offs, row_scale=routing_here.weight_of_row`. The rows of each token are added
+                    here first.
+            handle: the handle that the dispatch returned.
+            residual: [N, H], added to the sums; None: nothing is added.
+            summed: True: y_here holds sums. False: rows. None: derived from its shape. With top_k = 1 the two shapes
+                are equal, but rows are ordered by expert and sums by token: None then means sums, so pass False for
+                rows.
 
         Returns:
-            [N, H]: residual[n] + the sum over ranks of their sums.
+            [N, H]: residual[n] + the sum over ranks of token n's sums.
 
         Raises:
-            ValueError, TypeError: an argument that does not fit. Nothing was sent, so that the call can be made again.
+            ValueError, TypeError: an argument is invalid. Nothing was sent, so the call can be repeated.
             PeerError: another rank failed since the dispatch, is in another operation, sends another dtype or width, or
                 does not come.
         """
@@ -262,7 +279,7 @@ class ExpertParallel:
             return handle.exchange.back_rows(y_here, handle.here, residual)
 
     def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
-        """`combine` of sums [R, H], whose shape is not checked."""
+        """Run `combine` on sums [R, H], without checking their shape."""
         with self._way.turn:
             out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
         return out
@@ -271,12 +288,21 @@ class ExpertParallel:
         self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
         x: Tokens, routing: Routing, residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens to `experts` of a recipe, and what it makes of x_here and routing_here back to the tokens: with
-        gradients sums, without rows, which are added on their way. `shared` makes the residual of x, while rows are on
-        their way. `given`: the arguments that `experts` has besides.
+        """Dispatch tokens, run the experts on the tokens that arrive here, and combine the results.
 
-        If this rank raises, the other ranks' call ends in a PeerError: before anything was sent where an argument is
-        the cause, else in place of their combine.
+        If this rank raises, the other ranks' call raises a PeerError: in dispatch, before anything was sent, if an
+        argument is the cause; else in combine.
+
+        Args:
+            op: the public operator's name in errors.
+            recipe: the experts' recipe, which decides whether tokens are sent in MXFP8.
+            experts: function (x_here, routing_here, is_summed) of the experts' results: if is_summed, which is the case
+                with gradients, a sum for each token; else rows, which combine adds on their way back.
+            given: the remaining arguments of the experts, by name, to recognise calls whose arguments were checked
+                before.
+            x, routing: the tokens [N, H], and their Routing to all experts.
+            residual: [N, H], added to the result; None: nothing is added.
+            shared: function that computes the residual from x while rows are on their way; None: `residual` is used.
         """
         with self._way.turn:
             beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
@@ -296,7 +322,10 @@ class ExpertParallel:
         self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
         x: Tokens, routing: Routing,
     ) -> Tokens:  # fmt: skip
-        """A layer's tokens as they travel. Raises what is wrong with them, with the routing or with the experts."""
+        """Return a layer's tokens in the format in which they are sent.
+
+        Raises the errors of invalid tokens, routing or arguments of the experts.
+        """
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
@@ -314,7 +343,7 @@ class ExpertParallel:
     def _try_experts(
         self, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any], x: Tokens, routing: Routing
     ) -> None:
-        """Let experts check their arguments, by a call of no tokens; once for what they are."""
+        """Let the experts check their arguments by a call with zero tokens; done once for each kind of arguments."""
         key = isinstance(x, Tensor), torch.is_grad_enabled(), *map(_kind, given.values())
         if key in self._tried:
             return
@@ -330,11 +359,14 @@ class ExpertParallel:
 
     @functools.cached_property
     def _tried(self) -> set[Any]:
-        """Kinds of arguments that experts took."""
+        """Keys of the arguments that the experts have checked and accepted."""
         return set()
 
     def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
-        """A layer's tokens as they travel: by recipe, sizes, grad mode and x's own form, so alike on all ranks."""
+        """Return a layer's tokens in the format in which they are sent.
+
+        The format depends only on recipe, sizes, grad mode and x's own format, so it is the same on all ranks.
+        """
         if isinstance(x, MXFP8Tensor):
             return as_read(op, recipe, x, self.dtype)
         if not quantizes(recipes.find(op, recipe), self.hidden_size, self.dtype):
@@ -343,7 +375,7 @@ class ExpertParallel:
         return in_mxfp8(x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Itself: a group has no copy."""
+        """Return the object itself, since a process group cannot be copied."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -355,7 +387,7 @@ class ExpertParallel:
 
 
 def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any) -> None:
-    """Raise ValueError or TypeError for an option of ExpertParallel that cannot work."""
+    """Raise ValueError or TypeError if an option of ExpertParallel is invalid. sizes: the integer options by name."""
     num_experts = sizes["num_experts"]
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -377,8 +409,10 @@ def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any
 
 
 def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
-    """True if y_here has a row for each token of `here`, False if for each choice. Raises ValueError or TypeError if it
-    has neither, or not what `summed` says.
+    """Return True if y_here has one row for each token of `here`; False: one row for each choice. See summed of
+    `combine`.
+
+    Raises ValueError or TypeError if it has neither, or not the one that `summed` says.
     """
     check_tensor(COMBINE, "y_here", y_here, "a tensor [tokens here, H] or [T, H]", here.row_of)
     tokens, k = here.row_of.shape
@@ -396,7 +430,9 @@ def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
 
 @contextlib.contextmanager
 def _telling(tell: Callable[[], None]) -> Iterator[None]:
-    """Do work that the other ranks depend on. If it raises, `tell` them, in place of the operation that they are in."""
+    """Do work that other ranks depend on inside this context. If it raises, call `tell`, which makes the other ranks'
+    operation raise.
+    """
     try:
         yield
     except Exception:
@@ -405,12 +441,16 @@ def _telling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _by_sums(x: Tokens) -> bool:
-    """Return True if a layer's experts make sums of tokens: with gradients, which tokens in MXFP8 do not have."""
+    """Return True if a layer's experts return sums of tokens: if gradients are recorded, which tokens in MXFP8 do not
+    have.
+    """
     return torch.is_grad_enabled() and isinstance(x, Tensor)
 
 
 def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any) -> bool:
-    """Return True if y_here holds sums. Raises ValueError or TypeError for arguments that `combine` does not take."""
+    """Check the arguments of `combine`; return True if y_here holds sums, False if rows. Raises ValueError or
+    TypeError.
+    """
     is_summed = _holds_sums(y_here, handle.here, summed)
     if residual is not None:
         shape = handle.exchange.tokens, y_here.shape[1]
@@ -419,7 +459,9 @@ def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any)
 
 
 def _kind(value: Any) -> Any:
-    """A key for the properties that experts check and that are read at once; of a list, those of its first tensor."""
+    """Return a key made of the properties of an argument that experts check, such as shape and dtype; for a list, its
+    length and its first tensor's properties.
+    """
     if isinstance(value, (list, tuple)):
         return type(value), len(value), *map(_kind, value[:1])
     shape = getattr(value, "shape", None)

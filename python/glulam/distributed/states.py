@@ -1,4 +1,4 @@
-"""State dicts and parameters of layers whose experts are spread over ranks."""
+"""Conversion of state dicts, and selection of parameters, for layers whose experts are spread over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parallel import ExpertParallel
 _NUMBERED = re.compile(
     r"(?P<before>(?:.*\.)?experts\.(?:fc[12]\.(?:weight|bias|weight_scale))?)(?P<number>\d+)(?P<after>.*)"
 )
-"""Matches a key of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
+"""A pattern of keys of one expert: `experts.7.up_proj.weight` in other models, `experts.fc1.weight7` in nn.MoE."""
 _PACKED = re.compile(r"(?:.*\.)?experts\..*")
 
 
@@ -25,14 +25,16 @@ def _number_of(key: str) -> tuple[str, int, str] | None:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the part of a whole model's state dict that this rank loads: its own experts, and all other tensors.
+    """Return the part of a whole model's state dict that this rank loads: the experts of this rank, and all other
+    tensors.
 
     Args:
-        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked or one by one.
+        state: the whole model's state dict; experts under any names that `nn.MoE` loads, stacked in one tensor or one
+            by one.
         parallel: the ExpertParallel of all layers in it.
 
     Returns:
-        A new dict; one-by-one experts are renumbered from 0, stacked experts are views.
+        A new dict. One-by-one experts are renumbered from 0; stacked experts are views.
 
     Raises:
         ValueError: a stacked tensor does not hold `parallel.num_experts` experts.
@@ -54,7 +56,7 @@ def shard_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> d
 
 
 def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> dict[str, Tensor]:
-    """Return the state dict of the whole model from each rank's: to be saved, and loaded by any number of ranks.
+    """Return the state dict of the whole model, joined from all ranks', to be saved and loaded by any number of ranks.
 
     Every rank must call this.
 
@@ -81,10 +83,11 @@ def gather_state_dict(state: Mapping[str, Tensor], parallel: ExpertParallel) -> 
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of which each rank has its own: experts of the layers in `module` that have a `parallel`.
+    """Return the parameters that differ between ranks: those of the experts of layers in `module` that have a
+    `parallel`.
 
     Gradients of these parameters are complete on their own rank. Gradients of all other parameters must be averaged
-    over the group's data, as DistributedDataParallel does; make it skip the experts by:
+    over the group, as DistributedDataParallel does; make it skip the experts by:
 
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters(model)))
 

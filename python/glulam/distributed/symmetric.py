@@ -1,4 +1,4 @@
-"""Transport by stores to the memory of the host's other GPUs: kernels write rows, then words that announce them
+"""Transport by stores to the memory of the host's other GPUs: kernels write rows, then words that announce the rows
 (docs/distributed.md). The host waits for nothing, and CUDA graphs can capture it.
 """
 
@@ -32,7 +32,7 @@ TIMEOUT = 600.0
 
 
 class _Kernels:
-    """The transport's kernels for one GPU and dtype, by name."""
+    """The kernels of the transport for one GPU and one dtype, which `launch` finds by name."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.index = gpus.cuda_index("ExpertParallel", device)
@@ -52,11 +52,17 @@ class Symmetric:
 
     All ranks must make the same calls in the same order. A call on another stream than the previous call's waits for
     that stream; during graph capture the caller must order the streams.
+
+    Args:
+        window: this rank's window. held: objects that keep its memory alive.
+        rank: this rank.
+        num_experts: E.
+        sizes: the window's sizes.
     """
 
     name = "symmetric"
     poison = False
-    """For tests: overwrite received data with NaN as soon as no rank may need it."""
+    """For tests: True overwrites received data with NaN as soon as no rank may need it."""
 
     def __init__(self, window: Window, held: Any, rank: int, num_experts: int, sizes: Sizes) -> None:
         self.window, self._held, self.sizes, self.turn = window, held, sizes, Turn()
@@ -86,7 +92,9 @@ class Symmetric:
         self._state[STATE.index("timeout")] = int(seconds * 1e9)
 
     def check(self) -> None:
-        """Raise PeerError if the device found an error in an earlier call, RuntimeError if two threads shared this."""
+        """Raise PeerError if the device found an error in an earlier call, or RuntimeError if two threads used this
+        object at once.
+        """
         if error := self._error.value:
             rank, reason, phase, number = failure(error)
             what = {
@@ -101,7 +109,7 @@ class Symmetric:
             raise RuntimeError(SHARED)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Slots:
-        """Begin an exchange of tokens x whose choices are ids [N, K]."""
+        """Begin an exchange of tokens x with choices ids [N, K]; nothing is sent yet."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty
@@ -109,7 +117,9 @@ class Symmetric:
         return _Slots(self, handle, empty(tokens, world), empty(tokens, k), keeps=torch.is_grad_enabled())
 
     def refuse(self) -> None:
-        """Tell the other ranks, instead of an exchange, that this rank refused its tokens; the object ends."""
+        """Tell the other ranks, instead of an exchange, that this rank refused its tokens; the object cannot be used
+        afterwards.
+        """
         if not self._error.value:
             self.send_tokens(tokens=0, status="refused")
 
@@ -142,13 +152,16 @@ class Symmetric:
 
 @dataclasses.dataclass
 class _Slots(Exchange):
-    """An exchange in fixed slots: a token's number is its place in the window of every rank that it goes to.
+    """An exchange in fixed slots: a token has the same slot, given by its rank and number, in each window that it is
+    sent to.
 
     Attributes:
         handle: int64 [1 + W], the operation's number, and the number of tokens of each rank.
-        sum_rows, weight_places: [N, W] and [N, K], written by the kernel: places in the window of the sums and weight
-            gradients that come back.
-        keeps: whether received tensors must outlive the next dispatch.
+        sum_rows: [N, W], written by the kernel: for each token and rank, the row of `window.sums` where the rank's sum
+            arrives; -1: the token does not go to this rank.
+        weight_places: [N, K], written by the kernel: for each choice, the index in `window.weight_gradients` where its
+            gradient arrives; -1: the choice has no expert.
+        keeps: whether received tensors must outlive the next dispatch, and are therefore copied.
     """
 
     transport: Symmetric
@@ -162,11 +175,15 @@ class _Slots(Exchange):
         return len(self.sum_rows)
 
     def fail(self) -> None:
-        """Send a refused dispatch, from which the other ranks, which are in combine, see that this rank failed."""
+        """Send a dispatch with status "refused": the other ranks, which are in combine, see by it that this rank
+        failed.
+        """
         self.transport.refuse()
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send tokens; return views of the window, which the next dispatch overwrites, or copies if `keeps`."""
+        """Send tokens; return the received ones as views of the window, which the next dispatch overwrites, or copies
+        if `keeps`.
+        """
         weights = weights.contiguous()
         self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())
         window = self.transport.window
@@ -174,7 +191,7 @@ class _Slots(Exchange):
         return tuple(one.clone() for one in came) if self.keeps else came  # type: ignore[return-value]
 
     def forth(self, d_out: Tensor) -> Tensor:
-        """Send gradients; return a copy of those received, since weight gradients may be computed later."""
+        """Send gradients; return a copy of the gradients received, since weight gradients may be computed later."""
         self._send(d_out, ids=0, weights=0)
         return self.transport.window.rows.clone()
 
@@ -208,12 +225,15 @@ class _Slots(Exchange):
         self.transport.send_tokens(status=status_of(x), **rows, **table, **self._back())
 
     def _back(self) -> dict[str, int]:
-        """Return kernel arguments: addresses of the tensors that hold the places of returned rows."""
+        """Return, as kernel arguments, the addresses of `sum_rows`, `weight_places` and `handle`."""
         tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _check_back(self, y: Tensor, of_a_token: int) -> None:
-        """Raise ValueError or TypeError if y does not have the shape, dtype and device that the kernel reads."""
+        """Raise ValueError or TypeError if y does not have the shape, dtype and device that the kernel reads.
+
+        of_a_token: number of rows of y for each token: 1 for sums, top_k for rows.
+        """
         sizes = self.transport.sizes
         shape, why = (of_a_token * sizes.rows, sizes.hidden_size), f"hidden_size is {sizes.hidden_size}"
         like = self.transport.window.sums
@@ -230,7 +250,7 @@ class _Slots(Exchange):
         )  # fmt: skip
 
     def _add(self, residual: Tensor | None) -> Tensor:
-        """Return received sums added over ranks, in rank order, + residual."""
+        """Return the received sums, added over ranks in rank order, plus the residual unless None."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
         out = sums.new_empty(tokens, sums.shape[1])

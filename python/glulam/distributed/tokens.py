@@ -18,18 +18,18 @@ from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
 FORM = ("row", "1x128", "plain")
-"""Axis, block and scale layout of MXFP8 tokens, as FC1 reads them."""
+"""Axis, block and scale layout of tokens in MXFP8: those that FC1's kernels read."""
 WIDE = BLOCK_SIZES["1x128"]
-"""MXFP8 tokens need H to be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
+"""H of tokens in MXFP8 must be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
 
 
 def status_of(x: Tokens) -> str:
-    """Return the entry of `windows.STATUSES` for the format of x."""
+    """Return the name in `windows.STATUSES` of x's format."""
     return "MXFP8 rows" if isinstance(x, MXFP8Tensor) else "16-bit rows"
 
 
 def check_tokens(op: str, x: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype) -> None:
-    """Raise ValueError or TypeError unless x is [N, hidden_size], of `dtype` or in MXFP8, with N <= max_tokens."""
+    """Raise ValueError or TypeError unless x is [N, hidden_size], in `dtype` or in MXFP8, with N at most max_tokens."""
     data = x.data if isinstance(x, MXFP8Tensor) else x
     check_tensor(op, "x", data, "a tensor [N, H]", dtypes=(DATA_DTYPE if data is not x else dtype,))
     if data.dim() != 2 or data.shape[1] != hidden_size:
@@ -62,7 +62,7 @@ def refuse_gradients(op: str, x: Any, weights: Any) -> None:
 
 
 def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Return whether a layer sends 16-bit tokens as MXFP8: if FC1 reads only MXFP8 rows, and nothing is saved for
+    """Return True if a layer sends its 16-bit tokens as MXFP8: FC1 reads only MXFP8 rows, and nothing is saved for
     backward.
     """
     return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
@@ -75,13 +75,13 @@ def in_mxfp8(x: Tensor) -> MXFP8Tensor:
 
 
 def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -> Tokens:
-    """Return MXFP8 tokens in the format that a layer's recipe reads, to be sent.
+    """Return MXFP8 tokens in the format that a layer's recipe reads, in which they are sent.
 
-    Tokens that the recipe reads in 16 bits are decoded before they are sent: the receiving buffer has room for the
-    tokens of all ranks, and decoding all of it takes longer than the link.
+    If the recipe reads 16-bit tokens, they are decoded before they are sent: the receiving buffer has room for the
+    tokens of all ranks, and decoding all of this buffer would take longer than the transfer.
 
     Raises:
-        ValueError, TypeError: the recipe does not take them.
+        ValueError, TypeError: the recipe does not take such tokens.
     """
     data, scale, _ = rows_as_read(op, x, recipes.find(op, recipe), dtype)
     return data if scale is None else MXFP8Tensor.unchecked(data, scale, *FORM)

@@ -1,4 +1,4 @@
-"""Turn: keeps the operations of an ExpertParallel to one thread at a time."""
+"""Turn: lets only one thread at a time run the operations of an ExpertParallel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ SHARED = (
 
 
 class Turn:
-    """A re-entrant context for one thread; a second thread that enters meanwhile gets a RuntimeError.
+    """A re-entrant context that one thread at a time may hold; a second thread that enters meanwhile gets a
+    RuntimeError.
 
     Attributes:
-        was_shared: a second thread tried to enter. Its call was refused, and the ExpertParallel is unusable.
+        was_shared: True after a second thread has tried to enter. Its call was refused, and the ExpertParallel is
+            unusable.
     """
 
     def __init__(self) -> None:

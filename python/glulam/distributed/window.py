@@ -1,4 +1,4 @@
-"""Windows: memory of a rank that all ranks of the host can access."""
+"""Windows: memory of a rank that all ranks of its host can access, through which the symmetric transport sends rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ALIGNMENT = 256
 
 
 class Sizes(NamedTuple):
-    """Sizes that determine a window's layout: W ranks of at most L tokens, K choices each, H columns of a dtype."""
+    """The sizes that determine a window's layout: W ranks, at most L tokens on each, K choices for each token, and H
+    columns of a dtype.
+    """
 
     world: int
     max_tokens: int
@@ -33,7 +35,7 @@ class Sizes(NamedTuple):
         return self.world * self.max_tokens
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each region in `windows.REGIONS`."""
+        """Return (dtype, shape) of each region of a window, in the order of `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
             "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),
@@ -46,7 +48,7 @@ class Sizes(NamedTuple):
         return {name: shapes[name] for name in REGIONS}
 
     def offsets(self) -> dict[str, int]:
-        """Return the byte at which each region begins; under "", the size of the window."""
+        """Return the byte at which each region begins; the entry "" is the size of the window in bytes."""
         found, end = {}, 0
         for name, (dtype, shape) in self.regions().items():
             found[name] = end
@@ -58,12 +60,14 @@ class Window:
     """A rank's own window.
 
     Args:
-        buffer: uint8, `sizes.offsets()[""]` bytes. bases: the address of each rank's buffer, this rank's included.
+        buffer: uint8, `sizes.offsets()[""]` bytes.
+        bases: the address of each rank's buffer, this rank's included.
+        sizes: see `Sizes`.
 
     Attributes:
         rows, scales, ids, weights, sums, weight_gradients, words: views of the regions.
         in_mxfp8: `rows` and `scales` viewed as MXFP8 tokens [W L, H].
-        addresses: int64 [REGIONS, W], the address of each region on each rank.
+        addresses: int64 [number of regions, W], the address of each region on each rank.
     """
 
     def __init__(self, buffer: Tensor, bases: list[int], sizes: Sizes) -> None:
@@ -93,7 +97,7 @@ class Window:
 
 
 def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
-    """Return (a window that all ranks can access, the objects that keep it alive). Every rank must call this."""
+    """Return (a window that all ranks can access, objects that keep its memory alive). Every rank must call this."""
     size = sizes.offsets()[""]
     if sizes.world == 1:
         buffer, held = torch.empty(size, dtype=torch.uint8, device=device), None

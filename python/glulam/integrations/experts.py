@@ -1,4 +1,4 @@
-"""Experts modules of transformers: names of their weights, and storage of quantised weights."""
+"""Experts modules of transformers: the names of their weights, and storage of quantised weights in them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..recipes import Recipe
 NAME = "glulam"
 """The name of the experts implementation in transformers."""
 _, SCALE, _ = SUFFIXES
-"""Suffix that a weight's name gets for its scales."""
+"""Suffixes of the names of a weight's parts; SCALE makes the name of its scales."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes that transformers' ExpertsInterface sets on an experts class."""
+"""Attributes that transformers' ExpertsInterface sets on a class of experts."""
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -26,7 +26,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def world_of(experts: Any) -> int | None:
-    """Return the number of experts on all ranks, from the model's configuration; None: all of them are here."""
+    """Return the number of experts on all ranks, from the model's configuration; None: this module has all of them."""
     config = getattr(experts, "config", None)
     counts = [getattr(config, name, None) for name in _COUNTS]
     world = next((count for count in counts if type(count) is int), 0)
@@ -38,12 +38,18 @@ def is_experts(module: Any) -> bool:
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Return the names of FC1's and FC2's weights."""
+    """Return the names of the module's attributes that hold FC1's and FC2's weights."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
-    """Store a weight in a recipe's format as buffers; 8-bit floats are bytes there and in state dicts."""
+    """Store a quantised weight in an experts module as buffers. 8-bit floats are stored as bytes, as in state dicts.
+
+    Args:
+        name: the weight's name, to which each buffer adds a suffix.
+        parts: the weight's data, scales and global scales, or None.
+        recipe: the recipe whose format they have; stored as `glulam_recipe`.
+    """
     if not hasattr(experts, "glulam_recipe"):
         experts.register_load_state_dict_pre_hook(_read)
     for part, tensor in zip(SUFFIXES, parts, strict=True):
@@ -56,7 +62,9 @@ def _read(
     experts: Any, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any, _unexpected: Any,
     errors: list[str],
 ) -> None:  # fmt: skip
-    """View 8-bit floats as bytes before they load, since copy_ would convert the numbers. Other dtypes are errors."""
+    """Hook before load_state_dict: view 8-bit floats as bytes, since copy_ would convert their values. Other dtypes are
+    errors.
+    """
     kind = experts.glulam_recipe.weights.kind
     for name in weight_names(experts):
         for part, floats in zip(SUFFIXES, (DATA_DTYPE, kind.scale_dtype, None), strict=True):
@@ -72,12 +80,14 @@ def _read(
 
 
 def parameter(experts: Any, name: str) -> Any:
-    """Return a parameter, or an attribute that replaces it. Takes 0.1 us; the module's own look-up takes 0.6 us."""
+    """Return a parameter of a module, or the attribute that replaces it, in 0.1 us; the module's own look-up takes 0.6
+    us.
+    """
     found = experts._parameters.get(name)
     return getattr(experts, name) if found is None else found
 
 
 def quantised(experts: Any, name: str) -> Any:
-    """Return a weight stored by `keep`, as `glulam.moe` takes it."""
+    """Return the weight that `keep` stored under this name, as the quantised tensor that `glulam.moe` takes."""
     parts = Parts(*[experts._buffers.get(name + part) for part in SUFFIXES])
     return experts.glulam_recipe.weights.tensor_of(parts)

@@ -1,7 +1,8 @@
 """transformers' FP8Experts, the modules that FP8 checkpoints load into: recipes for them, and access to their weights.
 
-A module keeps its parameters, E4M3 elements and scales `*_scale_inv`; kernels read the elements in place. If kernels
-need the scales in another dtype or shape, these are made at the first forward, as buffers outside of state dicts.
+A module keeps its parameters: E4M3 elements, which kernels read in place, and scales `*_scale_inv`. If kernels need the
+scales in another dtype or shape, converted scales are made at the first forward, as buffers that are not in state
+dicts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from ..recipes import FP8_BLOCK_WEIGHT_ONLY, FP8_BLOCKS, MXFP8_WEIGHT_ONLY, Reci
 from .experts import SCALE, parameter, weight_names
 
 SCALE_INV = "_scale_inv"
-"""Suffix of a weight's scales in FP8Experts; values are elements times scales."""
+"""Suffix that makes the name of a weight's scales in FP8Experts; values are elements times scales."""
 FORMS: dict[torch.dtype, Form] = {torch.float32: FP8_BLOCK, SCALE_DTYPE: BLOCKS, torch.uint8: BLOCKS}
-"""The form of a weight, by the dtype of the scales that kernels read."""
+"""The `Form` (format and layout) of a weight, by the dtype of the scales that kernels read."""
 
 
 def _widened(data: Tensor, scale: Tensor) -> Tensor:
-    """Return E8M0 scales as float32."""
+    """Convert E8M0 scales to float32."""
     return scales_of(scale.view(torch.uint8))
 
 
 def _of_rows(data: Tensor, scale: Tensor) -> Tensor:
-    """Return scales of each row from 32 x 32 scales, as bytes, since Python's pickle cannot restore 8-bit floats."""
+    """Return one scale for each 32 elements of a row, made from scales of 32 x 32 blocks.
+
+    The scales are bytes, since Python's pickle cannot restore 8-bit floats.
+    """
     return mxfp8_of_square_blocks(data, scale).scale.view(torch.uint8)
 
 
@@ -41,8 +45,10 @@ class Served(NamedTuple):
     """The recipes for one kind of FP8 weights.
 
     Attributes:
-        recipe: used on GPUs that have kernels for it, and on the CPU. weight_only: used on other GPUs.
-        make_scales: function (weight, scales) -> scales that kernels read; None: kernels read the module's scales.
+        recipe: used on GPUs that have kernels for it, and on the CPU.
+        weight_only: used on other GPUs.
+        make_scales: function (elements, scales) -> the scales that kernels read; None: kernels read the module's
+            scales.
     """
 
     recipe: Recipe
@@ -56,11 +62,16 @@ SERVED = {
     ((32, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY, _of_rows),
     ((1, 32), SCALE_DTYPE): Served(MXFP8_WEIGHT_ONLY, MXFP8_WEIGHT_ONLY),
 }
-"""Recipes by a module's block size and the dtype of its scales."""
+"""The recipes for a module, by its block size and the dtype of its scales."""
 
 
 class Fp8(NamedTuple):
-    """Device and dtype of a module's weights when its plan was made; block and scale_dtype are the key in SERVED."""
+    """Description of an FP8Experts module's weights, to recognise later changes.
+
+    Attributes:
+        device, dtype: of the weights when the module's plan was made.
+        block, scale_dtype: block size and dtype of scales, the module's key in SERVED.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -72,7 +83,7 @@ class Fp8(NamedTuple):
         return SERVED[self.block, self.scale_dtype]
 
     def is_of(self, experts: Any) -> bool:
-        """Return True if the module's weights have this device and dtype."""
+        """Return True if the module's weights still have this device and dtype."""
         weight = parameter(experts, "down_proj")
         return (weight.device, weight.dtype) == (self.device, self.dtype)
 
@@ -83,7 +94,9 @@ def is_fp8(experts: Any) -> bool:
 
 
 def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
-    """Check a module's weights, and return their description. is_in_halves: the first half of FC1's rows is the gate's.
+    """Check an FP8Experts module's weights, and return their description.
+
+    is_in_halves: FC1's rows are the gate's half followed by the up-projection's half.
 
     Raises:
         NotImplementedError: kernels do not read these weights or scales; the message names them.
@@ -115,7 +128,7 @@ def fp8_of(experts: Any, is_in_halves: bool) -> Fp8:
 
 
 def _refuse(what: str) -> None:
-    """Raise NotImplementedError with this cause and a remedy."""
+    """Raise NotImplementedError with the cause `what`, and a remedy."""
     raise NotImplementedError(f"glulam: {what}; choose another experts_implementation for this model, as 'grouped_mm'")
 
 
@@ -126,12 +139,14 @@ def recipe_of(experts: Any, fp8: Fp8) -> Recipe:
 
 
 def has_scales(experts: Any) -> bool:
-    """Return True if `keep_scales` was called since the module's state was loaded."""
+    """Return True if the module has converted scales from `keep_scales`; loading a state dict drops them."""
     return weight_names(experts)[-1] + SCALE in experts._buffers
 
 
 def keep_scales(experts: Any, fp8: Fp8) -> None:
-    """Make the scales that kernels read, and keep them as buffers until a state dict is loaded."""
+    """Convert the module's scales to those that kernels read, and store them as buffers until a state dict
+    is loaded.
+    """
     make = fp8.served.make_scales
     assert make is not None
     if not hasattr(experts, "glulam_makes_scales"):
@@ -150,7 +165,9 @@ def _forget_scales(experts: Any, *_: Any) -> None:
 
 
 def weight(experts: Any, name: str) -> Any:
-    """Return a weight as `glulam.moe` takes it, in the module's memory."""
+    """Return a weight as the quantised tensor that `glulam.moe` takes, in the module's memory. name: the weight's
+    attribute.
+    """
     scale = experts._buffers.get(name + SCALE)
     if scale is None:
         scale = parameter(experts, name + SCALE_INV).detach()

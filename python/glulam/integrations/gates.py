@@ -1,8 +1,8 @@
-"""Recognition of another package's activation function, by the values that it computes and not by its name.
+"""Recognition of another package's activation function by the values that it computes, and not by its name.
 
-The function is called with gates and ups from 0 to `FAR`, in float64. It matches one of Glulam's activations if it
-returns that activation's values for all of them, in tensors of several numbers of rows and columns. A
-clamped SwiGLU's numbers follow from three values: with s(g) = sigmoid(alpha g) g,
+The function is called in float64 with gates and up-projections from 0 to `FAR`. It is recognised as one of Glulam's
+activations if it returns that activation's values for all of them, in tensors with several numbers of rows and columns.
+The numbers of a clamped SwiGLU follow from three values: with f(gate, up) and s(g) = sigmoid(alpha g) g,
 
     f(1, 0) = s(1) offset,  f(1, 1) = s(1) (1 + offset),  f(1, far) = s(1) (limit + offset)
 
@@ -41,7 +41,7 @@ DIGITS = 9  # to which numbers derived from float64 values are rounded
 
 
 def gate_of(function: Function, device: torch.device) -> Activation | None:
-    """Return the gated activation that function, [T, 2I] -> [T, I], computes; None: Glulam has no such activation."""
+    """Return the gated activation that a function [T, 2I] -> [T, I] computes; None: Glulam has no such activation."""
     for layout in GLU_LAYOUTS:
         plain = (Activation.named(name, layout) for name in GATED if not FORMULAS[name].numbers)
         fitted = (fit(function, layout, device) for fit in (_clamped, _capped))
@@ -51,7 +51,7 @@ def gate_of(function: Function, device: torch.device) -> Activation | None:
 
 
 def activation_of(function: Function, device: torch.device) -> Activation | None:
-    """Return the ungated activation that function, [T, I] -> [T, I], computes; None: Glulam has no such activation."""
+    """Return the ungated activation that a function [T, I] -> [T, I] computes; None: Glulam has no such activation."""
     return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
@@ -65,7 +65,9 @@ def _equal(function: Function, forms: Iterable[Activation], device: torch.device
 
 
 def _probes(device: torch.device) -> list[Tensor]:
-    """Return preactivations [T, 2I] for several T and I: values near 0, and mixed far values of either sign."""
+    """Return several preactivations [T, 2I], of different T and I, with values near 0 and with mixed far values of
+    either sign.
+    """
     where: dict[str, Any] = {"dtype": torch.float64, "device": device}
     near = torch.linspace(-REACH, REACH, 2 * POINTS, **where)
     sizes = torch.logspace(math.log10(NEAREST_FAR), math.log10(FAR), POINTS, **where)
@@ -78,7 +80,7 @@ def _probes(device: torch.device) -> list[Tensor]:
 
 
 def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
-    """Return True if activation `form` has the values `got` at preactivations h."""
+    """Return True if `got` are the values of activation `form` at the preactivations h, within the tolerance."""
     wanted = activate(h, *form)
     if got.shape != wanted.shape:
         return False
@@ -89,7 +91,7 @@ def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
 
 
 def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """Yield the clamped SwiGLU with this layout that has the function's values at three points, if there is one."""
+    """Yield the clamped SwiGLU with this layout that agrees with the function at three points, if there is one."""
     at = functools.partial(_value, function, layout, device, 1.0)
     at_zero, at_one, at_far = at(0.0), at(1.0), at(FAR)
     slope = at_one - at_zero
@@ -101,7 +103,7 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
 
 
 def _capped(function: Function, layout: str, device: torch.device) -> Iterator[Activation]:
-    """Yield the situ with this layout that has the function's values at two points, if there is one."""
+    """Yield the situ with this layout that agrees with the function at two points, if there is one."""
     at = functools.partial(_value, function, layout, device, FAR)
     at_one, at_far = at(1.0), at(FAR)
     if at_one > 0.0 and 1.0 < at_far / at_one < math.inf:

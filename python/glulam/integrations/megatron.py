@@ -1,4 +1,4 @@
-"""Experts module for Megatron-Core: put it into a layer's spec.
+"""Experts module for Megatron-Core, to be put into a layer's spec:
 
     from glulam.integrations.megatron import experts_spec
     MoESubmodules(experts=experts_spec())
@@ -32,11 +32,11 @@ from .gates import activation_of, gate_of
 from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
-"""Minor versions that this was tested with."""
+"""Minor versions of Megatron-Core that this file was tested with."""
 LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
-"""Layer names here, and in Megatron's MLP."""
+"""Names of the two layers in nn.GroupedMLP, and in Megatron's MLP."""
 SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
-"""The dimension along which tensor parallelism splits an expert's tensor."""
+"""For each layer's tensors, the dimension of one expert's tensor along which tensor parallelism splits it."""
 UNSUPPORTED = (
     "fp8", "fp4", "moe_latent_size", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_paged_stash",
 )  # fmt: skip
@@ -47,12 +47,14 @@ INTERLEAVED = {None: "concat", 1: "interleaved", 32: "interleaved32"}
 
 
 def experts_spec(packed: bool = False) -> ModuleSpec:
-    """Return the `experts` entry of a layer's spec. packed: one parameter a layer instead of one per expert."""
+    """Return the `experts` entry of a layer's spec. packed: one parameter for each layer instead of one for each
+    expert.
+    """
     return ModuleSpec(module=GlulamMLP, params={"packed": packed})
 
 
 class GlulamMLP(MegatronModule):
-    """Replacement of SequentialMLP, GroupedMLP and TEGroupedMLP: FC1, the activation and FC2 in one call.
+    """Replacement of Megatron's SequentialMLP, GroupedMLP and TEGroupedMLP: FC1, the activation and FC2 in one call.
 
     `main_grad`, `delay_wgrad_compute` with `backward_dw` and recomputation of "moe_act" work as in `nn.GroupedMLP`.
     With expert tensor parallelism results are partial sums, which the dispatcher adds, as for Megatron's own experts.
@@ -60,7 +62,7 @@ class GlulamMLP(MegatronModule):
     Args:
         num_local_experts, config, pg_collection, name: passed by Megatron's MoELayer; the name since version 0.18.
         submodules: ignored.
-        packed: one parameter a layer instead of one per expert.
+        packed: one parameter for each layer instead of one for each expert.
 
     Raises:
         NotImplementedError: Glulam lacks an activation or an option of the config; the message names it.
@@ -88,7 +90,9 @@ class GlulamMLP(MegatronModule):
         self.register_load_state_dict_pre_hook(_from_megatron)
 
     def _initialise(self) -> None:
-        """Initialise like Megatron's linear layers: expert by expert, on a CPU from the whole weight; biases 0."""
+        """Initialise like Megatron's linear layers: expert by expert; on a CPU each shard is cut from a whole weight;
+        biases are 0.
+        """
         config, inner = self.config, self.config.moe_ffn_hidden_size
         methods = {"fc1": config.init_method, "fc2": config.output_layer_init_method}
         for layer, method in methods.items():
@@ -115,19 +119,21 @@ class GlulamMLP(MegatronModule):
                 set_tensor_model_parallel_attributes(parameter, kind.startswith("weight") or layer == "fc1", axis, 1)
 
     def _of_experts(self, layer: str, name: str) -> list[Tensor]:
-        """Return a tensor for each expert: parameters, or views of the packed parameter."""
+        """Return one tensor for each expert: parameters, or views of the packed parameter. Empty: the layer has no
+        bias.
+        """
         parameters = getattr(self.mlp, layer).parameter_list(name)
         return list(parameters[0].detach().unbind()) if self.packed and parameters else parameters
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Return (the experts' result [T, H], None): biases are added already.
+        """Return (the experts' result [T, H], None). None takes the place of Megatron's bias: biases are added already.
 
         Args:
             permuted_local_hidden_states: [T, H], rows sorted by expert.
             tokens_per_expert: [E], on the rows' device or on the CPU; the sum must be T.
-            permuted_probs: [T], multiply the activation, or the input if `moe_apply_probs_on_input`.
+            permuted_probs: [T], factors of the activation's rows; of the input's rows if `moe_apply_probs_on_input`.
         """
         rows, scale = permuted_local_hidden_states, permuted_probs.float()
         if self.config.moe_apply_probs_on_input:
@@ -137,7 +143,9 @@ class GlulamMLP(MegatronModule):
         return self.mlp(rows, splits=tokens_per_expert, row_scale=scale), None
 
     def backward_dw(self) -> None:
-        """Compute the gradients of the weights, with `delay_wgrad_compute`; nothing if all weights are frozen."""
+        """Compute the weights' gradients that backward left out, with `delay_wgrad_compute`; does nothing if all
+        weights are frozen.
+        """
         weights = [weight for layer in LAYERS for weight in getattr(self.mlp, layer).parameter_list("weight")]
         if any(weight.requires_grad for weight in weights):
             self.mlp.backward_dw()
@@ -145,7 +153,9 @@ class GlulamMLP(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state dict of a SequentialMLP: local experts with their numbers among all experts."""
+        """Return the sharded state dict that a SequentialMLP would have. Local experts get their numbers among all
+        ranks' experts.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         singleton = metadata.get("singleton_local_shards", False)
         total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
@@ -182,7 +192,9 @@ def _check(config: Any) -> None:
 
 
 def _form_of(config: Any) -> Activation:
-    """Return the activation of Megatron's MLP. Raises NotImplementedError if Glulam has no such activation."""
+    """Return the activation that a Megatron config describes. Raises NotImplementedError if Glulam has no such
+    activation.
+    """
     limit, act = config.activation_func_clamp_value, config.activation_func
 
     def glu(h: Tensor) -> Tensor:
@@ -201,7 +213,7 @@ def _form_of(config: Any) -> Activation:
 
 
 def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield for each parameter of each expert its name here (unpacked), and its name in Megatron."""
+    """Yield (name in nn.GroupedMLP, unpacked; name in Megatron) for each parameter of each expert."""
     for layer, theirs in LAYERS.items():
         for kind in ("weight", "bias"):
             for expert in range(module.num_local_experts):
@@ -221,7 +233,7 @@ def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename Megatron's entries to unpacked ones; nn.GroupedMLP then packs them if necessary."""
+    """Rename Megatron's entries of a state dict to unpacked entries; nn.GroupedMLP then packs them if necessary."""
     for ours, theirs in _names(module, prefix):
         if theirs in state:
             state[ours] = state.pop(theirs)

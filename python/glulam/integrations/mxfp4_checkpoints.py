@@ -1,9 +1,10 @@
 """Loading gpt-oss checkpoints in transformers with their MXFP4 blocks and scales as shipped, never dequantised.
 
-transformers' own quantizer of the method "mxfp4" makes 16-bit weights, or tensors for another package's kernels. The
-quantizer here gives experts modules parameters with the checkpoint's names and shapes before loading. After loading,
-these become buffers in the order that kernels read, one weight after another: loading takes the memory of one more
-weight. Nothing is written in place, since transformers may share the tensors of a state dict that the caller holds.
+transformers' own quantizer for the method "mxfp4" makes 16-bit weights, or tensors for another package's kernels. The
+quantizer in this file gives experts modules parameters with the checkpoint's names and shapes before loading. After
+loading, it replaces them, one weight after another, by buffers in the order that kernels read; so loading takes the
+memory of one more weight. Nothing is written in place, since transformers may share the tensors of a state dict that
+the caller holds.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from .experts import NAME, SCALE, is_experts, keep, weight_names
 
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the parts of a weight in a checkpoint."""
+"""Suffixes of the names of a weight's elements and scales in a checkpoint."""
 DTYPES = {BLOCKS: (torch.uint8,), SCALES: SCALE_DTYPES}
 DTYPE_PLAN = "_get_dtype_plan"
 """A model's method: returns the dtypes to which transformers converts a checkpoint's tensors, by name pattern."""
 
 
 _replaced: Any = None
-"""The quantizer that was registered before the one here: transformers' own, or another package's."""
+"""The quantizer that was registered before this file's: transformers' own, or another package's."""
 
 
 def use(as_shipped: bool) -> None:
-    """Make transformers load MXFP4 checkpoints with the quantizer here, or with the previously registered one."""
+    """Make transformers load MXFP4 checkpoints with this file's quantizer; as_shipped False: with the previously
+    registered one.
+    """
     global _replaced
     found = AUTO_QUANTIZER_MAPPING[METHOD]
     if as_shipped and found is not _quantizer:
@@ -48,14 +51,16 @@ def use(as_shipped: bool) -> None:
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:
-    """Make AsShipped; or the previous quantizer, if 16-bit weights are asked for or the checkpoint has no others."""
+    """Return this file's quantizer; or the previous one, if 16-bit weights are requested or are all that the checkpoint
+    has.
+    """
     is_others = config.dequantize or not options.get("pre_quantized", True)
     made: HfQuantizer = (_replaced if is_others else AsShipped)(config, **options)
     return made
 
 
 class AsShipped(HfQuantizer):
-    """The quantizer that keeps MXFP4 blocks and scales as shipped."""
+    """A quantizer of transformers that keeps MXFP4 blocks and scales as shipped."""
 
     is_trainable = False
 
@@ -91,7 +96,7 @@ class AsShipped(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return the state dict under the names and in the layout of the checkpoint."""
+        """Return (the model's state dict under the names and in the layout of the checkpoint, no metadata)."""
         state = model.state_dict()
         for path, experts in _experts_of(model):
             for name in weight_names(experts):
@@ -103,7 +108,7 @@ class AsShipped(HfQuantizer):
 
 
 def _check_parts(model: Module) -> None:
-    """Raise ValueError if parts of weights were not loaded, TypeError if parts have a wrong dtype."""
+    """Raise ValueError if blocks or scales of a weight were not loaded, TypeError if they have a wrong dtype."""
     missing, wrong = [], []
     for path, experts in _experts_of(model):
         for name in weight_names(experts):
@@ -120,5 +125,5 @@ def _check_parts(model: Module) -> None:
 
 
 def _experts_of(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yield experts modules with their names."""
+    """Yield (name, module) for each experts module of a model."""
     return ((name, module) for name, module in list(model.named_modules()) if is_experts(module))

@@ -1,7 +1,7 @@
 """Reading PEFT's adapters of experts, `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, for `lora=`.
 
-During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter that computes the sum
-W + scale lhs rhs for all experts. Here its factors are read instead, so that no second weight is kept for backward.
+During a forward, PEFT's ParamWrapper registers a parametrization of the experts' parameter that computes the sum W +
+scale lhs rhs for all experts. This file reads lhs and rhs instead, so that no second weight is kept for backward.
 (torch calls a parametrization once when it is registered, to look at its result.)
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..expert_lora import ExpertLora
 
 FACTORS = "peft.tuners.lora.layer", "_LoraFactorsProxy"
-"""Module and name of the parametrization's class, which holds one adapter: `lhs`, `rhs` and `scaling`."""
+"""Module and name of the parametrization's class. An instance holds one adapter: `lhs`, `rhs` and `scaling`."""
 Factors = tuple[Tensor, Tensor, float]
 
 
@@ -24,7 +24,11 @@ def is_parametrized(experts: Any) -> bool:
 
 
 def weights_and_lora(experts: Any, names: tuple[str, str]) -> tuple[Any, Any, ExpertLora | None]:
-    """Return (FC1's weight, FC2's weight, their adapters or None). Parametrizations other than PEFT's are computed."""
+    """Return (FC1's weight, FC2's weight, their adapters or None).
+
+    A weight with a parametrization other than PEFT's is the result that the parametrization computes. names: the
+    attributes of both weights.
+    """
     (w1, first), (w2, second) = (_weight_and_factors(experts, name) for name in names)
     if first is None and second is None:
         return w1, w2, None
@@ -42,7 +46,11 @@ def _weight_and_factors(experts: Any, name: str) -> tuple[Any, Factors | None]:
 
 
 def _matrices(experts: Any, factors: Factors | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
-    """Return a [E, r, in] and b [E, out, r] of an adapter, b rescaled so that `scale` is the factor of the product."""
+    """Return an adapter's matrices a [E, r, in] and b [E, out, r]; (None, None) if factors is None.
+
+    b is multiplied by the ratio of the adapter's own scale to `scale`, so that `scale` is the factor of both layers'
+    products.
+    """
     if factors is None:
         return None, None
     lhs, rhs, own_scale = factors

@@ -2,8 +2,9 @@
 
     torchtitan ... --override.imports glulam.integrations.torchtitan.grouped_experts
 
-Gate and up stay two parameters, `w1_EFD` and `w3_EFD`, read in place; so state dicts, their adapters, initialisation
-and sharding are those of the stock module. Importing this file imports torchtitan.
+Gate and up-projection stay two parameters, `w1_EFD` and `w3_EFD`, which kernels read in place; so state dicts,
+state-dict adapters, initialisation and sharding are those of torchtitan's module. Importing this file imports
+torchtitan.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ from ..ops.grouped_mlp import grouped_mlp
 
 
 class GlulamExperts(GroupedExperts):
-    """torchtitan's GroupedExperts, in bfloat16 like it: FC1, SwiGLU and FC2 in one call, forward and backward."""
+    """torchtitan's GroupedExperts with FC1, SwiGLU and FC2 in one call, forward and backward; in bfloat16, as in
+    torchtitan.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Return the experts' result [R, D]. x_RD: rows sorted by expert. num_tokens_per_expert_E: on x's device."""
+        """Return the experts' result [R, D].
+
+        Args:
+            x_RD: R rows, sorted by expert.
+            num_tokens_per_expert_E: number of rows of each expert, on x's device.
+        """
         gate, down, up = (_local(weight).bfloat16() for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         y: Tensor = grouped_mlp(x_RD.bfloat16(), GateUp(gate, up), down, offs=offs)
@@ -37,7 +45,7 @@ class GlulamExperts(GroupedExperts):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter: some of the experts, or a part of their inner width."""
+    """Return this rank's shard of a parameter: some of the experts, or a part of the experts' intermediate width."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

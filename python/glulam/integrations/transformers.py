@@ -5,9 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="glulam")
 
 An experts module of transformers keeps its parameters, and its forward becomes one call of `glulam.moe`; for few tokens
-without gradients, this call also sorts the choices (`layer/choices.py`). Nothing is copied or permuted. The gate is
-recognised by the values that it computes, not by its name (`gates.py`). A recipe that quantises replaces weights by
-buffers in its format when they are first used. Checkpoints in FP8 keep their weights (`fp8_experts.py`).
+without gradients, this call also sorts the choices of experts (`layer/choices.py`). No weight is copied or permuted.
+The activation is recognised by the values that it computes, not by its name (`gates.py`). A recipe that quantises
+replaces weights by buffers in its format when they are first used. Checkpoints in FP8 keep their weights
+(`fp8_experts.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from .peft import is_parametrized, weights_and_lora
 from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("5.17", "5.19", "5.20", "5.23", "5.24")
-"""Minor versions that this was tested with."""
+"""Minor versions of transformers that this file was tested with."""
 
 CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
-"""True: torch.compile can call a function on a module while tracing. False: a module that was never called breaks the
-graph once.
+"""True: torch.compile can call a function on a module while it traces. False: it cannot, and a module that was never
+called before breaks the graph once.
 """
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
@@ -59,14 +60,20 @@ _lock_of_locks = threading.Lock()
 
 
 class Plan(NamedTuple):
-    """Constants of an experts module's calls, stored on the module as `glulam_plan`; torch.compile can hold them.
+    """Constants of an experts module's calls, stored on the module as `glulam_plan`, since finding them takes longer
+    than a launch. torch.compile can treat them as constants.
 
-    in_16_bits: whether the weights are. weights: names of FC1's and FC2's weight.
-    biases: (argument of `glulam.moe`, name in the module). options: keyword arguments of `glulam.moe`.
-    post: name of the module's method applied to experts' rows before they are weighted; "": none.
-    numbers: the module's int and float attributes when its gate was recognised, since limits and slopes are among them.
-    fp8: description of an FP8Experts module's weights; None: another module.
-    world_experts: number of experts on all ranks if the module holds a part of them; None: it holds all.
+    Attributes:
+        in_16_bits: whether the module's weights are in 16 bits (or float32), not quantised.
+        weights: names of FC1's and FC2's weight.
+        biases: pairs (argument of `glulam.moe`, name in the module).
+        num_experts: number of experts in the module.
+        post: name of the module's method that is applied to experts' rows before they are weighted; "": none.
+        options: keyword arguments of `glulam.moe`.
+        numbers: the module's int and float attributes when its activation was recognised, since limits and slopes are
+            among them.
+        fp8: description of the weights if the module is an FP8Experts; None: it is not.
+        world_experts: number of experts on all ranks if the module holds a part of them; None: it holds all.
     """
 
     in_16_bits: bool
@@ -176,9 +183,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantise(experts: Any, recipe: Recipe) -> Plan:
-    """Replace a module's parameters by buffers in a recipe's format, and return the new plan.
+    """Replace a module's parameters by buffers in a recipe's format, and return the module's new plan.
 
-    Threads that call the module concurrently wait for the first. Raises the errors of `experts_forward`.
+    Other threads that call the module meanwhile wait. Raises the errors of `experts_forward`.
     """
     if is_dynamo_compiling():
         raise RuntimeError("glulam: call the model once before it is compiled: its experts' weights are not quantised")
@@ -215,13 +222,13 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
 
 
 def _may_freeze(experts: Any, recipe: Recipe) -> bool:
-    """Return whether the recipe can backpropagate through frozen weights, and the module's weights are frozen."""
+    """Return True if the module's weights are frozen, and the recipe can compute gradients through frozen weights."""
     weights = [getattr(experts, name) for name in weight_names(experts)]
     return recipe.freezes_weights and not any_requires_grad(*weights)
 
 
 def _have_scales(experts: Any, fp8: Fp8) -> None:
-    """Convert the scales of FP8Experts to scales that kernels read, unless that is done already."""
+    """Convert the scales of an FP8Experts to the scales that kernels read, unless that is done already."""
     if fp8_experts.has_scales(experts):
         return
     if is_dynamo_compiling():
@@ -238,8 +245,10 @@ def _lock_of(experts: Any) -> threading.RLock:
 
 
 def plan_of(experts: Any) -> Plan:
-    """Return a module's plan. It is made once, since reading the module's attributes takes the host longer than a
-    launch, and again if the module's act_fn or a number changed. Raises the errors of `experts_forward`.
+    """Return a module's plan, the constants of its calls (see `Plan`).
+
+    The plan is made once, since reading the module's attributes takes the host longer than a launch, and again if the
+    module's act_fn or one of its numbers changed. Raises the errors of `experts_forward`.
     """
     plan: Plan | None = getattr(experts, "glulam_plan", None)
     if plan is not None and _is_current(plan, experts):
@@ -252,18 +261,18 @@ def plan_of(experts: Any) -> Plan:
 
 
 def _is_current(plan: Plan, experts: Any) -> bool:
-    """Return True if the module has the act_fn and the numbers that it had when its plan was kept."""
+    """Return True if the module still has the act_fn, the numbers and the FP8 weights for which its plan was made."""
     return _is_of(plan, experts, experts.glulam_act_fn[0])
 
 
 def _is_of(plan: Plan, experts: Any, act_fn: Any) -> bool:
-    """Return True if the module has this act_fn, and the plan's numbers and FP8 weights."""
+    """Return True if the module has this act_fn, and the numbers and FP8 weights that the plan notes."""
     numbers = tuple([(name, getattr(experts, name, None)) for name, _ in plan.numbers])
     return _act_fn(experts) is act_fn and numbers == plan.numbers and (plan.fp8 is None or plan.fp8.is_of(experts))
 
 
 def _act_fn(experts: Any) -> Any:
-    """Return a module's act_fn or None, by the same fast look-up as `parameter`."""
+    """Return a module's act_fn, or None, by a look-up as fast as `parameter`'s."""
     found = experts._modules.get("act_fn")
     return getattr(experts, "act_fn", None) if found is None else found
 
@@ -304,7 +313,9 @@ def _kept_plan(experts: Any) -> Plan:
 
 
 def _keep_plan(experts: Any) -> Plan:
-    """Make a module's plan and store it. The plan is set last, since threads read act_fn and plan without the lock."""
+    """Make a module's plan, store and return it. The plan is stored last, since threads read act_fn and plan without
+    the lock.
+    """
     act_fn, plan = _act_fn(experts), _new_plan(experts)
     experts.glulam_act_fn = (act_fn,)  # in a tuple, so that it is no second child of the module
     experts.glulam_plan = plan
@@ -318,8 +329,10 @@ else:
 
 
 def _post_of(experts: Any) -> str:
-    """Return the name of the module's method applied to experts' rows before they are weighted; "": none. transformers
-    up to 5.23 has a flag for a norm; later versions give every module a method, which mostly returns its argument.
+    """Return the name of the module's method that is applied to experts' rows before they are weighted; "": none.
+
+    transformers up to 5.23 has a flag for a norm; later versions give every module a method, which mostly returns its
+    argument.
     """
     if getattr(experts, "has_post_expert_norm", False):
         return "post_expert_norm"
@@ -332,7 +345,7 @@ def _post_of(experts: Any) -> str:
 
 
 def _form_of(experts: Any) -> Activation:
-    """Return the activation of a module's experts. Raises the errors of `experts_forward`."""
+    """Return the activation of a module's experts, recognised by its values. Raises the errors of `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():
         form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)

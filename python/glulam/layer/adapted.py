@@ -35,15 +35,16 @@ def adapted_moe(
     activation: str, glu_layout: str, numbers: Numbers, lora_scale: float, transpose_w: bool, world_experts: int,
     out: Any,
 ) -> Any:  # fmt: skip
-    """Compute `moe` with low-rank adapters, from the tensors of its routing and `adapted_mlp`'s matrices."""
+    """Compute `moe` with low-rank adapters, from its routing's tensors and the matrices that `adapted_mlp` takes."""
     raise NotImplementedError  # `front` writes the body
 
 
 def moe_with_lora(call: Any, routing: Routing, lora: ExpertLora) -> Tensor:
-    """Compute `moe` with adapters if no kernel does it in one call: permute, the experts' MLPs, combine.
+    """Compute `moe` with adapters as separate operators if no kernel does it in one call: permute, the MLPs, combine.
 
     Args:
         call: the call of `moe` without adapters.
+        lora: the adapters.
     """
 
     def made(is_trained: bool) -> Tensor:

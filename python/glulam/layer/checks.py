@@ -1,4 +1,4 @@
-"""Checks of a layer's arguments: rules of routers, choices of experts, and where experts are."""
+"""Checks of a layer's arguments: the rule by which a router chooses, choices of experts, and experts' ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..names import Score
 MAX_ROWS = 2**31 - 1
 SCORES: tuple[Score, ...] = get_args(Score)
 MAX_K = 32
-"""A warp has a token, a lane one of its choices."""
+"""Most experts for each token: kernels have a warp for each token, and a lane for each choice."""
 MAX_EXPERTS = CAPACITIES[-1]
 COUNTED = "a CTA counts the choices of each"
-"""Why MAX_EXPERTS, in errors."""
+"""The reason for MAX_EXPERTS in errors."""
 MAX_GROUPS = 32
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +36,13 @@ def check_rule(
     op: str, experts: int, k: int, score: str, normalize: bool, num_groups: int, top_groups: int, scale: float,
     name_of_k: str = "k", of: str = "",
 ) -> None:  # fmt: skip
-    """Raise ValueError or TypeError where `experts` cannot be chosen from like that. `of`: who has them, for errors."""
+    """Raise ValueError or TypeError if a rule of `route` is invalid for this number of experts.
+
+    Args:
+        k, score, normalize, num_groups, top_groups, scale: see `route`.
+        name_of_k: the name of k in errors.
+        of: text before the number of experts in errors, such as "logits has ".
+    """
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"{op}: {of}E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
     if score not in SCORES:
@@ -58,7 +64,15 @@ def check_rule(
 def check_matrix(
     op: str, name: str, value: Any, letters: str, like: Tensor | None = None, dtypes: Sequence[torch.dtype] = ()
 ) -> tuple[int, int]:  # fmt: skip
-    """A contiguous tensor of two dimensions, on the device of `like`; its sizes."""
+    """Check that a value is a contiguous 2-D tensor on the device of `like` (None: any), and return its sizes.
+
+    Args:
+        name, letters: the argument's name, and the letters of its sizes, such as "N, E", for errors.
+        dtypes: allowed dtypes; empty: any.
+
+    Raises:
+        ValueError, TypeError: it is not.
+    """
     tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like, dtypes=dtypes)
     if tensor.dim() != 2:
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
@@ -67,7 +81,9 @@ def check_matrix(
 
 
 def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
-    """Raise ValueError or TypeError where `Routing.row_of` is not int32 [N, K], contiguous, on the device of `like`."""
+    """Raise ValueError or TypeError if `Routing.row_of` is not int32 [N, K], contiguous, on the device of `like` (None:
+    any).
+    """
     _, k = check_matrix(op, name, row_of, "N, K", like, (torch.int32,))
     if k == 0:
         raise ValueError(f"{op}: {name} has shape {shape_text(row_of.shape)}; a token has 1 choice or more")
@@ -75,10 +91,12 @@ def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
 
 
 def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> Any:
-    """Return the number of experts that ids choose among. `given`: what the user says; None: nothing.
+    """Return the number of experts that ids choose among; see world_experts of `Routing.from_topk`.
+
+    given: the caller's world_experts; None: derived from expert_map or num_experts.
 
     Raises:
-        ValueError, TypeError: it is no number of experts, those here included.
+        ValueError, TypeError: the caller's number is invalid, or smaller than num_experts.
     """
     if given is not None:
         _number(op, "num_experts", num_experts, 1, MAX_EXPERTS, COUNTED)
@@ -90,12 +108,14 @@ def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> 
 
 
 def check_world(op: str, name: str, world_experts: Any, num_experts: int) -> None:
-    """Raise ValueError or TypeError if so many experts of all ranks cannot have `num_experts` of them here."""
+    """Raise ValueError or TypeError if world_experts is no number of experts of all ranks that include num_experts
+    here.
+    """
     _number(op, name, world_experts, num_experts, MAX_ROWS, f"{num_experts} experts are here")
 
 
 def check_choices(op: str, ids: Any, weights: Any, expert_map: Any, num_experts: Any, first: Any) -> None:
-    """Raises ValueError or TypeError where these are not what `Routing.from_topk` takes."""
+    """Raise ValueError or TypeError if an argument of `Routing.from_topk` is invalid."""
     shape = check_matrix(op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
     _number(op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
     valid = LOGITS_DTYPES if runs_kernels(ids) else (*LOGITS_DTYPES, torch.float64)
@@ -112,7 +132,9 @@ def check_choices(op: str, ids: Any, weights: Any, expert_map: Any, num_experts:
 
 
 def _check_map(op: str, expert_map: Any, ids: Tensor) -> None:
-    """Raise ValueError or TypeError if it is not int32 [experts of all ranks], contiguous, on the device of ids."""
+    """Raise ValueError or TypeError if expert_map is not int32 [experts of all ranks], contiguous, on the device of
+    ids.
+    """
     what = "[experts of all ranks]"
     tensor = check_tensor(op, "expert_map", expert_map, f"a tensor {what}", ids, dtypes=(torch.int32,))
     if tensor.dim() != 1 or not tensor.shape[0]:  # an empty tensor has address 0, which means no map
@@ -122,10 +144,10 @@ def _check_map(op: str, expert_map: Any, ids: Tensor) -> None:
 
 
 def num_mapped(expert_map: Tensor | None) -> int:
-    """Return the number of ids that a map has a place for; 0 without a map."""
+    """Return the number of ids for which expert_map has an entry; 0 without a map."""
     return 0 if expert_map is None else expert_map.shape[0]
 
 
 def forms_of_choices(ids: Tensor, weights: Tensor) -> tuple[int, int]:
-    """How a kernel reads them: whether ids have 64 bits, and the weights' dtype."""
+    """Return kernel constants: (1 if ids are int64, else 0; the code of the weights' dtype)."""
     return int(ids.dtype == torch.int64), forms(weights)

@@ -1,4 +1,4 @@
-"""moe of few tokens that another router sent to experts: their choices are sorted within the call."""
+"""moe of few tokens whose experts another router chose: one call sorts the choices and computes the layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _moe_of_choices(
     world_experts: int | None, b1: Any, b2: Any, activation: ActivationName, glu_layout: GluLayout,
     numbers: Numbers, recipe: RecipeName | Recipe, transpose_w: bool, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`moe_of_choices`, with all arguments in order."""
+    """Compute `moe_of_choices`, with all arguments by position."""
     if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
         routing = Routing.from_topk(ids, weights, num_experts, expert_map=expert_map, world_experts=world_experts)
         return moe(
@@ -60,26 +60,31 @@ def moe_of_choices(
     activation: ActivationName = "swiglu", glu_layout: GluLayout = "concat", recipe: RecipeName | Recipe = "bf16",
     transpose_w: bool = False, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
-    """`moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call where these
-    are two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at
-    most 256 experts (SORTED_EXPERTS). Routing then lies in memory that the calling thread reuses. Else it is those two.
+    """Return `moe(x, Routing.from_topk(ids, weights, num_experts, ...), w1, w2, ...)`, bit for bit, in one call if
+    possible.
+
+    It is one call on a GPU, if no gradient is recorded, for at most 2048 choices (MOST_SORTED, which one CTA sorts) of
+    at most 256 experts (SORTED_EXPERTS); the routing then lies in memory that the calling thread reuses. Otherwise it
+    is the two calls.
 
     Args:
-        x: tokens [N, H], as of `moe`.
-        ids, weights, num_experts, expert_map, world_experts: as of `Routing.from_topk`.
-        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w, out: as of `moe`.
+        x: tokens [N, H]; see `moe`.
+        ids, weights, num_experts, expert_map, world_experts: see `Routing.from_topk`.
+        w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, transpose_w, out: see `moe`.
 
     Returns:
-        [N, H'] in x's dtype; `out` where given.
+        [N, H'] in x's dtype, H' the number of w2's rows; `out` if given.
 
     Raises:
-        As `moe` and `Routing.from_topk`.
+        The errors of `moe` and `Routing.from_topk`.
     """
     raise NotImplementedError  # `passed_to` writes the body
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
-    """Whether one call serves. `others`: what else may require a gradient."""
+    """Return True if one call can sort the choices and compute the layer. others: further tensors that may require a
+    gradient.
+    """
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
         and isinstance(ids, Tensor)
@@ -100,13 +105,17 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
-    """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
+    """Return the temporary memory of a call: rows of the experts, the routing's offs, and each row's token, weight and
+    choice.
+    """
     of_rows = dict.fromkeys(("rows", "scale", "row_of"), 4 * problem.rows)
     return {"y": ((problem.rows, problem.out_features), call.result_dtype), "groups": 4 * problem.experts, **of_rows}
 
 
 def of_choices(layer: Definition) -> Definition:
-    """Return the definition of a layer that sorts choices itself, made of that of a layer with a routing."""
+    """Return the definition of a layer that sorts choices itself, made from that layer's definition with a given
+    Routing.
+    """
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
         made = sort(call.ids, call.id_weights, None, call.expert_map, call.num_experts, 0)
@@ -118,7 +127,7 @@ def of_choices(layer: Definition) -> Definition:
 
 
 class OfChoices(OfTokens):
-    """What such a call has beside moe's: a routing that it makes."""
+    """The part of a call of `moe_of_choices` that differs from a call of `moe`: the call makes the routing itself."""
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
@@ -160,14 +169,14 @@ class OfChoices(OfTokens):
 
 
 class MoeOfChoicesCall(OfChoices, MoeCall):
-    """In 16 bits."""
+    """A call of `moe_of_choices` in 16 bits."""
 
     torch_op = "moe_of_choices"
     definition = of_choices(MoeCall.definition)
 
 
 class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
-    """By a recipe that quantises."""
+    """A call of `moe_of_choices` with a recipe that quantises."""
 
     torch_op = "moe_of_choices_mxfp8"
     definition = of_choices(QuantizedMoeCall.definition)
@@ -179,5 +188,5 @@ def layer_of_choices(
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
     transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """moe, and its routing."""
+    """Sort the choices, and compute `moe`, in one call; arguments are those of `moe_of_choices`."""
     raise NotImplementedError  # `front` writes the body

@@ -1,4 +1,4 @@
-"""Rows of a layer's experts, weighed and not yet summed: what moe adds up."""
+"""Rows of a layer's experts, multiplied by their weights and not yet summed: the terms that moe adds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .routing import Routing
 from .rows import permute, row_indices
 
 OP = "moe"
-"""Whose rows these are, for errors."""
+"""The operator's name in errors."""
 
 
 class OfWorld(Call):
-    """A call of a layer's rows, whose kernels are chosen for the rows that are expected here.
+    """A call on the rows of a layer's experts, whose kernels are chosen for the number of rows expected on this rank.
 
-    `world_experts`: see `Routing`; 0: all choices are expected.
+    `world_experts`: see `Routing`; 0: all choices are expected on this rank.
     """
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
@@ -44,7 +44,7 @@ class OfWorld(Call):
 
 
 class ExpertRowsCall(OfWorld, GroupedMlpCall):
-    """In 16 bits."""
+    """A call of `expert_rows` in 16 bits."""
 
     op, torch_op = OP, "moe_rows"
     after_groups = ""
@@ -53,7 +53,7 @@ class ExpertRowsCall(OfWorld, GroupedMlpCall):
 
 
 class QuantizedExpertRowsCall(OfWorld, QuantizedMlpCall):
-    """By a recipe that quantises."""
+    """A call of `expert_rows` with a recipe that quantises."""
 
     op, torch_op = OP, "moe_rows_mxfp8"
     after_groups = ""
@@ -67,7 +67,7 @@ def expert_rows(
     activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool, transpose_w: bool,
     world_experts: int,
 ) -> Any:  # fmt: skip
-    """Return `grouped_mlp` of a layer's rows, without a gradient. `world_experts`: see `Routing`."""
+    """Return `grouped_mlp` of the rows of a layer's experts. Not differentiable. `world_experts`: see `Routing`."""
     raise NotImplementedError  # `front` writes the body
 
 
@@ -75,7 +75,11 @@ def rows_of_experts(
     x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: RecipeName | Recipe, dtype: torch.dtype,
     lora: Any = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return rows [T, H'] times their weights, without gradients. `dtype`: of those of an x in MXFP8.
+    """Return the experts' rows [T, H'], multiplied by their weights. Not differentiable.
+
+    Args:
+        dtype: dtype of the result if x is in MXFP8; else x's dtype is used.
+        x, routing, w1, w2, recipe, lora, options: see `moe`.
 
     Raises:
         GradientNotSupported: x is in MXFP8, and a weight or bias requires a gradient.

@@ -1,4 +1,4 @@
-"""Routing of few tokens: logits, choices and rows in one call."""
+"""Routing of few tokens: one call computes logits, choices and rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .checks import LOGITS_DTYPES, check_matrix
 from .routing import RouteCall, Routing, capacity_of
 
 MOST_ROUTED = 16
-"""Tokens whose logits `route_few` makes. On an H200 one token of gpt-oss-120b (128 experts, H 2880, float32 logits of
-16-bit parameters) takes 5.6 us, by torch's GEMM and `route` 13.8, and 16 take 7.0 and 20.3; of DeepSeek-V3 (256, H
-7168, 16 bits) one takes 9.1 and 11.3, 16 take 12.2 and 12.7, and 24 would take 16.3 and 13.7.
+"""Most tokens for which `route_few` computes the logits, too. Times on an H200 by `route_few`, and by torch's GEMM with
+`route`: gpt-oss-120b (128 experts, H 2880, float32 logits of 16-bit parameters), 1 token: 5.6 and 13.8 us; 16 tokens:
+7.0 and 20.3 us. DeepSeek-V3 (256 experts, H 7168, 16 bits), 1 token: 9.1 and 11.3 us; 16 tokens: 12.2 and 12.7 us; 24
+tokens: 16.3 and 13.7 us.
 """
 
 
 def routes_few(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype, most: int = MOST_ROUTED
 ) -> bool:
-    """Return True if `route_few` serves tokens x [N, H], `most` at most, and a router's parameters, with logits in
+    """Return True if `route_few` can route tokens x [N, H], N at most `most`, with these parameters and logits in
     `dtype`.
 
     Exported programs take any number of tokens, so they never use it.
@@ -51,19 +52,22 @@ def route_few(
     bias: Tensor | None = None, num_groups: int = 1, top_groups: int = 1, normalize: bool = True, scale: float = 1.0,
     num_tokens: Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """`route` of few tokens' logits x weight^T + weight_bias, summed in float32 and rounded to `dtype`, in one call.
-    No gradient is recorded.
+    """Route few tokens by the logits x weight^T + weight_bias, in one call. Not differentiable.
+
+    Logits are summed in float32 and rounded to `dtype`.
 
     Args:
-        x: 16-bit [N, H]. weight: [E, H], in x's dtype, or float32 where logits are. weight_bias: [E].
-        dtype: of logits, x's or float32.
-        k, score, bias, num_groups, top_groups, normalize, scale, num_tokens: as of `route`.
+        x: 16-bit [N, H].
+        weight: [E, H], in x's dtype, or float32 if logits are float32.
+        weight_bias: [E]; None: no bias.
+        dtype: dtype of logits: x's or float32.
+        k, score, bias, num_groups, top_groups, normalize, scale, num_tokens: see `route`.
 
     Returns:
-        Routing, and its logits.
+        A Routing that includes the logits.
 
     Raises:
-        As `route`.
+        The errors of `route`.
     """
     logits, ids, weights, offs, token_of_row, row_of, weight_of_row = router_tokens(
         x, weight, weight_bias, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale,
@@ -78,7 +82,9 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class RouterCall(RouteCall):
-    """The same of tokens and a router's parameters: logits are one of its results."""
+    """A call of `route_few`: like a RouteCall, but from tokens and a router's parameters; logits are one of its
+    results.
+    """
 
     kernel, leads, explains = "router", "x", False
     returns: ClassVar[tuple[str, ...]] = ("logits", *RouteCall.returns)
@@ -120,4 +126,7 @@ def router_tokens(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
     score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
 ) -> Any:  # fmt: skip
-    """What `RouterCall` returns, of the arguments of `route_few`; `in_float32`: logits are, else x's dtype."""
+    """Return the tensors of `RouterCall.returns`; arguments are those of `route_few`.
+
+    in_float32: logits are float32; False: they have x's dtype.
+    """

@@ -1,4 +1,4 @@
-"""moe: the whole layer from tokens to tokens, given its routing."""
+"""moe: the whole layer after the router, from tokens to tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Spread(Protocol):
-    """Experts that are spread over ranks: a `glulam.distributed.ExpertParallel`, which is made of this module."""
+    """The methods of a `glulam.distributed.ExpertParallel` that `moe` calls; that class imports this module."""
 
     dtype: torch.dtype
 
@@ -50,7 +50,7 @@ def _moe(
     recipe: str | Recipe, recompute: bool, transpose_w: bool, lora: ExpertLora | None, residual: Tensor | None,
     out: Tensor | None, parallel: Any,
 ) -> Tensor:  # fmt: skip
-    """`moe`, with all arguments in order."""
+    """Compute `moe`, with all arguments by position, and the activation's numbers as one tuple."""
     if parallel is not None:
         options: dict[str, Any] = {
             "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "recipe": recipe,
@@ -99,28 +99,33 @@ def moe(
     recompute: bool = False, transpose_w: bool = False, lora: ExpertLora | None = None, residual: Tensor | None = None,
     out: Tensor | None = None, parallel: Spread | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Tensor:  # fmt: skip
-    """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
+    """Return out[n] = residual[n] + the sum over token n's choices of weight * MLP of the chosen expert (x[n]).
+    Differentiable.
 
-    Forward is one call, which reads tokens by index, and a recipe that quantises them does so once a token; recipes
-    that decode weights copy rows within it. With gradients every GEMM, of either direction, reads by index; but of wide
-    experts backward makes copies of at most `of_tokens.COPIED_BYTES`, and with recipe "bf16" forward as well. For it x
-    is saved, and never its rows.
-    The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
+    Forward is one call, whose GEMMs read tokens by index; a recipe that quantises tokens quantises each token once;
+    recipes that decode weights copy rows within the call. If gradients are recorded, every GEMM of forward and backward
+    reads by index, with one exception: if I is at least `of_tokens.COPIED_WIDTH` and a copy of the rows has at most
+    `of_tokens.COPIED_BYTES`, then backward, and with recipe "bf16" also forward, reads copied rows. x is saved for
+    backward, and never its rows. The sum is computed in float32, in the order of the choices, and rounded once. Tokens
+    without a row get the residual, or 0.
 
     Args:
-        x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
-        routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
+        x: tokens [N, H], or an MXFP8Tensor; see `grouped_mlp`. With `parallel` all ranks give 16-bit tokens, or all
+            MXFP8.
+        routing: the Routing of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
         w1, w2, b1, b2, activation, glu_layout, **numbers, recipe, recompute, transpose_w, lora: see `grouped_mlp`.
-        residual: [N, H'] in the dtype of the result, contiguous.
-        out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
-        parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
-            its group call this, each with its own tokens. By recipe "mxfp8", in no_grad mode, they travel in MXFP8.
+        residual: [N, H'] in the dtype of the result, contiguous; None: nothing is added.
+        out: the result's buffer, contiguous; allowed only if no gradient is recorded, and without `parallel`. None: a
+            new one.
+        parallel: a `glulam.distributed.ExpertParallel`: weights are then those of this rank's experts, and all ranks of
+            the group call this, each with its own tokens. With recipe "mxfp8" in no_grad mode tokens are sent in MXFP8.
+            None: all experts are here.
 
     Returns:
-        [N, H'], H' the number of w2's rows, in x's dtype; with `parallel` in its dtype.
+        [N, H'], H' the number of w2's rows, in x's dtype; with `parallel` in the dtype of the ExpertParallel.
 
     Raises:
-        As `grouped_mlp`, `permute` and `combine`.
+        The errors of `grouped_mlp`, `permute` and `combine`.
     """
     raise NotImplementedError  # `passed_to` writes the body
 
@@ -132,7 +137,7 @@ def _residual_alone_is_trained(residual: Tensor | None, *others: Any) -> bool:
 def _over_ranks(
     parallel: Any, x: Any, routing: Any, given: dict[str, Any], residual: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """moe whose experts are on several ranks; `given`: its other arguments."""
+    """Compute `moe` with experts on several ranks. given: the remaining arguments of `moe`, by name."""
     if not hasattr(parallel, "layer"):
         kind = type(parallel).__name__
         raise TypeError(f"{MoeCall.op}: parallel is a {kind}; give a glulam.distributed.ExpertParallel")
@@ -153,7 +158,10 @@ def _over_ranks(
 
 
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | QuantizedMoeCall:
-    """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
+    """Return a Call of `moe` that is not run yet, for callers that send its gradients elsewhere than to autograd.
+
+    options: arguments of `moe`, without `out`.
+    """
     rows = {"rows": row_indices(MoeCall.op, x, routing), "row_of": routing.row_of, "row_scale": routing.weight_of_row}
     given = {
         "x": x, "offs": routing.offs, "splits": None, **rows, "world_experts": routing.world_experts, "out": None,
@@ -173,7 +181,7 @@ class MoeCall(OfTokens, GroupedMlpCall):
 
 
 class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
-    """The same by a recipe that quantises."""
+    """A call of moe with a recipe that quantises."""
 
     torch_op = "moe_mxfp8"
     definition = of_tokens(QuantizedMlpCall.definition)
@@ -185,7 +193,10 @@ def layer(
     b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any, recompute: bool,
     transpose_w: bool, world_experts: int, out: Any,
 ) -> Any:  # fmt: skip
-    """moe, of what its routing holds."""
+    """Compute `moe` from the tensors of its routing.
+
+    rows, row_of and row_scale are the routing's token_of_row, row_of and weight_of_row.
+    """
     raise NotImplementedError  # `front` writes the body
 
 

@@ -1,4 +1,4 @@
-"""Calls of a layer: tokens to rows, the rows' MLP, and rows back to tokens."""
+"""Calls of a whole layer: from tokens to rows, the rows' MLP, and from rows back to tokens."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _rows(x: Tensor, row_of: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return the sum of each token's rows, + residual."""
+    """Return the sum of each token's rows, plus the residual unless None."""
     sums: Tensor = combine_rows(rows.view(*row_of.shape, rows.shape[1]), row_of, residual, out=out)
     return sums
 
 
 def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
-    """Raise ValueError, naming the argument, if a tensor does not have `tokens` rows or is misaligned."""
+    """Raise ValueError if one of the tensors `given` does not have `tokens` rows, or is misaligned; None is skipped."""
     for name, tensor in given.items():
         if tensor is not None:
             if tensor.shape[0] != tokens:
@@ -50,7 +50,7 @@ def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
 
 
 def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
-    """Raise ValueError if a routing, changed by hand, has different numbers of choices and rows."""
+    """Raise ValueError if row_of does not have `rows` elements, as in a Routing that was changed by hand."""
     if row_of.numel() != rows:
         raise ValueError(
             f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "
@@ -59,7 +59,7 @@ def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
 
 
 def of_tokens(rows: Definition) -> Definition:
-    """Return the definition of a layer's operator from the definition of the grouped_mlp of its rows."""
+    """Return the definition of a layer's operator, made from `rows`, the definition of the grouped_mlp of its rows."""
     y = rows.results[0]
 
     def reference(call: Any, problem: Problem, out: Tensor) -> None:
@@ -85,9 +85,9 @@ def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
 
 
 class OfTokens(OfWorld):
-    """The part of a call of `moe` beyond the grouped_mlp of its rows.
+    """The part of a call of `moe` that is not in the call of grouped_mlp on its rows.
 
-    In that grouped_mlp, `rows` is the token of each row, and `row_scale` is the weight of each row.
+    In this grouped_mlp, `rows` is the token of each row, and `row_scale` is the weight of each row.
     """
 
     op = OP
@@ -100,7 +100,10 @@ class OfTokens(OfWorld):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the call's arguments. routing: a Routing, or the shape of its choices, (N, K[, world_experts])."""
+        """Return the call's arguments, made from the arguments of `moe`.
+
+        routing is a Routing, or for `explain` the shape of its choices, (N, K[, world_experts]).
+        """
         public = super().arguments_of(public)
         routing = public.pop("routing")
         if public.pop("parallel") is not None:
@@ -121,7 +124,7 @@ class OfTokens(OfWorld):
 
     @property
     def choices(self) -> Tensor:
-        """The choices [N, K]: row numbers or expert ids."""
+        """The choices [N, K]: each choice's row, or in `OfChoices` its expert."""
         row_of: Tensor = self.row_of
         return row_of
 

@@ -34,7 +34,9 @@ def route(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return ids, weights, offs, token_of_row, row_of and weight_of_row."""
+    """Return ids, weights, offs, token_of_row, row_of and weight_of_row of a Routing; arguments are those of
+    `layer.route`.
+    """
     values = wide(logits)
     scores = values.sigmoid() if score == "sigmoid" else values
     ids = _chosen(scores if bias is None else scores + bias, k, num_groups, top_groups)
@@ -92,7 +94,11 @@ def route_backward(
 
 
 def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
-    """Return the local number of each choice's expert, int64; outside of 0 .. E - 1 if the expert is not local."""
+    """Return the local number of each choice's expert, int64; a number outside of 0 .. E - 1 means that it is not
+    local.
+
+    expert_map, first: see `Routing.from_topk`.
+    """
     places = ids.long() - first
     if expert_map is None:
         return places
@@ -103,7 +109,7 @@ def placed(ids: Tensor, expert_map: Tensor | None, first: int) -> Tensor:
 def sort(
     ids: Tensor, weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, experts: int, first: int
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return offs, token_of_row, row_of and weight_of_row."""
+    """Return offs, token_of_row, row_of and weight_of_row of a Routing; see `Routing` and `Routing.from_topk`."""
     local = placed(ids, expert_map, first)
     has_row = (local >= 0) & (local < experts)
     if num_tokens is not None:
@@ -120,7 +126,10 @@ def sort(
 
 
 def _rows_there(row_of: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return row numbers, int64, with 0 for choices that have no row among `count`, and a mask of these choices."""
+    """Return (row numbers, int64; a mask of choices without a row). The row number of a choice without a row is 0.
+
+    count: number of rows; a row_of outside of 0 .. count - 1 means no row.
+    """
     is_none = (row_of < 0) | (row_of >= count)
     return row_of.masked_fill(is_none, 0).long(), is_none
 
@@ -131,7 +140,9 @@ def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
-    """Return [N, K, H]; viewed as [N K, H], these are the rows of experts."""
+    """Return tokens x [N, H] copied to their rows, as [N, K, H]; viewed as [N K, H], it holds the rows in
+    their order.
+    """
     rows = x.new_zeros(row_of.numel() + 1, x.shape[1])
     places, is_none = _rows_there(row_of, row_of.numel())
     rows[places.masked_fill(is_none, row_of.numel())] = x.unsqueeze(1)
@@ -139,7 +150,7 @@ def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
 
 
 def combine(y: Tensor, row_of: Tensor, residual: Tensor | None) -> tuple[Tensor]:
-    """Return the sums of each token's rows, + residual, added in the order of the token's choices."""
+    """Return the sum of each token's rows, plus the residual unless None, added in the order of the token's choices."""
     rows = wide(y.reshape(-1, y.shape[-1]))
     out = rows.new_zeros(len(row_of), y.shape[-1]) if residual is None else wide(residual).clone()
     for places, is_none in (_rows_there(row, len(rows)) for row in row_of.unbind(1)):

@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, with which weights, and which row of the experts' input is whose."""
+"""Routing: the choice of experts for each token, their weights, and the rows of the choices in the experts' input."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ from .checks import (
 )
 
 MOST_SORTED, MOST_CHOOSING = 2048, 64
-"""Choices that one CTA sorts, and tokens that it chooses for: up to here a second launch costs more than the SMs that
-it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
+"""MOST_SORTED: choices that one CTA sorts. MOST_CHOOSING: tokens for which one CTA also chooses the experts. Up to
+these numbers one launch of a single CTA is faster than two launches that use more SMs. On an H200, 8 of 128 experts a
+token: 64 tokens take 8.8 us in one launch; 128 tokens 15.0 us in one launch and 9.7 us in two.
 """
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
 class Routing:
-    """N tokens' choices of `num_experts` experts, K each, and the rows that these have in the experts' input.
+    """N tokens' choices of K experts each, and the row of each choice in the input of the experts' grouped GEMMs.
 
-    Rows of an expert lie together, in the order of tokens, experts in their order; T = N K is room for all. A choice of
-    an expert that is not here (-1, outside `first` .. `first` + `num_experts` - 1, or without a place in `expert_map`)
-    has no row.
+    Rows of an expert are adjacent, in the order of tokens; experts follow each other in their order. There is room for
+    T = N K rows. A choice has no row if its expert is not here: id -1, an id outside `first` .. `first` + `num_experts`
+    - 1, or an id without an entry in `expert_map`.
 
     Attributes:
-        offs: int32 [num_experts], where each expert's rows end; what lies behind the last of them is never read.
+        offs: int32 [num_experts], the end of each expert's rows; rows from offs[-1] on are never read.
         token_of_row: int32 [T], the token of each row.
-        row_of: int32 [N, K], the row of each choice; -1 without one.
-        weight_of_row: float32 [T], the weight of each row; differentiable as `weights` is.
-        ids: [N, K], the experts chosen, int32, or what `from_topk` was given.
-        weights: float32 [N, K], or what `from_topk` was given; differentiable.
-        num_experts, first, expert_map: which experts are here, and where.
-        logits, score: what `route` was given, for losses; None of a routing `from_topk`.
-        world_experts: experts of all ranks that `ids` choose among. Kernels are chosen for T num_experts /
-            world_experts rows, and serve any number of rows up to T.
+        row_of: int32 [N, K], the row of each choice; -1: no row.
+        weight_of_row: float32 [T], the weight of each row; differentiable if `weights` is.
+        ids: int32 [N, K], the chosen experts; from `from_topk` the tensor that it was called with.
+        weights: float32 [N, K], from `from_topk` the tensor that it was called with; differentiable.
+        num_experts: number of experts here, all of them or a rank's.
+        first: id of the first expert here. expert_map: see `from_topk`.
+        logits, score: arguments of `route`, for losses; None in a routing from `from_topk`.
+        world_experts: number of experts on all ranks that `ids` choose among. Kernels are chosen for T num_experts /
+            world_experts rows, and work for any number of rows up to T.
     """
 
     offs: Tensor
@@ -77,8 +79,9 @@ class Routing:
 
     @property
     def counts(self) -> Tensor:
-        """int32 [num_experts], the rows of each expert; computed at every access. Raises TypeError where offs was
-        replaced by something that is no tensor.
+        """Number of rows of each expert, int32 [num_experts]; computed at every access.
+
+        Raises TypeError if `offs` was replaced by something that is no tensor.
         """
         offs: Any = self.offs
         if not isinstance(offs, Tensor):
@@ -90,22 +93,23 @@ class Routing:
         cls, ids: Tensor, weights: Tensor, num_experts: int, first: int = 0, *, expert_map: Tensor | None = None,
         world_experts: int | None = None,
     ) -> Routing:  # fmt: skip
-        """Return the routing of any other router's choices.
+        """Return the routing of choices that any other router made.
 
         Args:
             ids: int32 or int64 [N, K], contiguous, K at most 32. Ids outside `first` .. `first` + `num_experts` - 1
                 (other ranks' experts, -1) have no row, and their weights' gradients are 0.
-            weights: [N, K], float32 (float64 on the CPU), or of 16 bits, of which rows get a copy in float32.
-            num_experts: experts here, at most 1024. first: the id of the first of them.
-            expert_map: int32 [experts of all ranks], contiguous: where the expert of each id is among those here, 0 ..
-                num_experts - 1; ids with another value (-1), and those outside the map, have no row. None: the experts
-                here have consecutive ids from `first` on.
-            world_experts: experts that `ids` choose among. Kernels are chosen for the rows that are expected here, T
-                num_experts / world_experts; results are right for any number of rows. None: the length of
+            weights: [N, K], float32 (float64 on the CPU), or 16-bit; the weights of rows are then float32 copies.
+            num_experts: number of experts here, at most 1024.
+            first: id of the first expert here.
+            expert_map: int32 [experts of all ranks], contiguous: for each id the number of its expert among the experts
+                here, 0 .. num_experts - 1. Ids with another value (-1), and ids outside the map, have no row. None: the
+                experts here have consecutive ids from `first` on.
+            world_experts: number of experts that `ids` choose among. Kernels are chosen for the number of rows expected
+                here, N K num_experts / world_experts; results are right for any number of rows. None: the length of
                 `expert_map`; without a map `num_experts`, since then all choices may be here.
 
         Raises:
-            ValueError, TypeError: an argument that does not fit; nothing was launched.
+            ValueError, TypeError: an argument is invalid; nothing was launched.
             UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         """
         world = experts_of_world("from_topk", num_experts, expert_map, world_experts)
@@ -120,26 +124,29 @@ def route(
     logits: Tensor, k: int, *, score: Score = "softmax", bias: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, num_tokens: Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """Each token's k best experts, their weights and their rows, in one launch, or two of many tokens. Differentiable.
+    """Choose each token's k best experts; return them with their weights and rows. Differentiable.
+
+    The call is one launch, or two for many tokens.
 
     Args:
-        logits: [N, E], contiguous, float32 or 16-bit (float64 on the CPU), E at most 1024. NaN counts as largest, and
-            of equal ones the lower expert is chosen.
-        k: experts a token, at most 32.
+        logits: [N, E], contiguous, float32 or 16-bit (float64 on the CPU), E at most 1024. NaN counts as largest; of
+            equal logits the expert with the lower number is chosen.
+        k: experts for each token, at most 32.
         score: "softmax": over all experts, in float32, then the k largest (Qwen3, Mixtral); "topk_softmax": softmax
             over the k largest logits (gpt-oss); "sigmoid": of each logit (DeepSeek-V3).
-        bias: float32 [E], added to scores for the choice alone (to logits, where the score is a softmax).
-        num_groups, top_groups: of equal ranges of experts, at most 32, those take part whose two best have the largest
-            sum.
-        normalize: divide a token's weights by their sum (of sigmoids, plus 1e-20).
-        scale: of the weights, at last.
-        num_tokens: int32 [1] on the device: tokens from there on are padding of a captured batch and have no row.
+        bias: float32 [E], added to scores only for the choice (if the score is a softmax: to logits). None: no bias.
+        num_groups, top_groups: experts are divided into num_groups equal ranges, at most 32; a token chooses only from
+            its top_groups ranges, those with the largest sum of their two best scores.
+        normalize: divide a token's weights by their sum (of sigmoids: by the sum plus 1e-20).
+        scale: factor of the weights, applied last.
+        num_tokens: int32 [1] on the device, the number of valid tokens; later tokens are padding of a captured batch,
+            and have no row. None: all tokens are valid.
 
     Returns:
-        Routing; its ids are int32, -1 of padding, in the order of their scores.
+        A Routing. Its ids are int32, each token's in descending order of scores; -1 for padding.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument is invalid; nothing was launched.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     ids, weights, offs, token_of_row, row_of, weight_of_row = route_tokens(
@@ -150,12 +157,15 @@ def route(
 
 
 def capacity_of(experts: int) -> int:
-    """The most experts of the kernel that serves so many."""
+    """Return the capacity (most experts) of the smallest kernel that handles this number of experts."""
     return next(most for most in CAPACITIES if experts <= most)
 
 
 def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int, int]:
-    """Tokens of a CTA, and the int32 elements of the counts that CTAs leave for each other: none where there is one."""
+    """Return (tokens for each CTA, int32 elements of the workspace in which CTAs pass counts to each other).
+
+    is_one: one CTA handles all tokens, and needs no workspace.
+    """
     if is_one:
         return max(tokens, 1), 0
     chunk = -(-tokens // sm_count)
@@ -163,13 +173,18 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
 
 
 class LayerCall(AddressedCall):
-    """Of what is around a layer's experts. Tokens are the first dimension of what has any."""
+    """Base of calls of a layer's kernels other than the experts' GEMMs, such as route, permute and combine.
+
+    The first dimension of the leading tensor is the token. `trailing`: the number of its other dimensions.
+    """
 
     family = "layer"
     trailing = 1
 
     def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Find a plan as any call does. A leading tensor of another rank has none: checks refuse it."""
+        """Find the plan of a signature, as any call does; None if the leading tensor has another rank: checks will
+        refuse it.
+        """
         return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
     def spec(self, arch: str) -> Spec:
@@ -177,7 +192,7 @@ class LayerCall(AddressedCall):
 
 
 def _rule(call: Any) -> dict[str, int]:
-    """Softmax over the k largest is softmax with its weights normalised."""
+    """Return kernel constants of the routing rule. "topk_softmax" is the same as softmax with normalised weights."""
     is_normalized = call.normalize or call.score == "topk_softmax"
     rule = {"score": int(call.score == "sigmoid"), "normalize": int(is_normalized)}
     return {**rule, "forms": PARAM_FORMS[dtype_name(call.logits_dtype)], "experts": call.sizes[1]}
@@ -199,7 +214,7 @@ def _sizes_of_sort(call: Any) -> dict[str, int]:
 
 
 class _Choosing(LayerCall):
-    """What kernels of both directions take."""
+    """Base of the calls of route's forward and backward."""
 
     op = "route"
     leads = "logits"
@@ -207,7 +222,7 @@ class _Choosing(LayerCall):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Tokens and experts."""
+        """The numbers of tokens and experts."""
         tokens, experts = self.logits.shape
         return tokens, experts
 
@@ -324,28 +339,40 @@ def route_tokens(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> Any:  # fmt: skip
-    """What `RouteCall` returns, of the arguments of `route`."""
+    """Return the six tensors of `RouteCall.returns`; arguments are those of `route`."""
 
 
 @operator(RouteBackwardCall)
 def route_backward(d_weights: Tensor, logits: Tensor, ids: Tensor, score: str, normalize: bool, scale: float) -> Any:
-    """The gradient of logits."""
+    """Return the gradient of logits [N, E].
+
+    d_weights: gradient of the weights [N, K]. For the other arguments see `route`.
+    """
 
 
 @operator(SortCall)
 def sort_choices(
     ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, num_experts: int, first: int
 ) -> Any:  # fmt: skip
-    """What `SortCall` returns, of the arguments of `Routing.from_topk`; `num_tokens`: as of `route`."""
+    """Return the four tensors of `SortCall.returns`; arguments are those of `Routing.from_topk`.
+
+    id_weights: from_topk's `weights`; num_tokens: see `route`.
+    """
 
 
 @operator(RowWeightsBackwardCall)
 def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> Any:
-    """The gradient of [N, K] weights from that of the rows that took them."""
+    """Return the gradient of weights [N, K] from d_rows, the gradient of the rows' weights, viewed as [N, K]."""
 
 
 def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor) -> Tensor | None:
-    """The gradient of weights, which were used as they are, by rows, or both."""
+    """Return the gradient of weights [N, K]; None if there is none.
+
+    Args:
+        d_weights: gradient of the weights as results; None: unused.
+        d_rows: gradient of the rows' weights [T]; None: unused.
+        row_of: see `Routing`.
+    """
     if d_rows is None:
         return d_weights
     by_rows: Tensor = row_weights_backward(d_rows.view(row_of.shape), row_of)

@@ -1,4 +1,4 @@
-"""permute, from tokens to rows of experts, and combine, from rows back to tokens. Each is the other's backward."""
+"""permute, from tokens to rows of experts, and combine, from rows back to tokens. Each is the backward of the other."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def check_rows_of(y: Any, routing: Routing) -> None:
 
 
 def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
-    """Return `routing.token_of_row`. Raises ValueError or TypeError if routing is not a Routing of x's tokens."""
+    """Return `routing.token_of_row`, the token of each row.
+
+    Raises ValueError or TypeError if routing is not a Routing of x's tokens.
+    """
     row_of = _row_of(op, routing)
     if isinstance(x, (Tensor, MXFP8Tensor)) and len(x.shape) == 2 and x.shape[0] != row_of.shape[0]:
         check_routed(op, x.shape[0], row_of.shape[0])
@@ -181,9 +184,9 @@ class CombineCall(_Moving):
 
 @operator(PermuteCall)
 def permute_tokens(x: Tensor, row_of: Tensor, *, out: Tensor | None = None) -> Any:
-    """Return `permute`'s rows as [N, K, H]. row_of [N, K]: the row of each choice."""
+    """Return `permute`'s rows, viewed as [N, K, H]. row_of [N, K]: the row of each choice."""
 
 
 @operator(CombineCall)
 def combine_rows(y: Tensor, row_of: Tensor, residual: Tensor | None, *, out: Tensor | None = None) -> Any:
-    """Return `combine` of y [N, K, H]. row_of [N, K]: the row of each choice."""
+    """Return `combine` of rows y, viewed as [N, K, H]. row_of [N, K]: the row of each choice."""

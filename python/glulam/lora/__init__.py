@@ -1,1 +1,1 @@
-"""LoRA on experts, made of operators; `expert_lora.ExpertLora` holds the adapters."""
+"""LoRA on experts, computed by Glulam's operators; `expert_lora.ExpertLora` holds the adapters."""

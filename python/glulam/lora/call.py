@@ -1,4 +1,4 @@
-"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator outside the public interface."""
+"""adapted_mlp: grouped_mlp in 16 bits with adapters, an operator that is not public."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATRICES = ("lora_a1", "lora_b1", "lora_a2", "lora_b2")
 
 
 class AdaptedMlpCall(GroupedMlpCall):
-    """A call of adapted_mlp: several launches, with or without a gradient."""
+    """A call of adapted_mlp, which is several launches, with or without a gradient."""
 
     torch_op = "adapted_mlp"
     explains = False
@@ -53,7 +53,7 @@ class AdaptedMlpCall(GroupedMlpCall):
         return super().answer(key, known)
 
     def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
-        """Run a step without a gradient: a planned step, unless `out=` or `rows=` is given."""
+        """Run a call without a gradient: by a planned step, or part by part if `out=` or `rows=` is given."""
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
         if self.out is None and (self.of_tokens or self.rows is None):
@@ -72,8 +72,9 @@ def adapted_mlp(
     activation: str = "swiglu", glu_layout: str = "concat", numbers: Numbers = DEFAULTS, lora_scale: float = 1.0,
     transpose_w: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute grouped_mlp with lora_scale b_e a_e added to its weights; see `expert_lora.ExpertLora`.
+    """Compute grouped_mlp with weights w_e + lora_scale b_e a_e; see `expert_lora.ExpertLora`.
 
-    A pair that is None adds nothing. Ranks are multiples of 8 on a GPU.
+    Each of w1 and w2 has a pair of matrices, lora_a1 and lora_b1, lora_a2 and lora_b2; None: this weight has no
+    adapter. Ranks are multiples of 8 on a GPU.
     """
     raise NotImplementedError  # `front` writes the body

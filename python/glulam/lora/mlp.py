@@ -1,9 +1,11 @@
-"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + ... likewise.
+"""An MLP with adapters: h = x w1^T + b1 + s (x a1^T) b1'^T; m = activation(h) scale; y = m w2^T + b2 + s (m a2^T)
+b2'^T.
 
-For weights in 16 bits there are kernels that add both products (`path`). For quantised weights, for a GateUp, and for
+b1 and b2 are biases, b1' and b2' adapter matrices, s is the adapters' scale. For weights in 16 bits there are kernels
+that add both products (`path`). For quantised weights, for a GateUp (gate and up-projection in two tensors), and for
 dtypes whose kernels do not ship with adapters, the MLP is composed of differentiable operators (`rows_with_lora`).
-These save x, h and two matrices [T, r] for the backward; if w1 is trained as well, also the rows of tokens; if w2 is,
-also the activation. Each of the two sums rounds its terms and its result, as in torch.
+These save x, h and two matrices [T, r] for the backward; if w1 is trained as well, also the rows of tokens; if w2 is
+trained, also the activation. Each of the two sums rounds its terms and its result, as in torch.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ from .products import Rows, as_multiplied, low_rank, times_w1, times_w2
 
 
 def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
-    """Compute `grouped_mlp` with adapters. `public`: its other arguments, the numbers as one."""
+    """Compute `grouped_mlp` with adapters.
+
+    public: the other arguments of `grouped_mlp` by name, with the activation's numbers as one tuple, `numbers`.
+    """
     recipe = check_goes_with_lora(GroupedMlpCall.op, lora, public["x"], public["recipe"], public["recompute"])
     if has_kernels(recipe, public["x"], public["w1"]):
         del public["recipe"], public["recompute"]
@@ -63,7 +68,7 @@ def grouped_mlp_with_lora(*, lora: Any, **public: Any) -> Tensor:
 
 
 def has_kernels(recipe: Recipe, x: Any, w1: Any) -> bool:
-    """Return True if GEMMs of such weights ship with adapters. The CPU reference serves every dtype."""
+    """Return True if adapted_mlp supports these weights: 16-bit, not a GateUp, and on a GPU with kernels that ship."""
     if recipe is not BF16 or isinstance(w1, GateUp):
         return False
     if not (isinstance(x, Tensor) and runs_kernels(x)):
@@ -80,7 +85,7 @@ _ships_adapted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
-    """Return the adapters as arguments of `adapted_mlp`."""
+    """Return the adapters as keyword arguments of `adapted_mlp`, with matrices cast and padded for x."""
     lora.refuse_dtensors(op)
     given = lora.given()
     named = {
@@ -90,7 +95,7 @@ def lora_arguments(lora: ExpertLora, op: str, x: Any) -> dict[str, Any]:
 
 
 def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recompute: bool) -> Recipe:
-    """Return the recipe of a call with adapters.
+    """Check that arguments can be combined with adapters, and return the call's recipe.
 
     Raises:
         ValueError, TypeError: an argument cannot be combined with adapters.
@@ -105,7 +110,7 @@ def check_goes_with_lora(op: str, lora: Any, x: Any, recipe: str | Recipe, recom
 
 
 def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
-    """Return the recipe. Raises ValueError if it quantises rows, which adapters do not support."""
+    """Return the Recipe. Raises ValueError if it quantises rows, which does not work with adapters."""
     found = recipes.find(op, recipe)
     if found is not BF16 and not found.freezes_weights:
         served = [repr(name) for name, one in recipes.RECIPES.items() if one is BF16 or one.freezes_weights]
@@ -116,12 +121,13 @@ def recipe_with_lora(op: str, recipe: str | Recipe) -> Recipe:
 
 
 def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tensor:
-    """Check all arguments, and return the result of `made`. In a trace each operator checks its own.
+    """Check all arguments, and return the result of `made`. In a trace nothing is checked here: each operator checks
+    its own.
 
     Args:
         call: the call without adapters.
         lora: the adapters.
-        made: called with True if a gradient is recorded, else with False.
+        made: computes the result; called with True if a gradient is recorded, else with False.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
@@ -141,7 +147,9 @@ def checked(call: Any, lora: ExpertLora, made: Callable[[bool], Tensor]) -> Tens
 
 
 def _check(call: Any, lora: ExpertLora) -> None:
-    """Check all arguments, so that errors name the call's arguments, not those of the operators inside."""
+    """Check all arguments of a call with adapters here, so that errors name them, and not arguments of the operators
+    inside.
+    """
     call.check_plain()
     problem = call.check()
     rows = problem.intermediate * (2 if is_gated(call.activation) else 1)
@@ -155,7 +163,12 @@ def _check(call: Any, lora: ExpertLora) -> None:
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
-    """Compute the result [T, H'] of a call's rows by differentiable operators. `kept`: see `low_rank`."""
+    """Compute a call with adapters by differentiable operators; return [T, H'].
+
+    Args:
+        call: the call without adapters.
+        kept: the source of x's rows, saved instead of x; see `low_rank`.
+    """
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():
         call = with_parts_as_read(call)

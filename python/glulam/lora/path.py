@@ -1,4 +1,4 @@
-"""Steps of adapted_mlp, and of moe with adapters.
+"""Forward and backward of adapted_mlp, and of moe with adapters.
 
     low1 = s x a1_e^T                       dlow2 = s dy b2_e
     h = x w1_e^T + low1 b1_e^T + bias       dm = dy w2_e + dlow2 a2_e, in one kernel with the gradient of the activation
@@ -6,8 +6,8 @@
     low2 = s m a2_e^T                       dx = dh w1_e + dlow1 a1_e
     y = m w2_e^T + low2 b2_e^T + bias       da = dlow^T (x or m), db = (dh or dy)^T low
 
-Each sum of two products is one GEMM whose kernel contracts both pairs. Forward saves x, h, low1 and low2; the kernel
-that computes dm recomputes m.
+s is the adapters' scale, dh the gradient of h, and so on. Each sum of two products is one GEMM whose kernel contracts
+both pairs. Forward saves x, h, low1 and low2; the kernel that computes dm recomputes m.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .call import MATRICES, AdaptedMlpCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedPath(DataPath):
-    """The path of an MLP with adapters. `lora_scale`: s."""
+    """The forward and backward steps of an MLP with adapters. lora_scale: s, the factor of the adapters' products."""
 
     inputs: ClassVar[Any] = (*DataPath.inputs, *MATRICES)
     need_preact = BEHIND_THE_ACTIVATION | {"w2", *MATRICES}
@@ -109,7 +109,7 @@ class AdaptedPath(DataPath):
     def _data_gradient(
         self, saved: dict[str, Any], targets: Targets | None, dpreact: Tensor, d_low: Tensor | None
     ) -> Tensor:
-        """Compute dx of rows. `targets`: see `DataPath._gradients`."""
+        """Compute dx of rows. d_low: dlow1; None: w1 has no adapter. targets: see `DataPath._gradients`."""
         w1 = saved["w1"]
         out = None if targets is None else targets.new_grad_input(dpreact, contracted(w1, self.transpose_w))
         tensors = {"x": dpreact, "w": w1, "groups": saved["groups"], "out": out}
@@ -120,20 +120,20 @@ class AdaptedPath(DataPath):
         return dx
 
     def _make(self, part: str, kind: Any, tensors: dict[str, Any], **options: Any) -> Any:
-        """Run a part with the call's transpose_w and return its results."""
+        """Run one part, a call of type `kind`, with the call's transpose_w, and return its results. part: its name."""
         return self.part(part, lambda: (kind, {**options, "transpose_w": self.transpose_w}))(**tensors)
 
     def _as_weight(self, matrix: Tensor) -> Tensor:
-        """Return an adapter matrix in the orientation of its weight: a transposed copy if transpose_w is set."""
+        """Return an adapter matrix in the orientation of its weight: a transposed copy if transpose_w is True."""
         return matrix.transpose(1, 2).contiguous() if self.transpose_w else matrix
 
     def _low(self, part: str, groups: Tensor, x: Tensor, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute s x a_e^T."""
+        """Compute s x a_e^T. part: the name of this product; rows: indices of x's rows; None: in order."""
         low: Tensor = self.times_w(part, False)(x=x, w=a, rows=rows, groups=groups)
         return low.mul_(self.lora_scale)
 
     def _low_gradient(self, part: str, groups: Tensor, dy: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute s dy b_e."""
+        """Compute s dy b_e. part: the name of this product; rows: indices of dy's rows; None: in order."""
         low: Tensor = self.times_w(part, True)(x=dy, w=b, rows=rows, groups=groups)
         return low.mul_(self.lora_scale)
 
@@ -146,7 +146,7 @@ class AdaptedPath(DataPath):
 
 
 def _by_parts(call: AdaptedMlpCall) -> Any:
-    """Compute the result of a checked call without a gradient."""
+    """Compute the result of a checked call without a gradient, as one call for each part."""
     path = dataclasses.replace(AdaptedPath.of(call), grouped_by=grouped_by(call))
     names = (*path.inputs, *(call.of_tokens or ("rows",)))
     given = {name: getattr(call, name) for name in names}

@@ -1,7 +1,8 @@
 """Products of an adapted MLP, each differentiable: with an expert's own weight, and with its low-rank matrices.
 
-x (W + s B A)^T is x W^T + (s x A^T) B^T: two more grouped GEMMs, of rank r, for each weight. Saved for the backward of
-the first of them would be its input, rows of tokens or the activation. Both can be had again from what is kept anyway.
+x (W + s B A)^T is x W^T + (s x A^T) B^T, so each weight needs two more grouped GEMMs, of rank r. Autograd would save
+the input of the product x A^T for backward: rows of tokens, or the activation. Both can be recomputed from tensors that
+are saved anyway.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from ..ops.quantized_weights import parts_given
 
 HALVES = (torch.bfloat16, torch.float16)
 Groups = dict[str, Any]
-"""Group sizes as a keyword, a tensor."""
+"""Group sizes as one keyword argument of grouped operators, `offs` or `splits`, a tensor."""
 
 
 class Rows(NamedTuple):
-    """Rows that are made again in backward.
+    """The tensors from which backward recomputes rows: tokens and indices, or a preactivation and the row scale.
 
     Attributes:
-        matrix, beside: tokens and int32 [T], the token of each row; or a preactivation and the row scale.
-        form: None of tokens; of a preactivation the activation, the layout of its gate and the numbers of all formulas.
+        matrix: tokens [N, H], or a preactivation [T, 2I or I].
+        beside: int32 [T], the token of each row; or the row scale [T].
+        form: None: matrix holds tokens. Of a preactivation: the activation, the layout of its gate, and the numbers of
+            all formulas.
     """
 
     matrix: Tensor
@@ -43,14 +46,16 @@ class Rows(NamedTuple):
     form: tuple[Any, ...] | None = None
 
     def again(self) -> tuple[Tensor, Tensor | None]:
-        """A matrix, and which of its rows these are; None: all, in order."""
+        """Recompute the rows; return (a matrix, indices of its rows). Indices None: all rows, in order."""
         if self.form is None:
             return self.matrix, self.beside
         return gate_rows(self.matrix, self.beside, *self.form), None
 
 
 class _Narrow(torch.autograd.Function):
-    """x a_e^T, which saves what x is made of in its place."""
+    """x a_e^T as an autograd function that saves, instead of x, the tensors from which x can be recomputed (see
+    `Rows`).
+    """
 
     @staticmethod
     def forward(
@@ -75,7 +80,7 @@ class _Narrow(torch.autograd.Function):
 
 
 def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, uninitialised after the last group, where nobody reads it, and of a."""
+    """Return the gradients of x and a. x's gradient is uninitialised after the last group, where nobody reads it."""
     a, sizes, matrix, beside = ctx.saved_tensors
     groups: Groups = {ctx.grouped_by: sizes}
     dx = None
@@ -90,13 +95,17 @@ def low_rank(
     op: str, x: Tensor, a: Tensor, b: Tensor, scale: float, groups: Groups, rows: Tensor | None = None,
     kept: Rows | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(scale x a_e^T) b_e^T.
+    """Return (scale x a_e^T) b_e^T.
 
     Args:
-        a, b: [E, r, K] and [E, N, r], of x's dtype or float32. Kernels take widths that are multiples of 8, so that r
-            is padded to one with zeros.
-        rows: int32 [T], row t is x[rows[t]]; None: rows lie in order.
-        kept: what x is made of, for the gradient of a; None: x itself is saved. out: the result's buffer.
+        op: the public operator's name in errors.
+        x: rows [T, K].
+        a, b: [E, r, K] and [E, N, r], in x's dtype or float32. Kernels take widths that are multiples of 8, so r is
+            padded with zeros to the next multiple.
+        groups: the group sizes; see `Groups`.
+        rows: int32 [T], row t is x[rows[t]]; None: rows are in order.
+        kept: tensors from which x can be recomputed for the gradient of a; None: x itself is saved.
+        out: the result's buffer; None: a new one.
     """
     a, b = as_multiplied(a, x, 1), as_multiplied(b, x, 2)
     if kept is not None and torch.is_grad_enabled() and a.requires_grad:
@@ -108,9 +117,11 @@ def low_rank(
 
 
 def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
-    """A matrix in x's dtype, if it is float32 beside 16 bits, contiguous, with zeros up to a rank that kernels take.
+    """Return an adapter matrix as kernels take it: contiguous, its rank padded with zeros to a multiple of 8, and cast
+    to x's dtype if it is float32 and x 16-bit.
 
-    One that is no strided tensor is returned as it is: checks refuse it by name.
+    A matrix that is not strided is returned unchanged, so that later checks refuse it by name. rank_at: the dimension
+    of the rank.
     """
     if matrix.layout is not torch.strided:
         return matrix
@@ -122,7 +133,7 @@ def as_multiplied(matrix: Tensor, x: Tensor, rank_at: int) -> Tensor:
 
 
 def times_w1(call: Any, groups: Groups) -> Tensor:
-    """The preactivation of a call's rows without adapters: [T, 2I or I]."""
+    """Return the preactivation [T, 2I or I] of a call's rows without adapters. groups: see `Groups`."""
     if isinstance(call, Quantized):
         w1, factors = without_factors(parts_given(call, "w1"))
         ((grouped_by, sizes),) = groups.items()
@@ -137,7 +148,7 @@ def times_w1(call: Any, groups: Groups) -> Tensor:
 
 
 def _halves(biases: Any) -> list[Any]:
-    """The gate's biases and the up-projection's, of [E, 2I] or a list."""
+    """Return [the gate's biases, the up-projection's biases] from biases [E, 2I] or a list of E."""
     if biases is None:
         return [None, None]
     if isinstance(biases, Tensor):
@@ -146,7 +157,13 @@ def _halves(biases: Any) -> list[Any]:
 
 
 def times_w2(call: Any, act: Tensor, row_scale: Tensor | None, groups: Groups, out: Tensor | None) -> Tensor:
-    """The result of a call's rows without adapters: [T, H']."""
+    """Return the result [T, H'] of a call's rows without adapters.
+
+    Args:
+        act: the activation [T, I].
+        row_scale: factor of the bias for each row; None: 1.
+        out: the result's buffer; None: a new one.
+    """
     addends = {"bias": call.b2, "bias_scale": None if call.b2 is None else row_scale, "out": out}
     if isinstance(call, Quantized):
         ((grouped_by, sizes),) = groups.items()

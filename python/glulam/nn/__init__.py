@@ -1,5 +1,6 @@
-"""Modules: grouped linear layers, their weights packed in one parameter or one an expert; a whole mixture-of-experts
-layer; hyper-connections.
+"""Modules: grouped linear layers and gated MLPs of experts, a whole mixture-of-experts layer, and hyper-connections.
+
+The weights of a layer's experts are one packed parameter or one parameter for each expert.
 """
 
 from .hyper_connection import HyperConnection

@@ -1,4 +1,4 @@
-"""Child modules: a parent computes plain children by its own operators, and calls all others."""
+"""Child modules: a parent runs the work of plain children by its own operators, and calls all other children."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_plain(child: Any, kind: type[nn.Module]) -> bool:
 
 
 def is_itself(child: Any, kind: type[nn.Module]) -> bool:
-    """Return True if `child` is plain apart from global hooks; see `is_plain`."""
+    """Return True if `child` is plain when global hooks are ignored; see `is_plain`."""
     own = child.__dict__
     return not (
         child.__class__.forward is not kind.forward
@@ -47,9 +47,9 @@ def parameters_of(child: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x [N, H] times a weight, + bias, computed in `dtype` for parameters of any dtype.
+    """Return x weight^T + bias for x [N, H], with x and the parameters cast to `dtype`.
 
-    Autocast is off here, since it would undo a float32 router.
+    Autocast is off here, since it would compute a float32 router in 16 bits.
     """
     with _without_autocast(x):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -60,6 +60,8 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 
     Args:
         name: the child's name in errors.
+        child: a module; see `_called` for the dtype in which it computes.
+        width: the required number of columns.
 
     Raises:
         TypeError, ValueError: the child returns something else.
@@ -75,7 +77,9 @@ def called(name: str, child: Any, x: Tensor, dtype: torch.dtype, width: int) -> 
 
 
 def _called(child: Any, x: Tensor, dtype: torch.dtype) -> Any:
-    """Call a child: a hooked Linear computes in `dtype`, like a plain one; other modules in their weight's dtype."""
+    """Call a child. A hooked Linear computes in `dtype`, like a plain one; other modules in the dtype of their
+    `weight`.
+    """
     weight = getattr(child, "weight", None)
     own = weight.dtype if isinstance(weight, Tensor) else dtype
     if child.__class__ is nn.Linear and own != dtype:

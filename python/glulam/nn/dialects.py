@@ -1,6 +1,7 @@
-"""Names of an MoE's parameters in other libraries' state dicts, and their conversion to the names of `nn.MoE`.
+"""Conversion of other libraries' state dicts of MoE blocks to the names of `nn.MoE`.
 
-Conversion gives the module's own names, packed or one by one; its layers then convert to the layout that they have.
+The conversion gives the module's own names, with experts packed or one by one, as in the source; the module's layers
+then convert to the layout that they have.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ RENAMES = {
 
 
 class Source(NamedTuple):
-    """A parameter of experts in another library's state dict.
+    """The place of one of the experts' parameters in another library's state dict.
 
     Attributes:
-        keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" is an expert's number.
+        keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.
         packed: whether a tensor holds all experts.
-        glu_layout: layout of a tensor that holds gate and up-projection; None: another tensor.
-        transposed: whether matrices are [columns, rows]. in_blocks: whether columns are [blocks, bytes].
+        glu_layout: layout of a tensor that holds gate and up-projection; None: any other tensor.
+        transposed: whether matrices are [columns, rows].
+        in_blocks: whether columns are [blocks, bytes].
     """
 
     keys: tuple[str, ...]
@@ -87,14 +89,21 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
 QUANTIZED = {"experts": ("experts",), "shared": ("shared_expert", "shared_experts")}
-"""Prefixes of quantised weights in other libraries, by nn.MoE's part; keys of "experts" also have a number."""
+"""Prefixes of quantised weights in other libraries, for the children `experts` and `shared` of nn.MoE. Keys of routed
+experts continue with a number.
+"""
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
-    """Yield the moves of entries with these keys to the names of `block`, the nn.MoE at `prefix`.
+    """Yield lists of moves (see `state.Move`) from another library's entries to the names of `block`.
 
     A move raises TypeError if MXFP4 blocks or scales are not bytes; moves of quantised experts stored one by one raise
     the errors of `load_experts`.
+
+    Args:
+        keys: all keys of the state dict.
+        prefix: prefix of the block's keys.
+        block: the nn.MoE.
     """
     for theirs, ours in RENAMES.items():
         path, _, last = ours.rpartition(".")
@@ -112,7 +121,13 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
-    """Return the moves of a form; [] unless its keys exist for each of the module's parameters, and no other keys."""
+    """Return the moves for one library's naming, `form`; []: the state dict does not have exactly the keys of this
+    naming.
+
+    Args:
+        part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
+        form: for each parameter of the child, its place in the other library's state dict.
+    """
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
     scales = {name for name in own if name.endswith("_scale")}  # layers make scales themselves from weights in 16 bits
     if form.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
@@ -134,9 +149,14 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
 
 
 def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, mlp: Any) -> Move | None:
-    """Return the move of quantised experts stored one by one (`formats.checkpoint_names`) if the format fits, or None.
+    """Return the move of quantised experts stored one by one (`formats.checkpoint_names`); None: the module's format
+    differs.
 
     Weights without scales get a move, too: it raises ValueError if they are quantised, and else does nothing.
+
+    Args:
+        part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
+        theirs: the other library's prefix of these experts, from QUANTIZED.
     """
     if not isinstance(mlp.fc1, QuantizedLinear) or mlp.fc1.has_bias or mlp.call_options["activation"] not in GATED:
         return None
@@ -154,7 +174,14 @@ def _of_quantized(keys: Collection[str], prefix: str, part: str, theirs: str, ml
 
 
 def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: Any) -> list[Tensor] | None:
-    """Return the buffers of both layers; None: the tensors are in another format, or in 16 bits."""
+    """Return the buffers of both layers for the experts' stored tensors; None: these are in another format, or in 16
+    bits.
+
+    Args:
+        values, keys: the tensors, and their keys in the state dict.
+        names: the naming of the stored tensors.
+        mlp: the GroupedMLP that gets the buffers.
+    """
     in_16_bits = all(isinstance(value, Tensor) and value.itemsize > 1 for value in values)
     if in_16_bits and names.part_names().keys() == {"weight"}:
         return None
@@ -177,7 +204,10 @@ def _of_checkpoint(values: list[Any], keys: list[str], names: ExpertNames, mlp: 
 
 
 def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
-    """Return a global scale in the layer's shape. Raises ValueError if the layer has one, but the halves' differ."""
+    """Return NVFP4 global scales in the layer's shape, [E] or [E, 2].
+
+    Raises ValueError if the layer has one global scale for each expert, but the stored halves have different ones.
+    """
     if factors.dim() == halves:
         return factors
     if halves == 1:
@@ -189,7 +219,10 @@ def _factors(factors: Tensor, halves: int, start: str, layout: str) -> Tensor:
 
 
 def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
-    """Join the blocks or the scales of MXFP4 weights as bytes. Raises TypeError if they have another dtype."""
+    """Apply `make`, a `_joined`, to the blocks or the scales of MXFP4 weights, viewed as bytes.
+
+    Raises TypeError if their dtype is none of `dtypes`. key: the key of the first tensor, for the error.
+    """
     if message := refusal(key, parts[0], dtypes):
         raise TypeError(f"state dict: {message}")
     joined: list[Tensor] | None = make([bytes_of_floats(part) if isinstance(part, Tensor) else part for part in parts])
@@ -197,7 +230,17 @@ def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], m
 
 
 def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> list[Tensor] | None:
-    """Return a parameter of one expert or of all, [(E,) rows(, columns)], a gated layer's rows in `glu_layout`."""
+    """Convert a source's tensors to one parameter, of one expert or of all: [(E,) rows(, columns)].
+
+    Args:
+        parts: one tensor, or the gate's and the up-projection's.
+        source: the layout of the tensors.
+        rank: the required number of dimensions.
+        glu_layout: the module's order of a gated layer's rows.
+
+    Returns:
+        A list of the parameter; None: the tensors do not fit.
+    """
     if not alike(parts, rank):
         return None
     parts = [part.mT.contiguous() if source.transposed else part for part in parts]

@@ -1,4 +1,4 @@
-"""HyperConnection: residual streams around a sub-layer, in two forms."""
+"""HyperConnection: residual streams around a sublayer, as in mHC or in DeepSeek-V4.1."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ NORM_EPS = 1e-6
 
 
 class HyperConnection(nn.Module):
-    """n residual streams around any sub-layer; see `glulam.mhc` for the operators.
+    """n residual streams around any sublayer; see `glulam.mhc` for the operators.
 
         h_pre, h_post, logits = project(x);  y = sublayer(aggregate(x, h_pre))
         result = post_mix(x, sinkhorn(logits), h_post, y)
 
-    All before the sub-layer is one call of a compiled function, all behind it another; and in backward the three
-    gradients of x are added up where they are made.
+    Everything before the sublayer is one call of a compiled function, and everything after it another. In backward the
+    kernels that compute the three gradients of x also add them.
 
     Args:
         num_streams, width: n and C. On a GPU n is 2, 4 or 8, and C a multiple of 8.
-        sublayer: called with [..., C] and what forward is given besides; returns [..., C] or (that, bias [C]), a bias
-            that post_mix is to add. None: call `pre` and `post` around your own code.
-        iters, eps, sinkhorn_eps: of `mhc.sinkhorn` and `mhc.project`.
-        transpose_res: of `mhc.post_mix`.
-        norm_weight: whether there is such a parameter, of `mhc.project`: an RMSNorm's weight on the projection's input.
-        form: "mhc", or "v4.1" for DeepSeek-V4.1's: forward takes and returns `HyperStreams`, and is one `mhc.boundary`
-            before the sub-layer, which includes the sub-layer's RMSNorm. `eps` is then its rms_eps, `sinkhorn_eps` its
-            eps; there is a norm_weight without asking, and no transpose_res.
-        norm_eps: of "v4.1", in the root of the sub-layer's RMSNorm.
-        device, dtype: of the parameters; float32 by default, or 16-bit. Streams may be of another dtype.
+        sublayer: a module or function, called with [..., C] and with forward's further arguments. It returns y [..., C]
+            or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
+        iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.
+        transpose_res: see `mhc.post_mix`.
+        norm_weight: whether there is a parameter norm_weight, the weight of the RMSNorm on the projection's input; see
+            `mhc.project`.
+        form: "mhc"; or "v4.1" for DeepSeek-V4.1's hyper-connection: forward takes and returns `HyperStreams`, and runs
+            one `mhc.boundary` before the sublayer, which includes the sublayer's RMSNorm. `eps` is then boundary's
+            rms_eps and `sinkhorn_eps` its eps; a norm_weight always exists, and transpose_res is not available.
+        norm_eps: only for "v4.1": epsilon in the root of the sublayer's RMSNorm.
+        device, dtype: device and dtype of the parameters: float32 by default, or 16-bit. Streams may have another
+            dtype.
 
-    Parameters of "v4.1": fn [n n + 2n, n C], scale [3], base [n n + 2n], and norm_weight [C], as its checkpoints name
-    them. Else: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n], and norm_weight [n C],
-    ones, where it is asked for. As they are made, the sub-layer sees about the mean of the streams, each stream gets
-    its output, and they hardly mix.
+    Parameters of "v4.1": fn [n n + 2n, n C], scale [3], base [n n + 2n] and norm_weight [C], named like in its
+    checkpoints. Parameters of "mhc": weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n],
+    and, on request, norm_weight [n C], initially ones. After initialisation the sublayer's input is about the mean of
+    the streams, its output is added to each stream, and the streams hardly mix.
 
     Raises:
-        ValueError, TypeError: at construction, for options that cannot work.
+        ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
     """
 
     norm_weight: Parameter | None
@@ -107,7 +109,7 @@ class HyperConnection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small weights, and biases that make the identity of residual streams: see the class."""
+        """Set small random weights, and biases with which the residual streams hardly mix; see the class."""
         n, is_v41 = self.num_streams, self.form == "v4.1"
         weight, bias = (self.fn, self.base) if is_v41 else (self.weight, self.bias)
         with torch.no_grad():
@@ -122,7 +124,11 @@ class HyperConnection(nn.Module):
                 self.norm_weight.fill_(1.0)
 
     def boundary(self, carried: HyperStreams) -> mhc.BoundaryResults:
-        """Return the sub-layer's input and what the next connection takes, of form "v4.1"."""
+        """Return the results of `mhc.boundary`: the sublayer's input, and the next connection's streams and
+        coefficients.
+
+        Only for form "v4.1". carried: what the previous connection returned.
+        """
         self._check_is("v4.1", "boundary")
         streams, y, pre, post, comb = carried
         return mhc.boundary(
@@ -135,17 +141,29 @@ class HyperConnection(nn.Module):
             raise RuntimeError(f"HyperConnection: {method} is of form={form!r}, and this one is {self.form!r}")
 
     def pre(self, x: Tensor) -> mhc.PreResults:
-        """Streams [..., n, C] to the sub-layer's input and what `post` takes."""
+        """Compute the sublayer's input (`out`) and the coefficients for `post` from streams x [..., n, C]; form "mhc"
+        only.
+        """
         self._check_is("mhc", "pre")
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
         return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
     def post(self, made: mhc.PreResults, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The new streams, from what `pre` made and the sub-layer's output."""
+        """Return the new streams. made: the result of `pre`; y: the sublayer's output; bias: [C], added to y unless
+        None.
+        """
         return mhc.post_mix(made.residual, made.h_res, made.h_post, y, bias, transpose_res=self.transpose_res)
 
     def forward(self, x: Any, *arguments: Any, **named: Any) -> Any:
-        """Streams [..., n, C] to streams, or `HyperStreams` to those; further arguments go to the sub-layer."""
+        """Run the sublayer between the streams' mix and update.
+
+        Args:
+            x: streams [..., n, C]; with form "v4.1" `HyperStreams`.
+            *arguments, **named: passed on to the sublayer.
+
+        Returns:
+            The new streams, of the same type as x.
+        """
         if self.sublayer is None:
             ways = "boundary yourself" if self.form == "v4.1" else "pre and post yourself"
             raise RuntimeError(f"HyperConnection: made without a sublayer; give it one, or call {ways}")
@@ -170,7 +188,7 @@ class HyperConnection(nn.Module):
 
 
 def _check_form(form: Any, norm_eps: float, iters: int, transpose_res: bool, norm_weight: bool) -> None:
-    """Check the form, and that options are of it."""
+    """Raise ValueError if the form is unknown, or if an option is not available with this form."""
     if form not in FORMS:
         raise ValueError(f"HyperConnection: form is {form!r}; choose one of: {', '.join(map(repr, FORMS))}")
     if form == "v4.1" and (transpose_res or norm_weight):

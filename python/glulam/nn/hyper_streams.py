@@ -1,4 +1,4 @@
-"""HyperStreams: what one hyper-connection of DeepSeek-V4.1 hands to the next."""
+"""HyperStreams: the tensors that one hyper-connection of DeepSeek-V4.1 passes to the next."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from .. import mhc
 
 
 class HyperStreams(NamedTuple):
-    """Residual streams, the last sublayer's output, and the coefficients that the last connection made.
+    """Residual streams, the last sublayer's output, and the coefficients that the last hyper-connection computed.
 
     Attributes:
-        streams: [..., n, D], before the update with y.
-        y: [..., D], or None if the streams are up to date.
-        pre: [..., n], for the next mix. post: [..., n] and comb: [..., n, n], for the update; None without y.
+        streams: [..., n, D], n streams, not yet updated with y.
+        y: [..., D], the last sublayer's output; None: the streams are already updated.
+        pre: [..., n], coefficients with which the streams are mixed to the next sublayer's input.
+        post, comb: [..., n] and [..., n, n], coefficients of the update with y; None if y is None.
     """
 
     streams: Tensor
@@ -27,15 +28,18 @@ class HyperStreams(NamedTuple):
 
     @classmethod
     def begin(cls, x: Tensor, num_streams: int) -> HyperStreams:
-        """Return equal copies of an embedding [..., D], of which the first mix takes the first."""
+        """Return the streams that a model starts with: num_streams copies of an embedding x [..., D]. The first mix
+        selects stream 0.
+        """
         streams = x.unsqueeze(-2).expand(*x.shape[:-1], num_streams, x.shape[-1]).contiguous()
         pre = x.new_zeros(*x.shape[:-1], num_streams, dtype=torch.promote_types(x.dtype, torch.float32))
         pre[..., 0] = 1
         return cls(streams, None, pre, None, None)
 
     def updated(self) -> HyperStreams:
-        """Return the streams after the update with y, for code that changes them before the next mix: the update is
-        then a pass of its own.
+        """Return the streams after the update with y, for code that changes streams before the next mix.
+
+        The update is then a separate pass over memory instead of part of `mhc.boundary`.
         """
         if self.y is None or self.post is None or self.comb is None:
             return self
@@ -43,5 +47,5 @@ class HyperStreams(NamedTuple):
         return HyperStreams(streams, None, self.pre, None, None)
 
     def end(self) -> Tensor:
-        """Return the updated streams' mix [..., D], which a model's last norm takes."""
+        """Return the mix [..., D] of the updated streams, the input of a model's last norm."""
         return mhc.aggregate(self.updated().streams, self.pre)

@@ -1,7 +1,8 @@
-"""A layer's Linears in one order of addition for all numbers of tokens, where `glulam.batch_invariant(True)` is set.
+"""A layer's Linears with one order of addition for any number of tokens, used under `glulam.batch_invariant(True)`.
 
-torch multiplies them in an order that the number of tokens decides. In 16 bits a grouped GEMM of one expert takes its
-place, in both directions; float32 logits of 16-bit tokens are those of the kernel that otherwise serves few tokens.
+torch's Linear adds in an order that depends on the number of tokens. For 16-bit results a grouped GEMM of one expert
+replaces it, in forward and backward; float32 logits of 16-bit tokens are computed by the kernel that otherwise serves
+only few tokens (`layer.few_tokens`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from ..ops.grouped_mm import grouped_mm
 from .children import product
 
 MOST_TOKENS = 4 * 65535
-"""Of the kernel of float32 logits: four to a CTA, in a dimension of the grid."""
+"""Most tokens for which the kernel of float32 logits can be launched: a CTA has four tokens, and a grid dimension 65535
+CTAs.
+"""
 FALSE = "or set it to False"
 
 
 def route_in_order(
     name: str, tokens: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, **options: Any
 ) -> Routing:
-    """Return `route` of tokens' logits x weight^T + weight_bias in `dtype`.
+    """Return `route` of the logits tokens weight^T + weight_bias in `dtype`, added in one order.
 
     Args:
-        name: what errors call the router. options: of `route`.
+        name: the router's name in errors.
+        tokens, weight, weight_bias: [N, H], [E, H] and [E] or None.
+        k, options: see `route`.
 
     Raises:
-        NotImplementedError: no kernel makes such logits in one order.
+        NotImplementedError: no kernel computes such logits in one order.
     """
     if dtype == tokens.dtype and dtype in KERNEL_DTYPES:
         return route(product_in_order(name, tokens, weight, weight_bias), k, **options)
@@ -51,7 +56,11 @@ def route_in_order(
 
 
 def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [N, H] times a weight [E, H], plus a bias [E], in x's dtype. Differentiable.
+    """Return x weight^T + bias in x's dtype, added in one order. Differentiable.
+
+    Args:
+        name: the layer's name in errors.
+        x, weight, bias: [N, H], [E, H] and [E] or None.
 
     Raises:
         NotImplementedError: x is on the CPU, or not of 16 bits.
@@ -70,10 +79,14 @@ def product_in_order(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def refuse_called(name: str, child: Any) -> None:
-    """Refuse a Linear that is called instead of being part of the layer. Other modules' results are their own.
+    """Refuse a Linear that must be called as a module, since torch's Linear has no fixed order. Other modules may be
+    called.
+
+    Args:
+        name: the child's name in errors.
 
     Raises:
-        NotImplementedError: it is a Linear.
+        NotImplementedError: the child is a Linear.
     """
     if isinstance(child, nn.Linear):
         refuse(

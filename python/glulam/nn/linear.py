@@ -34,7 +34,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         device, dtype: device and dtype of the parameters; device "meta" allocates nothing. On a GPU the dtype must be
             bfloat16 or float16.
 
-    The gradient of a weight that has a `main_grad` is written there; see `glulam.nn.weight_gradients`.
+    If a weight has a `main_grad`, its gradient is written there; see `glulam.nn.weight_gradients`.
 
     Raises:
         ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
@@ -42,7 +42,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
-    """Names of the tensors that hold packed weights; `trained_names`: names that are parameters, not buffers."""
+    """Names of the tensors that hold packed weights. `trained_names`: names of tensors that are parameters, not
+    buffers.
+    """
     trained_names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
@@ -77,7 +79,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         self.reset_parameters()
 
     def make_weights(self, device: Any) -> None:
-        """Register weights that are buffers; here there are none."""
+        """Register the buffers that hold weights. This class has none; QuantizedLinear does."""
 
     def reset_parameters(self) -> None:
         """Initialise like torch.nn.Linear: every weight and bias uniform within +-1 / sqrt(in_features)."""
@@ -87,11 +89,15 @@ class GroupedLinear(DelaysWeightGradients, Converts):
                 parameter.uniform_(-bound, bound)
 
     def parameter_list(self, name: str) -> list[Parameter]:
-        """Return the parameters of "weight" or "bias": one packed, or one per expert; empty: no bias."""
+        """Return the parameters named "weight" or "bias": one if packed, else one per expert; empty if there is no
+        bias.
+        """
         return [held(self, self._parameters, label) for label in self._labels[name]]
 
     def experts(self, name: str) -> Any:
-        """Return "weight" or "bias" as operators take it: a tensor, a list, or None."""
+        """Return "weight" or "bias" as operators take it: the packed tensor, a list of one tensor per expert, or None
+        for no bias.
+        """
         if self.packed:
             parameters = self._parameters  # like `held`, without its Python frame
             return parameters[name] if name in parameters else getattr(self, name)
@@ -107,14 +113,16 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """Return the result [T, N]. Arguments are those of `glulam.grouped_mm`, and buffers.
+        """Return the result [T, N].
 
         Args:
             x: rows [T, K], sorted by expert.
             offs, splits, bias_scale: see `glulam.grouped_mm`.
-            out: [T, N], buffer for the result, allowed also if a gradient is recorded; then the returned tensor is
-                another one in the same memory. Overwriting it before a backward that reads it is torch's error.
-            grad_input: [T, K], buffer to which each backward writes x's gradient, with zeros after the last group.
+            out: [T, N], buffer for the result; None: a new one. It is allowed also if a gradient is recorded; the
+                returned tensor then shares its memory, but is another object. If it is overwritten before a backward
+                that reads it, torch raises its usual error.
+            grad_input: [T, K], buffer to which each backward writes x's gradient, with zeros after the last group;
+                None: a new one.
 
         Raises:
             ValueError, TypeError: raised by `glulam.grouped_mm`; a buffer does not fit, overlaps an input or requires a
@@ -132,7 +140,13 @@ class GroupedLinear(DelaysWeightGradients, Converts):
             raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-        """Return the function that writes the weights' gradient instead of autograd; None: autograd computes it."""
+        """Return the function that writes the weights' gradient instead of autograd; None: autograd computes it.
+
+        Args:
+            label: the weights' name in errors.
+            x: the layer's input.
+            put: see `weight_gradients.grad_writer`.
+        """
         if put is None and self.packed and getattr(self._parameters.get("weight"), "main_grad", None) is None:
             return None  # the case of most calls
         weights = self.parameter_list("weight")

@@ -1,4 +1,4 @@
-"""Adapters of a GroupedMLP: a submodule with their parameters, and merging them into experts' weights."""
+"""Adapters (LoRA) of a GroupedMLP: the submodule with their parameters, and merging adapters into experts' weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from .quantized_linear import QuantizedLinear
 
 NAME = "add_lora"
 LAYERS = {"fc1": ("a1", "b1"), "fc2": ("a2", "b2")}
-"""Names of each layer's matrices."""
+"""Names of the adapter's two matrices (a, b), by the name of the layer that they adapt."""
 
 
 class Lora(nn.Module):
-    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1`, `a2` and `b2`; None for a layer without adapter.
+    """The matrices of a `glulam.ExpertLora` as parameters `a1`, `b1` (of fc1), `a2`, `b2` (of fc2); None: a layer
+    without adapter.
 
     Args:
         num_experts, r: E, and the rank of both layers' adapters.
-        scale: see `glulam.ExpertLora`.
-        sizes: (columns, rows) of each adapted layer's weights, by the layer's name.
+        scale: factor of the products b a; see `glulam.ExpertLora`.
+        sizes: for each adapted layer, "fc1" or "fc2": (columns, rows) of an expert's weight.
         device, dtype: device and dtype of the parameters.
     """
 
@@ -60,13 +61,14 @@ class Lora(nn.Module):
                 nn.init.zeros_(self._parameters[b])  # type: ignore[arg-type]
 
     def adapter(self) -> ExpertLora:
-        """Return the parameters as an ExpertLora, for operators and for `ExpertLora.to_peft`."""
+        """Return the parameters as an ExpertLora, which operators take, and which has `to_peft`."""
         named = self._parameters
         return ExpertLora(named["a1"], named["b1"], named["a2"], named["b2"], self.scale)
 
     @torch.no_grad()
     def copy_(self, adapter: ExpertLora) -> Lora:
-        """Copy an adapter's matrices and scale, as from `ExpertLora.from_peft`, into the parameters. Returns self.
+        """Copy the matrices and the scale of `adapter`, for example from `ExpertLora.from_peft`, into the parameters.
+        Returns self.
 
         Raises:
             ValueError: the adapter has other matrices, or other shapes.
@@ -84,7 +86,12 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, layers: dict[str, Any], keep: bool) -> None:
-        """Add the scaled products b a to the layers' weights, rounded once. keep: hold copies of the weights before."""
+        """Add the scaled products b a to the layers' weights; each sum is rounded once.
+
+        Args:
+            layers: the layers, by the names "fc1" and "fc2".
+            keep: store copies of the previous weights, for `take_out_of`.
+        """
         named = self._parameters
         adapted = {name: pair for name, pair in LAYERS.items() if named[pair[0]] is not None}
         weights = {name: layers[name].parameter_list("weight") for name in adapted}
@@ -99,7 +106,7 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def take_out_of(self, layers: dict[str, Any]) -> None:
-        """Restore the layers' weights before `merge_into`. Raises RuntimeError if no copies were kept."""
+        """Restore the layers' weights from before `merge_into`. Raises RuntimeError if no copies were stored."""
         if self._before is None:
             raise RuntimeError("unmerge_lora: merge_lora was called with keep=False, so the weights before are lost")
         for name, before in self._before.items():
@@ -114,7 +121,7 @@ class Lora(nn.Module):
 
 
 class TakesLora(nn.Module):
-    """Adapter methods of a GroupedMLP. `lora`: the submodule of adapters; None: no adapters."""
+    """Base of GroupedMLP: methods that add, merge and remove adapters. `lora`: the submodule of adapters, or None."""
 
     lora: Lora | None
 
@@ -122,11 +129,12 @@ class TakesLora(nn.Module):
         self, r: int, *, alpha: float | None = None, rslora: bool = False, layers: Collection[str] = ("fc1", "fc2"),
         freeze: bool = True, dtype: torch.dtype | None = None,
     ) -> Lora:  # fmt: skip
-        """Add adapters, which change nothing until they are trained or filled (`Lora.copy_`).
+        """Add adapters. They change nothing until they are trained, or filled by `Lora.copy_`.
 
         Args:
-            r: the rank. alpha: None: r. The products' scale is alpha / r, or with `rslora` alpha / sqrt(r).
-            layers: "fc1", "fc2" or both.
+            r: the rank.
+            alpha: numerator of the products' scale, which is alpha / r, or alpha / sqrt(r) with `rslora`; None: r.
+            layers: the layers that get adapters: "fc1", "fc2" or both.
             freeze: call `requires_grad_(False)` on the experts' own weights and biases; False leaves them as they are.
             dtype: dtype of the adapters; None: the dtype of the module's parameters, or bfloat16 if it has none.
                 Float32 adapters with 16-bit rows are rounded at each call, and their gradients are float32.
@@ -174,16 +182,18 @@ class TakesLora(nn.Module):
         self.lora = None
 
     def merge_lora(self, keep: bool = True) -> None:
-        """Add the adapters to the experts' weights, each rounded once; calls then no longer apply the adapters.
+        """Add the adapters to the experts' weights, each rounded once; from then on calls do not apply the adapters
+        separately.
 
-        Merged modules refuse `state_dict` and `load_state_dict`, which would apply adapters twice: call `unmerge_lora`
-        or `remove_lora` first.
+        A merged module refuses `state_dict` and `load_state_dict`, since whoever loads the state would apply adapters
+        twice: call `unmerge_lora` or `remove_lora` first.
 
         Args:
-            keep: hold copies of the weights, from which `unmerge_lora` restores the exact bits. Subtraction could not.
+            keep: store copies of the weights, from which `unmerge_lora` restores the exact bits; subtraction could not.
 
         Raises:
-            RuntimeError: there are no adapters, or they are merged already. ValueError: weights are quantised.
+            RuntimeError: there are no adapters, or they are merged already.
+            ValueError: weights are quantised.
         """
         lora, linear = self._adapters("merge_lora"), self._modules
         if lora.is_merged:
@@ -197,10 +207,10 @@ class TakesLora(nn.Module):
         lora.merge_into(linear, keep)
 
     def unmerge_lora(self) -> None:
-        """Restore the exact weights before `merge_lora`; calls apply the adapters again.
+        """Restore the exact weights from before `merge_lora`; calls apply the adapters again.
 
         Raises:
-            RuntimeError: nothing is merged, or no copies were kept.
+            RuntimeError: nothing is merged, or no copies were stored.
         """
         lora = self._adapters("unmerge_lora")
         if not lora.is_merged:
@@ -214,7 +224,7 @@ class TakesLora(nn.Module):
 
 
 def _merged(lora: Lora) -> str:
-    """Return why a merged module has no state dict; "": it is not merged."""
+    """Return the error text with which a merged module refuses state dicts; "": the module is not merged."""
     if not lora.is_merged:
         return ""
     return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"

@@ -40,7 +40,7 @@ _packed = packer(NAME)
 
 
 class ExpertOptions(NamedNumbers, total=False):
-    """Options of a GroupedMLP besides its sizes and the place of its parameters, for type checkers."""
+    """Keyword options of a GroupedMLP, for type checkers: all except sizes, device and dtype."""
 
     bias: bool
     activation: ActivationName
@@ -54,26 +54,27 @@ class ExpertOptions(NamedNumbers, total=False):
 class GroupedMLP(DelaysWeightGradients, TakesLora):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
-    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters, `lora` the adapters of `add_lora`, or None. If
-    `fc1` or `fc2` is hooked, wrapped, compiled or of another class, both are called, with an activation between them in
-    place of the fused one.
+    s is `row_scale`, a factor for each row. `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters;
+    `lora` holds the adapters of `add_lora`, or is None. If `fc1` or `fc2` is hooked, wrapped, compiled or of another
+    class, both layers are called one after the other, with a separate activation between them, instead of the fused
+    operator.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
-        out_features: of the result, H by default.
-        bias: whether both layers have one.
-        activation, glu_layout, **numbers: as of `glulam.grouped_glu`.
-        packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
-        recompute: save x and row_scale only, and make the preactivation again in backward; with recipe "mxfp8" by a
-            whole forward, which FC2 is part of.
+        out_features: width of the result; None: H.
+        bias: whether both layers have a bias.
+        activation, glu_layout, **numbers: see `glulam.grouped_glu`.
+        packed: one parameter for each layer; False: one for each expert. See `GroupedLinear`.
+        recompute: save only x and row_scale in forward, and recompute the preactivation in backward; recipe "mxfp8"
+            recomputes the whole forward for that, FC2 included.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
-        recipe: as of `glulam.grouped_mlp`. Those without a gradient ("mxfp8_exact", "mxfp8_weight_only") run where none
-            is asked for. With "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and "fp8_block_weight_only"
-            weights are buffers in these formats (`QuantizedLinear`).
-        device, dtype: of the parameters.
+        recipe: see `glulam.grouped_mlp`. "mxfp8_exact" and "mxfp8_weight_only" have no gradient, and run only if none
+            is requested. With "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block" and "fp8_block_weight_only" weights
+            are buffers in the recipe's format (`QuantizedLinear`).
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+        ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
     """
 
     op = "grouped_mlp"
@@ -132,7 +133,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         self.lora = None
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear's, in both layers, and as PEFT's in adapters."""
+        """Initialise both layers like torch.nn.Linear, and adapters like PEFT."""
         for child in self.children():
             child.reset_parameters()  # type: ignore[operator]
 
@@ -146,7 +147,12 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
+        """Return the result [T, out_features] for rows x [T, H], sorted by expert.
+
+        Args:
+            x, offs, splits, row_scale: see `glulam.grouped_mlp`.
+            out, grad_input: buffers for the result and for x's gradient; see `GroupedLinear.forward`.
+        """
         given: dict[str, Any] = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale}
         if not self.has_plain_layers():
             return self._by_layers(**given, out=out, grad_input=grad_input)
@@ -165,18 +171,22 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
 
     def has_plain_layers(self) -> bool:
-        """Return True if one operator does the work of both layers."""
+        """Return True if the fused operator can do the work of fc1 and fc2; False: both are called as modules."""
         layers: Any = self._modules
         if not (is_itself(layers["fc1"], GroupedLinear) and is_itself(layers["fc2"], GroupedLinear)):
             return False
         return is_dynamo_compiling() or not has_global_hooks() or bool(self._why_in_one_call())
 
     def _why_in_one_call(self) -> str:
-        """Say why both layers are one call; "" if each may be called by itself."""
+        """Return why both layers must be one call; "": each may be called by itself."""
         return self._why_together or ("it has adapters" if _applied(self._modules.get("lora")) else "")
 
     def _by_layers(self, x: Tensor, row_scale: Tensor | None, out: Any, grad_input: Any, **groups: Any) -> Tensor:
-        """Forward by calls of both layers, whose results are rounded. `groups`: as forward has them.
+        """Run forward as one call for each layer, so that FC1's result is rounded to its dtype before the activation.
+
+        Args:
+            out, grad_input: see `forward`.
+            groups: offs and splits, as `forward` got them.
 
         Raises:
             ValueError: the recipe or an option needs both layers in one call.
@@ -207,7 +217,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return checkpoint(layers, x, use_reentrant=False) if self.call_options["recompute"] else layers(x)
 
     def arguments(self) -> dict[str, Any]:
-        """Weights, options and adapters that are not merged, as operators take them."""
+        """Return the weights, biases, options and unmerged adapters as keyword arguments of the fused operators."""
         layers: Any = self._modules
         fc1, fc2, lora = layers["fc1"], layers["fc2"], _applied(layers.get("lora"))
         adapters = {} if lora is None else {"lora": lora.adapter()}
@@ -217,7 +227,10 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         }  # fmt: skip
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
-        """Other ways than autograd's for the gradients of weights, by the operators' names, in a forward of x."""
+        """Return functions that write weight gradients instead of autograd, for a forward with x.
+
+        Keys are the operators' argument names, "w1" and "w2"; a weight whose gradient autograd computes has no entry.
+        """
         found: dict[str, Callable[..., Any]] = {}
         if not torch.is_grad_enabled():
             return found
@@ -234,7 +247,9 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
 
 
 def arguments_of(experts: Any) -> dict[str, Any] | None:
-    """The arguments of a GroupedMLP whose work its parent does; None: it is to be called."""
+    """Return a GroupedMLP's `arguments()`, so that the parent can run its operator; None: it must be called as a
+    module.
+    """
     if is_plain(experts, GroupedMLP) and experts.has_plain_layers():
         found: dict[str, Any] = experts.arguments()
         return found
@@ -242,5 +257,5 @@ def arguments_of(experts: Any) -> dict[str, Any] | None:
 
 
 def _applied(lora: Any) -> Any:
-    """A module's adapters, if they are not merged; else None."""
+    """Return a module's adapters if calls must apply them; None: there are none, or the weights include them."""
     return None if lora is None or lora.is_merged else lora

@@ -1,4 +1,4 @@
-"""MoE: a router, its experts, and one that every token goes to."""
+"""MoE: a router, its experts, and optionally a shared expert that processes every token."""
 
 from __future__ import annotations
 
@@ -39,36 +39,42 @@ NAME = "MoE"
 
 
 class MoE(Converts):
-    """A mixture-of-experts layer: y = shared(x) + sum over a token's experts of weight * expert(x); see `glulam.moe`.
+    """A mixture-of-experts layer: y = shared(x) + the sum over a token's experts of weight * expert(x); see
+    `glulam.moe`.
 
         routing = route(router(x), top_k);  y = moe(x, routing, w1, w2, residual=sigmoid(shared_gate(x)) shared(x))
 
     Args:
-        hidden_size, intermediate_size, num_experts, top_k: H, I, E and the experts of a token.
-        score, normalize, scale, num_groups, top_groups: as of `glulam.route`.
-        router_bias: whether logits have one, [E], that is trained (gpt-oss).
-        choice_bias: whether there is a buffer, float32 [E], that is added to scores for the choice alone (DeepSeek-V3);
-            see `update_choice_bias`. It stays float32 when the module is cast and when a state dict is loaded.
-        router_dtype: of the router's parameters and logits, `dtype` by default.
-        shared_intermediate_size: width of an expert that every token goes to; None: there is none.
-        shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
-        parallel: a `glulam.distributed.ExpertParallel` of as many experts: the module has those of its rank.
-        device, dtype: of the parameters.
-        experts: bias, activation, glu_layout, its numbers, packed, recompute, delay_wgrad and recipe of all
-            experts, the shared one included, as of `GroupedMLP`.
+        hidden_size, intermediate_size, num_experts: H, I and E.
+        top_k: number of experts for each token.
+        score, normalize, scale, num_groups, top_groups: see `glulam.route`.
+        router_bias: whether the router has a bias [E], which is trained (gpt-oss).
+        choice_bias: whether there is a buffer, float32 [E], that is added to scores only for the choice of experts
+            (DeepSeek-V3); see `update_choice_bias`. It stays float32 when the module is cast and when a state dict is
+            loaded.
+        router_dtype: dtype of the router's parameters and logits; None: `dtype`.
+        shared_intermediate_size: width of the shared expert, which processes every token; None: no shared expert.
+        shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) (Qwen2-MoE).
+        parallel: a `glulam.distributed.ExpertParallel` for the same number of experts; the module then holds only the
+            experts of its own rank. None: all experts are here.
+        device, dtype: device and dtype of the parameters.
+        experts: options of all experts, the shared one included: bias, activation, glu_layout, the activation's
+            numbers, packed, recompute, delay_wgrad and recipe; see `GroupedMLP`.
 
-    `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear
-    or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`.
+    `router` is a torch Linear, `experts` a GroupedMLP, `shared` a GroupedMLP of one expert or None, `shared_gate` a
+    Linear or None. `routing` is the routing of the last forward, for `glulam.load_balancing_loss` and
+    `glulam.router_z_loss`.
 
-    A child that is hooked, wrapped, compiled, of another class or a unit of FSDP2 is called: the router and the gate
-    with tokens [N, H], experts with rows [T, H], `offs` and `row_scale`. Plain ones are part of fewer launches.
+    A child that is hooked, wrapped, compiled, of another class or a unit of FSDP2 is called as a module: the router and
+    the gate with tokens [N, H], the experts with rows [T, H], `offs` and `row_scale`. The layer computes all other
+    children by its own operators, which needs fewer launches.
 
-    State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`. So do
-    quantised experts one by one, the shared one included, where the recipe keeps their format: see
-    `glulam.load_experts`.
+    State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`.
+    Quantised experts that are stored one by one, the shared one included, load too if the recipe keeps their format:
+    see `glulam.load_experts`.
 
     Raises:
-        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+        ValueError, TypeError: at construction: an option is invalid, or options cannot work together.
     """
 
     choice_bias: Tensor | None
@@ -133,10 +139,11 @@ class MoE(Converts):
 
     @property
     def routing(self) -> Routing | None:
-        """The routing of the last forward, with its graph; None before the first one, and in a copy of the module.
+        """The routing of the last forward, with its autograd graph; None before the first forward, and in a copy of the
+        module.
 
-        While a checkpoint recomputes a forward, `routing` is that of the recomputation. The graph's nodes stay until
-        the next forward; what they saved is freed by a backward that does not retain it.
+        While a checkpoint recomputes a forward, `routing` is the recomputation's. The graph's nodes stay in memory
+        until the next forward; their saved tensors are freed by a backward that does not retain the graph.
         """
         recomputed = None if self._recomputed is None else self._recomputed()
         return self._routing if recomputed is None else recomputed
@@ -146,22 +153,23 @@ class MoE(Converts):
         self._routing, self._recomputed = routing, None
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear's, in all layers; the choice bias is zero."""
+        """Initialise all layers like torch.nn.Linear, and set the choice bias to zero."""
         for child in self.children():
             child.reset_parameters()  # type: ignore[operator]
         if self.choice_bias is not None:
             self.choice_bias.zero_()
 
     def forward(self, x: Tensor, *, num_tokens: Tensor | None = None) -> Tensor:
-        """[..., H] -> [..., H].
+        """Return the layer's result [..., H] for tokens [..., H].
 
         Args:
             x: tokens, in the parameters' dtype.
-            num_tokens: as of `glulam.route`, of x's tokens in their order. Padding goes to no expert but the shared
-                one, as it does in dense layers, so let it be finite where gradients are taken.
+            num_tokens: number of valid tokens, at the front of x's tokens; see `glulam.route`. Padding tokens after
+                them go to no routed expert, but to the shared one, as in dense layers; so padding must be finite if
+                gradients are computed.
 
         Raises:
-            ValueError, TypeError: x has another width or dtype; as of `glulam.route` and `glulam.moe`.
+            ValueError, TypeError: x has another width or dtype; also raised by `glulam.route` and `glulam.moe`.
         """
         y, routing = self._alone(x, num_tokens) if self.parallel is None else self._among_ranks(x, num_tokens)
         if x.dim() != 2:
@@ -171,14 +179,14 @@ class MoE(Converts):
         return y
 
     def _alone(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
-        """Return the result [N, H] and the routing, all experts being here."""
+        """Return the result [N, H] and the routing, if this process has all experts."""
         tokens = self._tokens(x)
         routing = self.route(tokens, num_tokens)
         given = arguments_of(self._modules["experts"])
         return self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens)), routing
 
     def _among_ranks(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Routing]:
-        """Return the result [N, H] and the routing, with experts on several ranks."""
+        """Return the result [N, H] and the routing, if experts are spread over several ranks."""
         assert self.parallel is not None
         with self.parallel.refusing():
             tokens = self._tokens(x)
@@ -190,17 +198,18 @@ class MoE(Converts):
         return y, routing
 
     def _tokens(self, x: Any) -> Tensor:
-        """x as a matrix [N, H]. Raises ValueError where it is no tensor of this width."""
+        """Return x as a contiguous matrix [N, H]. Raises ValueError if x is no tensor of this width."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
             shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, self.hidden_size).contiguous()
 
     def _keep(self, routing: Routing, y: Tensor) -> None:
-        """Keep the routing of a forward that returns y.
+        """Store the routing of a forward that returned y.
 
-        A forward within a backward is a checkpoint's recomputation. No backward walks its graph, so everything saved
-        before the router would stay in memory as long as the module held the routing; y's graph holds it instead.
+        A forward that runs within a backward is a checkpoint's recomputation. No later backward frees the
+        recomputation's graph, so if the module held its routing, everything saved before the router would stay in
+        memory; therefore y's graph node holds the routing, and the module only a weak reference.
         """
         if is_dynamo_compiling():
             self.routing = routing
@@ -213,7 +222,12 @@ class MoE(Converts):
     def _experts(
         self, given: dict[str, Any] | None, tokens: Tensor, routing: Routing, residual: Tensor | None = None
     ) -> Tensor:
-        """Sum tokens' experts, + residual, [N, H]. `given`: arguments of the experts; None: they are called."""
+        """Return the sum of tokens' experts, plus `residual` unless None, [N, H].
+
+        Args:
+            given: the experts' weights and options as arguments of `glulam.moe`; None: the experts are called as a
+                module.
+        """
         if given is None:
             return combine(self._called_experts(tokens, routing), routing, residual)
         arguments = {"x": tokens, "routing": routing, "residual": residual, **given}
@@ -221,14 +235,19 @@ class MoE(Converts):
         return y
 
     def _called_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The rows [T, H] of tokens' experts, times their weights, by a call of the module."""
+        """Call the experts module; return its rows [T, H], multiplied by their weights."""
         rows: Tensor = self.experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
         return rows
 
     def _of_ranks(
         self, given: dict[str, Any] | None, tokens: Tensor | MXFP8Tensor, routing: Routing, is_summed: bool
     ) -> Tensor:
-        """`_experts` of all ranks' tokens, or experts' rows, which are not summed yet."""
+        """Run this rank's experts on the tokens that it received from all ranks.
+
+        Args:
+            given: see `_experts`.
+            is_summed: return each token's sum, as `_experts` does; False: return experts' rows [T, H], not summed yet.
+        """
         assert self.parallel is not None
         if given is not None and not is_summed:
             return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **given)
@@ -236,7 +255,11 @@ class MoE(Converts):
         return self._experts(given, tokens, routing) if is_summed else self._called_experts(tokens, routing)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
-        """Which experts tokens [N, H] go to."""
+        """Return the routing of tokens [N, H]: compute the router's logits, and choose top_k experts for each token.
+
+        Args:
+            num_tokens: see `forward`.
+        """
         router, dtype = self._modules["router"], self.router_dtype or tokens.dtype
         bias = held(self, self._buffers, "choice_bias")
         options = {"bias": None if bias is None else bias.float(), "num_tokens": num_tokens, **self.rule}
@@ -256,7 +279,9 @@ class MoE(Converts):
         return route(product(tokens, weight, weight_bias, dtype), self.top_k, **options)
 
     def _shared(self, tokens: Tensor) -> Tensor:
-        """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
+        """Return the shared expert's result for all tokens, which form one group; the gate, if there is one, scales
+        each row.
+        """
         scale = None
         if self.shared_gate is not None:
             gate = self._gate(self.shared_gate, tokens).squeeze(-1)
@@ -275,7 +300,7 @@ class MoE(Converts):
         return called(f"{NAME}: shared_gate", gate, tokens, tokens.dtype, 1)
 
     def backward_dw(self) -> None:
-        """Compute the experts' weight gradients that the oldest backward pass left; see `GroupedMLP`.
+        """Compute the experts' weight gradients that the oldest pending backward pass left out; see `GroupedMLP`.
 
         Raises:
             RuntimeError: nothing is pending, or the module was made without delay_wgrad.
@@ -285,13 +310,14 @@ class MoE(Converts):
             part.backward_dw()
 
     def add_lora(self, r: int, **options: Any) -> Lora:
-        """Add adapters to the routed experts, as `GroupedMLP.add_lora`; `shared.add_lora` to the shared one. The router
-        stays as trained as it is.
+        """Add adapters to the routed experts; arguments are those of `GroupedMLP.add_lora`.
+
+        `shared.add_lora` adds adapters to the shared expert. The router's `requires_grad` does not change.
         """
         return self.experts.add_lora(r, **options)
 
     def remove_lora(self) -> None:
-        """Drop the experts' adapters; see `GroupedMLP.remove_lora`."""
+        """Remove the experts' adapters; see `GroupedMLP.remove_lora`."""
         self.experts.remove_lora()
 
     def merge_lora(self, keep: bool = True) -> None:
@@ -304,17 +330,19 @@ class MoE(Converts):
 
     @torch.no_grad()
     def update_choice_bias(self, rate: float, counts: Tensor | None = None) -> None:
-        """Add `rate` to the choice bias of experts with fewer rows than their mean, and take it from those with more.
+        """Add `rate` to the choice bias of experts with fewer rows than the mean; subtract it for experts with more.
 
-        That is how DeepSeek-V3 balances loads without a loss (arXiv:2412.19437, section 2.1.2). The host reads nothing.
+        DeepSeek-V3 balances loads like this without a loss (arXiv:2412.19437, section 2.1.2). The call does not
+        synchronise with the GPU.
 
         Args:
-            counts: [E], rows of each expert in a step, summed over micro-batches and ranks; those of the last forward
-                by default.
+            rate: the step of the bias.
+            counts: [E], number of rows of each expert in a training step, summed over micro-batches and ranks; None:
+                the counts of the last forward.
 
         Raises:
             RuntimeError: the module was made without choice_bias, or there are no counts.
-            TypeError, ValueError: rate is no number, or counts no tensor [E].
+            TypeError, ValueError: rate is no number, or counts is no tensor [E].
         """
         if self.choice_bias is None:
             raise RuntimeError("update_choice_bias: made without choice_bias=True, so there is none to update")
@@ -339,7 +367,7 @@ class MoE(Converts):
         return iter(()) if moments else dialects.moves(keys, prefix, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have no routing: it belongs to a graph."""
+        """Return the state without the routing, since a routing belongs to an autograd graph."""
         return {**self.__dict__, "_routing": None, "_recomputed": None}
 
     def extra_repr(self) -> str:
@@ -350,8 +378,8 @@ class MoE(Converts):
 
 
 def _widen_choice_bias(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Cast the choice bias of a state dict, which load_state_dict(assign=True) takes as it is: in bfloat16 a bias of 1
-    does not change by an update of 1e-3.
+    """Cast a state dict's choice bias to float32, since load_state_dict(assign=True) keeps the entry's dtype: a
+    bfloat16 bias of 1 would not change by an update of 1e-3.
     """
     key = f"{prefix}choice_bias"
     if module.choice_bias is not None and isinstance(state.get(key), Tensor):

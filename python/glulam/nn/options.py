@@ -1,4 +1,4 @@
-"""Options of modules: checked at construction, shown by repr."""
+"""Checks of modules' options at construction, and their display by repr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
 def check_options(kind: type, given: Mapping[str, Any]) -> None:
     """Check a constructor's options by the annotations of its parameters.
 
-    `bool`: must be True or False. `int` without a default, and `int | None` unless None: must be 1 or more.
+    An option annotated `bool` must be True or False. An `int` without a default, and an `int | None` unless it is None,
+    must be an integer, 1 or more.
+
+    Args:
+        kind: the class.
+        given: the options by name, as `locals()` of the constructor.
 
     Raises:
         TypeError, ValueError: an option fails its check.
@@ -37,14 +42,23 @@ def check_options(kind: type, given: Mapping[str, Any]) -> None:
 
 
 def shown_options(kind: type, **options: Any) -> str:
-    """Return for repr the options that differ from the class's defaults."""
+    """Return text for repr: the options that differ from the defaults of the class `kind`."""
     defaults = _parameters(kind)
     shown = {name: value for name, value in options.items() if value != defaults[name].default}
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def check_placement(kind: type, parameter: Tensor, *widths: int) -> None:
-    """Check the dtype of parameters, and on a GPU also that kernels take these widths."""
+    """Check a module's dtype, and on a GPU also that kernels support its widths.
+
+    Args:
+        kind: the module's class, for errors.
+        parameter: a tensor with the parameters' dtype and device.
+        widths: numbers of columns of weights.
+
+    Raises:
+        TypeError, ValueError: the dtype or a width is not supported.
+    """
     on_gpu = runs_kernels(parameter)
     valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
     if parameter.dtype not in valid:
@@ -61,7 +75,8 @@ def held(module: nn.Module, members: Mapping[str, Any], name: str) -> Any:
     """Return a parameter or a buffer of a module without `Module.__getattr__`, which takes 0.4 us.
 
     Args:
-        members: `module._parameters` or `module._buffers`. If a parametrization or pruning has replaced the tensor by
-            an attribute, the attribute is returned.
+        members: `module._parameters` or `module._buffers`.
+        name: the tensor's name. If a parametrization or pruning has replaced the tensor by an attribute, the attribute
+            is returned.
     """
     return members[name] if name in members else getattr(module, name)

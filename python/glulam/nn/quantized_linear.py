@@ -1,4 +1,4 @@
-"""Layers of a GroupedMLP with quantised weights, which are not trained."""
+"""Linear layers of a GroupedMLP with quantised weights. The weights are buffers, and are not trained."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .state import Move, layout_move
 
 SCALE_DTYPES = torch.uint8, SCALE_DTYPE
 E4M3_NAN = 0x7F
-"""The bits of an E4M3 NaN without the sign."""
+"""The bits of an E4M3 NaN without its sign bit."""
 Buffer = tuple[tuple[int, ...], torch.dtype]
-"""A shape and a dtype."""
+"""Shape and dtype of a buffer."""
 
 
 class _Kept:
-    """Cache of a quantised weight's tensor, with the buffers that it was made from.
+    """Cache entry: the quantised tensor of a layer's weight, and the buffers from which it was made.
 
-    Writes into buffers do not invalidate it, since the tensor's parts are views of the buffers. A buffer that was moved
-    to other memory, as by `buffer.data = ...`, is noticed by its address.
+    A write into a buffer does not invalidate the entry, since the tensor's parts are views of the buffers. A buffer
+    that was moved to other memory, for example by `buffer.data = ...`, is noticed by its address.
     """
 
     __slots__ = ("addresses", "parts", "tensor")
@@ -61,29 +61,33 @@ class _Kept:
 
 
 def _is_memory(part: Tensor) -> bool:
-    """Return True for a tensor with memory. Fake tensors and tensors of torch.func must not be cached."""
+    """Return True for a tensor with memory of its own; False for fake tensors and torch.func's, which must not be
+    cached.
+    """
     return type(part) in PLAIN_TENSORS and not is_functorch_wrapped_tensor(part)
 
 
 class QuantizedLinear(GroupedLinear):
-    """A GroupedLinear whose weights are buffers: `weight` and `weight_scale`, parts of a tensor of `form`.
+    """A GroupedLinear whose weights are buffers: elements `weight` and scales `weight_scale`, in a recipe's format.
 
     Kernels read the buffers directly. 8-bit floats are stored as bytes. A `weight` [E, N, K] in 16 bits or float32
-    without a `weight_scale`, or one such weight per expert, is quantised as it loads from a state dict. If a part is
-    missing, or has another dtype or shape, load_state_dict raises an error, and the layer keeps its whole previous
-    weight.
+    without a `weight_scale`, or one such weight per expert, is quantised when it loads from a state dict. If a state
+    dict lacks one of the buffers, or has it in another dtype or shape, load_state_dict raises an error, and the layer
+    keeps its whole previous weight.
 
     Args:
-        form: the form in which a recipe reads the weights.
-        halves: 2 for a gated w1 in layout "concat", else 1.
+        form: the `formats.form.Form` of the weights: the format and layout in which a recipe's kernels read them.
+        halves: 2 if the rows are a gate's half followed by an up-projection's half (gated w1 in layout "concat"), else
+            1.
+        args, options: see `GroupedLinear`.
     """
 
     weight_names: tuple[str, ...] = ("weight", "weight_scale")
     derived_names: tuple[str, ...] = ()
-    """Further buffers of the tensor, computed from the other buffers and not in state dicts."""
+    """Names of further buffers of the weight, computed from the other buffers and not stored in state dicts."""
     trained_names = ("bias",)
     loads: ClassVar[tuple[tuple[torch.dtype, ...], ...]]
-    """The allowed dtypes of each part in state dicts."""
+    """For each of `weight_names`, the dtypes that it may have in state dicts."""
     has_scales_of_rows: ClassVar[bool] = True
     """True if each scale belongs to one row, so that rows can be reordered with their scales."""
     weight: Tensor
@@ -104,16 +108,18 @@ class QuantizedLinear(GroupedLinear):
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
-        """Return shape and dtype of each buffer for a weight of this shape."""
+        """Return (shape, dtype) of each of `weight_names`' buffers for a weight of shape [E, N, K]."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set random elements, with scales that keep values within +-1 / sqrt(in_features); biases as in any layer."""
+        """Set random elements, with scales that bound values by 1 / sqrt(in_features); biases are initialised as in
+        GroupedLinear.
+        """
         super().reset_parameters()
         self.reset_weights(1 / math.sqrt(self.in_features))
 
     def reset_weights(self, bound: float) -> None:
-        """Set random elements, and scales that keep values within +-bound."""
+        """Set random elements, and scales such that no value exceeds `bound` in magnitude."""
         raise NotImplementedError
 
     def experts(self, name: str) -> Any:
@@ -140,7 +146,7 @@ class QuantizedLinear(GroupedLinear):
         return {**super().__getstate__(), "_kept": None}
 
     def forget(self) -> None:
-        """Drop the cached tensor, and so its references to buffers that are about to be replaced."""
+        """Drop the cached tensor, so that it does not keep alive buffers that are about to be replaced."""
         self.__dict__["_kept"] = None
 
     def grad_writer(self, *_: Any) -> None:
@@ -156,7 +162,13 @@ class QuantizedLinear(GroupedLinear):
                 yield [move]
 
     def _quantizing(self, keys: Collection[str], prefix: str, packing: Move | None) -> Move | None:
-        """Return the move that quantises a weight in 16 bits, or None. packing: the move that first joins experts."""
+        """Return the move (see `state.Move`) that quantises a state dict's 16-bit or float32 weight; None: there is no
+        such weight.
+
+        Args:
+            keys, prefix: the state dict's keys, and the prefix of this layer's keys.
+            packing: the move that first stacks experts' separate weights; None: they are stacked already.
+        """
         whole, *others = (prefix + name for name in self.weight_names)
         if any(key in keys for key in others) or (packing is None and whole not in keys):
             return None
@@ -164,7 +176,12 @@ class QuantizedLinear(GroupedLinear):
         return Move(old, [whole, *others], partial(self._quantized, pack=pack))
 
     def _quantized(self, values: list[Any], pack: Any) -> list[Any] | None:
-        """Return the parts of a quantised 16-bit weight, as state dicts store them; None: it cannot be quantised."""
+        """Quantise a weight; return its tensors as state dicts store them; None: the weight cannot be quantised.
+
+        Args:
+            values: the state dict's entries.
+            pack: function that makes the one weight [E, N, K] from the entries.
+        """
         (weight,) = pack(values) or (None,)
         if not isinstance(weight, Tensor) or weight.dtype not in SOURCE_DTYPES or weight.dim() != 3:
             return None
@@ -177,15 +194,15 @@ class QuantizedLinear(GroupedLinear):
         return self.form.quantized(weight)
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
-        """Return a part of a state dict in the buffer's dtype and order."""
+        """Convert the state dict's tensor for buffer `name` to the buffer's dtype and order of elements."""
         return bytes_of_floats(part)
 
     def as_stored(self, name: str, part: Tensor) -> Tensor:
-        """Return a buffer as state dicts store it."""
+        """Convert the tensor of buffer `name` to the dtype and order in which state dicts store it."""
         return part
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        """Apply fn. Casts change only biases: float32 scales stay float32."""
+        """Apply fn to the tensors, but let casts change only biases: buffers of the weight keep their dtypes."""
         self.forget()
         before = {name: getattr(self, name) for name in self.weight_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -196,10 +213,10 @@ class QuantizedLinear(GroupedLinear):
 
 
 class FourBitsLinear(QuantizedLinear):
-    """A layer with 4-bit weights: `weight` [E, N, K/8] int32, words in kernels' order, and `weight_scale`
-    [E, N, K/block] uint8.
+    """A layer with 4-bit weights: `weight` int32 [E, N, K/8], eight elements a word in the order that kernels read, and
+    `weight_scale` uint8 [E, N, K/block], one scale for each `block` elements.
 
-    State dicts store `weight` as bytes, uint8 [E, N, K/2]; a state dict with words loads, too.
+    State dicts store `weight` as bytes, uint8 [E, N, K/2]; a state dict with int32 words loads, too.
     """
 
     def buffers_of(self, shape: tuple[int, int, int]) -> list[Buffer]:
@@ -211,7 +228,7 @@ class FourBitsLinear(QuantizedLinear):
         self.reset_scales(bound / MAGNITUDES[-1])
 
     def reset_scales(self, factor: float) -> None:
-        """Set scales so that each value is at most `factor` times its element."""
+        """Set scales such that no value is larger than `factor` times its 4-bit element."""
         raise NotImplementedError
 
     def as_kept(self, name: str, part: Tensor) -> Tensor:
@@ -235,11 +252,12 @@ class MXFP4Linear(FourBitsLinear):
 
 
 class RebasedLinear(MXFP4Linear):
-    """A layer with MXFP4 weights for recipe "mxfp4": `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four a
-    word, and the buffer `weight_row_scale` uint8 [E, N] a power of two for each row.
+    """A layer with MXFP4 weights for recipe "mxfp4", whose kernels multiply in FP8.
 
-    `weight_row_scale` is computed when the weight loads, and in an eager forward if the version counters show a write
-    to the other buffers. Raises FoldError then, as `prepare_mxfp4_weight` does.
+    `weight` int32 [E, N, K/8] holds a checkpoint's bytes, four in a word. The buffer `weight_row_scale` uint8 [E, N]
+    holds a power of two for each row. It is computed when the weight loads, and in an eager forward if the version
+    counters show that another buffer was written. Computing it raises FoldError under the conditions of
+    `prepare_mxfp4_weight`.
     """
 
     derived_names = ("weight_row_scale",)
@@ -265,7 +283,7 @@ class RebasedLinear(MXFP4Linear):
         return super().experts(name)
 
     def rebase(self) -> None:
-        """Recompute the rows' powers of two."""
+        """Recompute `weight_row_scale`, the rows' powers of two, and note the other buffers' version counters."""
         self.forget()
         if not self.weight.is_meta:
             rows = row_scales(self.weight, self.weight_scale, type(self).__name__)
@@ -288,7 +306,7 @@ def _rebase(layer: RebasedLinear, _: Any) -> None:
 
 
 class NVFP4Linear(FourBitsLinear):
-    """A layer with weights in NVFP4: also has `weight_global_scale` float32 [E], or [E, 2] if `halves` is 2."""
+    """A layer with weights in NVFP4. It also has `weight_global_scale`, float32 [E], or [E, 2] if `halves` is 2."""
 
     weight_names = ("weight", "weight_scale", "weight_global_scale")
     loads = (torch.uint8, WORD_DTYPE), (torch.uint8, Nvfp4.kind.scale_dtype), (torch.float32,)
@@ -303,7 +321,7 @@ class NVFP4Linear(FourBitsLinear):
         self.weight_global_scale.fill_(factor)
 
     def quantized(self, weight: Tensor) -> Parts:
-        """Quantise each half of the rows separately."""
+        """Quantise each half of the rows by itself, with its own global scale."""
         experts, rows, k = weight.shape
         data, scale, global_scale = super().quantized(weight.reshape(-1, rows // self.halves, k))
         assert scale is not None and global_scale is not None
@@ -312,9 +330,10 @@ class NVFP4Linear(FourBitsLinear):
 
 
 class FP8BlockLinear(QuantizedLinear):
-    """A layer with weights in FP8 blocks: `weight` [E, N, K] uint8 and `weight_scale` float32 [E, ceil(N / 128),
-    ceil(K / 128)], or [E, 2, ceil(N/2 / 128), ceil(K / 128)] for a gated w1 in layout "concat" whose halves end inside
-    a block.
+    """A layer with weights in FP8 with one float32 scale for each block of 128 x 128.
+
+    `weight` is uint8 [E, N, K], and `weight_scale` float32 [E, ceil(N / 128), ceil(K / 128)], or [E, 2, ceil(N/2 /
+    128), ceil(K / 128)] for a gated w1 in layout "concat" whose halves end inside a block.
 
     State dicts store uint8, since Python's pickle cannot restore 8-bit floats; a state dict with float8_e4m3fn loads,
     too.
@@ -337,11 +356,13 @@ class FP8BlockLinear(QuantizedLinear):
 LAYERS: dict[type, type[QuantizedLinear]] = {
     Mxfp4: MXFP4Linear, Mxfp4Rebased: RebasedLinear, Nvfp4: NVFP4Linear, Fp8Block: FP8BlockLinear,
 }  # fmt: skip
-"""Layer classes by the class of the form in which recipes read weights."""
+"""Layer classes, by the class of the `Form` in which a recipe's kernels read weights."""
 
 
 def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return why an entry of a state dict is no part of a quantised weight; "": its dtype is one of `dtypes`."""
+    """Return the error text for a state dict's entry that cannot be part of a quantised weight; "": its dtype is one of
+    `dtypes`.
+    """
     if not isinstance(value, Tensor) or value.dtype in dtypes:
         return ""
     wanted = " or ".join(map(str, dtypes))
@@ -352,9 +373,9 @@ def _read(
     layer: QuantizedLinear, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any,
     _unexpected: Any, errors: list[str],
 ) -> None:  # fmt: skip
-    """Convert the parts of a weight in a state dict to buffers, on the buffers' device, before they load.
+    """Hook before load_state_dict: convert the entries of a weight to the buffers' dtypes, on the buffers' device.
 
-    If a part is missing, or has another dtype or shape, add an error, and keep all previous parts of the layer.
+    If an entry is missing, or has another dtype or shape, add an error, and keep all of the layer's previous buffers.
     """
     layer.forget()
     given = {name: state[prefix + name] for name in layer.weight_names if prefix + name in state}
@@ -374,7 +395,13 @@ def _read(
 def _fault(
     layer: QuantizedLinear, prefix: str, name: str, dtypes: tuple[torch.dtype, ...], given: dict[str, Any]
 ) -> str:
-    """Return the error text for a part of a state dict; "": the part is valid."""
+    """Return the error text for the entry of buffer `name`; "": the entry is valid.
+
+    Args:
+        prefix: prefix of the layer's keys.
+        dtypes: dtypes that the entry may have.
+        given: the state dict's entries for this weight, by buffer name.
+    """
     key, own = prefix + name, getattr(layer, name)
     if name not in given:
         return f"{key} is missing, but {prefix}{next(iter(given))} is there; give all parts of a quantised weight"

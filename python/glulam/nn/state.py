@@ -1,8 +1,9 @@
-"""Conversion of state dicts: experts' parameters packed, `weight` [E, ...], or one by one, `weight0` and so on; and the
-names that `nn.dialects` lists.
+"""Conversion of state dicts to a module's own layout and names.
 
-A set of entries is converted only if it is complete, unambiguous, and of a parameter that the module has. Other entries
-stay unchanged, so that loading them gives torch's usual error about missing and unexpected keys.
+Experts' parameters may be packed, `weight` [E, ...], or one by one, `weight0` and so on; other libraries' names are
+listed in `nn.dialects`. A set of entries is converted only if it is complete, unambiguous, and belongs to a parameter
+that the module has. Other entries stay unchanged, so that loading them gives torch's usual error about missing and
+unexpected keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
 class Move(NamedTuple):
-    """A conversion of entries `old` to entries `new`. make(old values): the new values; None: old values do not fit."""
+    """A conversion of a state dict's entries.
+
+    Attributes:
+        old, new: the keys before and after the conversion.
+        make: function that makes the new values from the list of old values; it returns None if these do not fit.
+    """
 
     old: list[str]
     new: list[str]
@@ -29,16 +35,23 @@ class Move(NamedTuple):
 
 
 class Converts(nn.Module):
-    """A module that loads state dicts under other names than its own."""
+    """Base of modules that load state dicts in other layouts or under other names than their own."""
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
-        """Yield lists of moves from entries with these keys to entries of the module at `prefix`. A list is applied
-        as a whole, or not at all. moments: values are an optimizer's mappings, not tensors.
+        """Yield lists of moves from entries with these keys to entries of this module. A list is applied as a whole or
+        not at all.
+
+        Args:
+            keys: all keys of the state dict.
+            prefix: prefix of this module's keys.
+            moments: True: values are an optimizer's mappings {"exp_avg": ...} of parameters, not tensors.
         """
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Convert and load. The dict is changed in place, since torch passes it on to the children."""
+        """Convert the state dict's entries, and load them. The dict is changed in place, since torch passes it on to
+        the children.
+        """
         converted = _converted(state_dict, [(prefix, self)])
         state_dict.clear()
         state_dict.update(converted)
@@ -46,20 +59,21 @@ class Converts(nn.Module):
 
 
 def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a state dict with the keys of `module`, from one in either layout, or of another library's MoE blocks.
+    """Return a state dict with the keys of `module`, made from a state dict in another layout or with other libraries'
+    names.
 
     Loading `state` into `module` does the same conversion.
 
     Args:
         state: a state dict of a module that differs from `module` at most in `packed`, or in the names of an MoE's
-            parts, which may be any that `nn.dialects` lists.
+            parameters, which may be any that `nn.dialects` lists.
         module: contains GroupedLinear and MoE modules at any depth.
 
     Returns:
         A new dict; unconverted entries are unchanged.
 
     Raises:
-        TypeError: state is not a mapping, module is not a module, or MXFP4 parts have another dtype.
+        TypeError: state is not a mapping, module is not a module, or MXFP4 blocks or scales have another dtype.
     """
     _check("convert_state_dict", state, module)
     result = _converted(state, _named(module))
@@ -72,12 +86,12 @@ def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str,
 def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return optimizer state, keyed by parameter names, converted to the parameters of `module`.
 
-    Moments are stacked or split like the parameters. A value without dimensions, as a step count, is copied to every
-    expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted, as when
-    its experts are in several groups, both stay unchanged.
+    Moments are stacked or split like the parameters. A value without dimensions, such as a step count, is copied to
+    every expert, and packed only if it is equal for all experts. If a parameter's names or state cannot be converted,
+    for example because its experts are in several groups, both stay unchanged.
 
     Args:
-        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with this under "state", and
+        state: {parameter name: {"exp_avg": ..., "step": ...}}; or a mapping with such a mapping under "state", and
             "param_groups" whose "params" are names, as torch.distributed.checkpoint makes it.
         module: see `convert_state_dict`.
 
@@ -136,7 +150,9 @@ def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
-    """Yield (prefix of keys, module) for each Converts module under each of its names; parents before children."""
+    """Yield (prefix of its keys, module) for each Converts module under each of its names; parents come before
+    children.
+    """
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Converts):
             yield f"{path}." if path else "", child
@@ -153,9 +169,9 @@ def _converted(
 
 
 def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | None:
-    """Return `state` after these moves; None: values do not fit each other.
+    """Return `state` after these moves; None: values do not fit each other, so nothing is converted.
 
-    New entries take the place of the first old entry, since optimizers number parameters by their order.
+    New entries take the position of the first old entry, since optimizers number parameters by their order.
     """
     added: dict[str, dict[str, Any]] = {}
     for old, new, make in moves:
@@ -174,8 +190,12 @@ def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, expe
     """Return the move of a parameter's entries to the module's layout; None: not necessary, or not possible.
 
     Args:
-        whole: the key of the packed parameter. name: "weight" or "bias".
+        keys: all keys of the state dict.
+        whole: the key of the packed parameter.
+        name: "weight" or "bias".
         packed: whether the module's parameter is packed.
+        experts: the number of experts.
+        moments: see `Converts.moves`.
     """
     parts, size = [f"{whole}{expert}" for expert in range(experts)], len(whole)
     old, new = (parts, [whole]) if packed else ([whole], parts)
@@ -188,7 +208,7 @@ def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, expe
 
 
 def alike(parts: list[Any], rank: int | None = None) -> bool:
-    """Return whether all are tensors of one shape, dtype and device, with `rank` dimensions unless it is None."""
+    """Return True if all are tensors of one shape, dtype and device, with `rank` dimensions (None: any number)."""
     first = parts[0]
     return all(
         isinstance(part, Tensor)
@@ -211,7 +231,14 @@ def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[
 
 
 def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
-    """Convert moments; None: they do not fit. New parameters share no tensor, since optimizers write state in place."""
+    """Convert an optimizer's mappings for old parameters to mappings for new ones; None: they do not fit.
+
+    New parameters share no tensor, since optimizers write state in place.
+
+    Args:
+        make: converts a list of tensors, as `Move.make` does.
+        count: number of new parameters.
+    """
     if not all(isinstance(part, Mapping) and part.keys() == old[0].keys() for part in old):
         return None
     result: list[dict[str, Any]] = [{} for _ in range(count)]

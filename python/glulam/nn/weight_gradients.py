@@ -1,4 +1,4 @@
-"""Destinations of a module's results and gradients: autograd, buffers, or `main_grad` of weights, at once or later.
+"""Where a module's results and gradients go: to autograd, into buffers, or into weights' `main_grad`; at once or later.
 
 The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
 itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
@@ -30,13 +30,13 @@ from ..ops.grouped_wgrad import grouped_wgrad
 
 Job = Callable[[], None]
 Put = Callable[[Job], None]
-"""A function that stores a job for later."""
+"""A function that stores a job, the computation of a weight gradient, for later."""
 
 
 class DelaysWeightGradients(nn.Module):
-    """A module that leaves weight gradients out of backward if it was made with delay_wgrad=True.
+    """Base of modules that leave weight gradients out of backward if they were made with delay_wgrad=True.
 
-    `op`: the operator that the module calls.
+    `op`: name of the operator that the module calls.
     """
 
     op: ClassVar[str]
@@ -51,7 +51,7 @@ class DelaysWeightGradients(nn.Module):
         return {**self.__dict__, "_pending": deque()}
 
     def new_pass(self) -> Put:
-        """Return a function that stores the jobs of one forward's backward pass."""
+        """Return a function that stores the jobs that one forward's backward pass leaves for `backward_dw`."""
         jobs: list[Job] = []
 
         def put(job: Job) -> None:
@@ -62,7 +62,7 @@ class DelaysWeightGradients(nn.Module):
         return put
 
     def has_delayed(self) -> bool:
-        """Return whether weight gradients of a backward pass are pending."""
+        """Return True if weight gradients of a backward pass are pending."""
         return len(self._pending) > 0
 
     def backward_dw(self) -> None:
@@ -92,10 +92,11 @@ def run(
     """Run an operator, with its result and gradients written to the given destinations.
 
     Args:
-        call: makes a Call of the operator from keyword arguments.
+        operator: the public operator, used if there is no destination other than autograd.
+        call: makes the operator's Call (arguments of one call) from keyword arguments; used otherwise.
         given: the operator's arguments.
-        writers: functions that write weights' gradients, by the operator's argument names.
-        out, grad_input: buffers; None: not given.
+        writers: functions that write weights' gradients instead of autograd, by the operator's argument names.
+        out, grad_input: buffers for the result and for x's gradient; None: not given.
 
     Raises:
         CaptureError: torch.export is tracing, and a destination is one that an exported program cannot write.
@@ -121,7 +122,9 @@ def run(
 
 @_disable_dynamo  # like torch.compiler.disable, which would import the compiler and take a second
 def outside_traces(call: Any, targets: Targets) -> Any:
-    """Differentiate a call outside of traces, since writing to other destinations is a side effect that traces lose."""
+    """Run a differentiable call outside of torch.compile's traces, which would lose its writes to other
+    destinations.
+    """
     return differentiate(call, targets=targets)
 
 
@@ -149,7 +152,8 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
 
     Args:
         name, weights, packed: see `Experts`.
-        put: stores the work for later; None: the work is done at once.
+        x: the layer's input.
+        put: stores the computation for later; None: backward computes at once.
     """
     experts = Experts(name, weights, tuple([weight.requires_grad for weight in weights]), packed)
     into_main = has_main_grads(experts, x)
@@ -171,10 +175,10 @@ def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put
 
 
 def has_main_grads(experts: Experts, x: Tensor) -> bool:
-    """Check the main_grad buffers of trained weights; return False if there are none.
+    """Check the main_grad buffers of trained weights against x; return False if no weight has one.
 
     Raises:
-        ValueError, TypeError: only some trained weights have a main_grad, or one does not fit.
+        ValueError, TypeError: only some trained weights have a main_grad, or a main_grad does not fit.
     """
     name, trained = experts.name, experts.trained_weights()
     buffers: list[Any] = [getattr(weight, "main_grad", None) for weight in trained]
@@ -240,14 +244,21 @@ def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]
 
 
 def _lost(name: str, how: str) -> str:
-    """Return the error text of a delayed gradient that no optimizer would see, since no optimizer has the weight."""
+    """Return the error text for a delayed gradient that would be lost, since the tensor is not the optimizer's
+    parameter.
+    """
     return f"delay_wgrad: {name} was {how}, so that its delayed gradient would be lost; leave out delay_wgrad=True"
 
 
 def _write(
     experts: Experts, buffers: list[Tensor], adds: list[bool], dy: Tensor, x: Tensor, groups: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write gradients to the buffers of trained weights. adds: for each buffer, whether to add to it instead."""
+    """Write the gradients of trained weights to `buffers`.
+
+    Args:
+        adds: for each buffer, whether the gradient is added to it; False: overwrites it.
+        dy, x, groups: the operands of `grouped_wgrad`.
+    """
     groups, is_trained = _groups_of(experts.trained, groups)
     out: Any = buffers[0] if experts.packed else buffers
     if frozen := is_trained.count(False):
@@ -262,10 +273,14 @@ def _write(
 
 
 def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
-    """Return groups of rows for grouped_wgrad, and for each group whether it belongs to a trained expert.
+    """Return the groups of rows for grouped_wgrad, and for each group whether it belongs to a trained expert.
 
-    Rows of frozen experts before a trained expert cannot be left out. Adjacent ones form one group, whose gradient is
-    dropped and takes as much memory as one weight. Rows after the last trained expert are in no group.
+    Rows of frozen experts before a trained expert cannot be left out. Adjacent frozen experts form one group, whose
+    gradient is dropped and takes as much memory as one weight. Rows after the last trained expert are in no group.
+
+    Args:
+        trained: for each expert, whether its weight is trained.
+        groups: the layer's groups, as `offs` or `splits`.
     """
     if all(trained):
         return groups, list(trained)
@@ -279,7 +294,9 @@ _kept_for_graphs: dict[Any, Tensor] = {}
 
 
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cached tensor, so that a graph captured after a first call copies nothing from the host."""
+    """Return `values` as a cached tensor, so that a CUDA graph captured after a first call copies nothing from the
+    host.
+    """
     made = _made(values, dtype, device)
     if made.is_cuda and gpus.is_capturing():  # replays read it, even after it leaves the cache
         _kept_for_graphs[values, dtype, device] = made
@@ -292,7 +309,7 @@ def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _dummies(experts: Experts) -> Any:
-    """Return the dummies that autograd gets for weights whose gradient is in main_grad; None: no dummy."""
+    """Return the dummy gradients that autograd gets for weights whose gradient is in main_grad; None: no dummy."""
     dummies: list[Tensor | None] = []
     for weight, is_trained in zip(experts.weights, experts.trained, strict=True):
         has_flag = is_trained and hasattr(weight, "grad_added_to_main_grad")

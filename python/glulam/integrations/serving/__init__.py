@@ -1,7 +1,8 @@
-"""Experts of serving engines on `glulam.moe`: engines' activation names, engines' weights, and the call.
+"""Running the experts of serving engines by `glulam.moe`: engines' activation names, engines' weights, and the call.
 
 An engine's plugin calls `gate_of`, makes a `ServedExperts` after weights are loaded, and calls it in each forward. A
-layer that Glulam cannot compute raises `NotServed` before its weights are touched; the plugin leaves it to the engine.
+layer that Glulam cannot compute raises `NotServed` before its weights are changed; the plugin then leaves it to the
+engine.
 """
 
 from .experts import ServedExperts as ServedExperts

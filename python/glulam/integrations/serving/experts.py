@@ -1,4 +1,4 @@
-"""ServedExperts: a layer's experts from a serving engine's tensors, and their call by `glulam.moe`."""
+"""ServedExperts: a layer's experts, made from a serving engine's tensors, and their call by `glulam.moe`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .weights import Checkpoint, Weights
 
 @dataclass(frozen=True)
 class ServedExperts:
-    """E experts, ready for `glulam.moe`: weights and biases, the gate between FC1 and FC2, the recipe.
+    """E experts, ready for `glulam.moe`: weights and biases, the activation between FC1 and FC2, and the recipe.
 
-    Constructors take an engine's tensors after loading: w13 [E, 2I, H] ([E, I, H] without a gate) and w2 [E, H, I],
-    their scales, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in the engine's memory; `weights.py` says
-    which formats are changed in place. Biases are cast once to the dtype of rows.
+    Constructors are named by the format of weights. They take an engine's tensors after loading: w13 [E, 2I, H] ([E, I,
+    H] without a gate) and w2 [E, H, I], their scales, and biases b13 [E, 2I] and b2 [E, H], or None. Weights stay in
+    the engine's memory; `weights.py` says which formats are changed in place. Biases are cast once to `dtype`, the
+    dtype of rows.
 
     Raises:
         NotServed: kernels do not read weights of this dtype or width.
@@ -48,9 +49,10 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E4M3 weights and 128 x 128 scales: w13_scale [E, 2 ceil(I / 128), ceil(H / 128)], the
-        gate's before the up-projection's. Rows of `dtype` are quantised if the GPU multiplies FP8; else weights are
-        decoded.
+        """Return experts with E4M3 weights and one scale for each block of 128 x 128.
+
+        w13_scale is [E, 2 ceil(I / 128), ceil(H / 128)], the gate's blocks before the up-projection's. Rows of `dtype`
+        are quantised if the GPU multiplies FP8; else kernels decode the weights.
         """
         return cls._of(of.fp8_blocks(Checkpoint(w13, w13_scale, w2, w2_scale), gate, dtype), b13, b2, gate, dtype)
 
@@ -59,7 +61,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) per 32; see `weights.mxfp8`."""
+        """Return experts with E4M3 weights and an E8M0 scale (uint8 or float8_e8m0fnu) for 32 elements; see
+        `weights.mxfp8`.
+        """
         return cls._of(of.mxfp8(Checkpoint(w13, w13_scale, w2, w2_scale), dtype), b13, b2, gate, dtype)
 
     @classmethod
@@ -67,7 +71,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E2M1 weights, two a byte (uint8 or int8), and a scale per 32: gpt-oss, DeepSeek-V4."""
+        """Return experts with E2M1 weights, two in a byte (uint8 or int8), and a scale for 32 elements: gpt-oss,
+        DeepSeek-V4.
+        """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4"), b13, b2, gate, dtype)
 
     @classmethod
@@ -75,7 +81,9 @@ class ServedExperts:
         cls, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, b13: Tensor | None = None,
         b2: Tensor | None = None, *, gate: Activation, dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts as `mxfp4` does, with rows in FP8 if the GPU multiplies FP8 and the weights allow it."""
+        """Return experts from the same tensors as `mxfp4`; rows are quantised to FP8 if the GPU and the weights allow
+        it.
+        """
         return cls._of(of.mxfp4(Checkpoint(w13, w13_scale, w2, w2_scale), dtype, "mxfp4_fp8"), b13, b2, gate, dtype)
 
     @classmethod
@@ -84,7 +92,9 @@ class ServedExperts:
         b13: Tensor | None = None, b2: Tensor | None = None, *, gate: Activation,
         dtype: torch.dtype = torch.bfloat16,
     ) -> ServedExperts:  # fmt: skip
-        """Return experts with E2M1 weights, an E4M3 scale per 16, and modelopt's global scales `*_scale_2`."""
+        """Return experts with E2M1 weights, two in a byte, an E4M3 scale for 16 elements, and modelopt's global scales
+        `*_scale_2`.
+        """
         made = of.nvfp4(Checkpoint(w13, w13_scale, w2, w2_scale), w13_scale_2, w2_scale_2, gate, dtype)
         return cls._of(made, b13, b2, gate, dtype)
 
@@ -104,16 +114,19 @@ class ServedExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, *, expert_map: Tensor | None = None, scale: float = 1.0,
         weights_on_rows: bool = False, world_experts: int | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return weighted sums of experts' rows [N, H]. Nothing is read from the device, so graphs can capture this.
+        """Return the weighted sums of each token's experts, [N, H]. The host reads nothing from the device, so CUDA
+        graphs can capture the call.
 
         Args:
             x: tokens [N, H].
-            ids: int32 or int64 [N, K], local experts, or global experts if `expert_map` is given; -1: no expert.
+            ids: int32 or int64 [N, K], numbers of the experts here, or, if `expert_map` is given, of all ranks'
+                experts; -1: no expert.
             weights: [N, K], multiplied by `scale` in float32.
-            expert_map: int32 [global experts], the local expert or -1; None: ids are local experts.
+            expert_map: int32 [all ranks' experts], for each the number of the expert here, or -1; None: ids are experts
+                here.
             world_experts: number of experts on all ranks that tokens choose among, for the choice of kernels; see
                 `Routing.from_topk`.
-            weights_on_rows: multiply tokens by their weights before FC1 instead of sums after FC2; K must be 1.
+            weights_on_rows: multiply tokens by their weights before FC1 instead of results after FC2; K must be 1.
             out: the result's buffer [N, H]; None: a new one.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Translation of a serving engine's activation name and numbers to Glulam's activation."""
+"""Translation of a serving engine's name and numbers of an activation to Glulam's activation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import NamedTuple
 from ...activations import Activation
 
 PLAIN_ALPHA, PLAIN_OFFSET = 1.0, 0.0
-"""Numbers with which clamped_swiglu is silu(a) u of clamped halves."""
+"""Numbers alpha and offset with which clamped_swiglu computes silu(a) u of clamped halves a and u."""
 
 
 class NotServed(ValueError):
-    """A layer that Glulam does not compute as the engine would; the message says why in one line."""
+    """Glulam does not compute this layer as the engine would; the message says why in one line."""
 
 
 class Named(NamedTuple):
-    """A gated activation that engines name.
+    """A gated activation under an engine's name.
 
     Attributes:
-        activation: Glulam's name. takes: the arguments of `gate_of` that this activation accepts.
+        activation: Glulam's name.
+        takes: names of `gate_of`'s numbers that this activation accepts.
     """
 
     activation: str
@@ -84,7 +85,9 @@ def gate_of(
 
 
 def _clamps(given: dict[str, float]) -> dict[str, float]:
-    """Return numbers by clamped_swiglu's keywords; missing ones keep Glulam's defaults, 7, 1.702 and 1."""
+    """Return an engine's numbers as keywords of clamped_swiglu; missing ones get Glulam's defaults: limit 7, alpha
+    1.702, offset 1.
+    """
     names = {"alpha": "alpha", "beta": "offset", "limit": "limit"}
     return {names[key]: value for key, value in given.items()}
 

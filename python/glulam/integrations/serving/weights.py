@@ -1,7 +1,7 @@
 """Preparation of serving engines' expert weights, so that `glulam.moe` takes them without further work.
 
-E experts, H hidden, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without a
-gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
+E experts, H hidden size, I intermediate size of a rank. w13 is [E, 2I, H], gate and up-projection, or [E, I, H] without
+a gate; w2 is [E, H, I]. Weights stay in the engine's memory: 16-bit and FP8-block weights are unchanged; 4-bit elements
 may be reordered, and MXFP8 elements rescaled, in place. An engine that loads weights again must prepare them again.
 """
 
@@ -35,7 +35,7 @@ RECIPES: dict[str, tuple[Recipe, Recipe]] = {
     "mxfp4_fp8": (recipes.MXFP4_IN_FP8, recipes.MXFP4_WEIGHT_ONLY),
     "nvfp4": (recipes.NVFP4_WEIGHT_ONLY, recipes.NVFP4_WEIGHT_ONLY),
 }
-"""(Recipe on GPUs that have its kernels, recipe on other GPUs), by the name of a constructor of ServedExperts."""
+"""For each constructor of ServedExperts: (the recipe on GPUs that have its kernels, the recipe on other GPUs)."""
 MXFP4_ROWS = "GLULAM_MXFP4_ROWS"
 """Environment variable that selects the dtype of rows for MXFP4 weights in plugins: a key of MXFP4_KINDS."""
 MXFP4_KINDS = {"bf16": "mxfp4", "fp8": "mxfp4_fp8"}
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """An engine's tensors of quantised weights: elements and scales of w13 and w2."""
+    """An engine's tensors of quantised weights: the elements and scales of w13 and w2."""
 
     w13: Tensor
     w13_scale: Tensor
@@ -64,10 +64,13 @@ class Checkpoint(NamedTuple):
 
 
 def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight: Tensor) -> Recipe:
-    """Return the recipe that multiplies experts of a format on a weight's device.
+    """Return the recipe for experts' weights of one format, on the weights' device.
 
     Args:
-        kind: a key of RECIPES. hidden, width: H and I. dtype: dtype of rows. weight: any tensor of the layer.
+        kind: the format, a key of RECIPES.
+        hidden, width: H and I.
+        dtype: dtype of rows.
+        weight: any tensor of the layer.
 
     Raises:
         NotServed: there are no kernels for rows of this dtype, or for experts of this width.
@@ -84,10 +87,12 @@ def served_recipe(kind: str, hidden: int, width: int, dtype: torch.dtype, weight
 
 
 def mxfp4_kind(default: str = "bf16") -> str:
-    """Return the format of MXFP4 experts that GLULAM_MXFP4_ROWS selects. default: the value if it is not set.
+    """Return the constructor's name, "mxfp4" or "mxfp4_fp8", that the environment variable GLULAM_MXFP4_ROWS selects.
+
+    default: the variable's value if it is not set.
 
     Raises:
-        ValueError: the variable is not a key of MXFP4_KINDS.
+        ValueError: the variable's value is not a key of MXFP4_KINDS.
     """
     rows = os.environ.get(MXFP4_ROWS, "").strip().lower() or default
     if rows not in MXFP4_KINDS:
@@ -96,13 +101,16 @@ def mxfp4_kind(default: str = "bf16") -> str:
 
 
 def in_16_bits(w13: Tensor, w2: Tensor) -> Weights:
-    """Return views of weights in 16 bits."""
+    """Return 16-bit weights, as views of w13 and w2, with their recipe."""
     w13, w2 = w13.detach(), w2.detach()
     return Weights(w13, w2, served_recipe("bf16", w2.shape[1], w2.shape[2], w2.dtype, w2))
 
 
 def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Return views of E4M3 elements with float32 scales of 128 x 128 blocks; E8M0 scales are widened once."""
+    """Return weights in FP8 blocks: views of the E4M3 elements, with a float32 scale for each 128 x 128.
+
+    E8M0 scales are converted to float32 once. gate: the activation; dtype: dtype of rows.
+    """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("fp8_block", w2.shape[1], w2.shape[2], dtype, w2)
     first = _float_scales(w13_scale)
@@ -112,8 +120,10 @@ def fp8_blocks(given: Checkpoint, gate: Activation, dtype: torch.dtype) -> Weigh
 
 
 def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
-    """Fold E4M3 elements in place to one power of two a row if the GPU multiplies FP8 without block scales and folding
-    is accurate; else return views. Scales are E8M0, one for 32 elements of a row.
+    """Return MXFP8 weights: E4M3 elements with an E8M0 scale for 32 elements of a row.
+
+    If the GPU multiplies FP8 without block scales, and folding is accurate, elements are folded in place: rescaled so
+    that one power of two for each row replaces the block scales. Else the weights are views. dtype: dtype of rows.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     exact = [MXFP8Tensor(w, scale.view(SCALE_DTYPE)) for w, scale in ((w13, w13_scale), (w2, w2_scale))]
@@ -131,11 +141,14 @@ def mxfp8(given: Checkpoint, dtype: torch.dtype) -> Weights:
 
 
 def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
-    """Reorder E2M1 elements, two a byte, in place for kernels. Scales, one for 32 elements of a row, are E8M0, or
-    float32 powers of two, which are copied to E8M0.
+    """Return MXFP4 weights, with E2M1 elements, two in a byte, reordered in place for kernels.
 
-    Kind "mxfp4_fp8", for rows in FP8: if kernels multiply FP8 and no row's scales are too far apart, elements stay
-    unchanged, and each row gets a power of two; else elements are reordered as for "mxfp4".
+    There is one scale for 32 elements of a row, in E8M0, or in float32 as powers of two, which are copied to E8M0.
+
+    Args:
+        dtype: dtype of rows.
+        kind: "mxfp4", or "mxfp4_fp8" for rows in FP8: if kernels multiply FP8, and no row's scales are too far apart,
+            elements stay unchanged, and each row gets a power of two; else elements are reordered as for "mxfp4".
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     hidden, width = w2.shape[1], 2 * w2.shape[2]
@@ -155,8 +168,14 @@ def mxfp4(given: Checkpoint, dtype: torch.dtype, kind: str) -> Weights:
 
 
 def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Activation, dtype: torch.dtype) -> Weights:
-    """Reorder E2M1 elements, two a byte, in place for kernels. Scales are E4M3, one for 16 elements of a row, in plain
-    order. `*_scale_2` are float32 factors: one for all, [E], or [E, 2] for the halves of w13.
+    """Return NVFP4 weights, with E2M1 elements, two in a byte, reordered in place for kernels.
+
+    Scales are E4M3, one for 16 elements of a row, in plain order.
+
+    Args:
+        w13_scale_2, w2_scale_2: float32 global scales: one for all experts, [E], or [E, 2] for the halves of w13.
+        gate: the activation.
+        dtype: dtype of rows.
     """
     w13, w13_scale, w2, w2_scale = given.detached()
     recipe = served_recipe("nvfp4", w2.shape[1], 2 * w2.shape[2], dtype, w2)
@@ -169,7 +188,7 @@ def nvfp4(given: Checkpoint, w13_scale_2: Tensor, w2_scale_2: Tensor, gate: Acti
 
 
 def _check_fits(recipe: Recipe, dtype: torch.dtype, hidden: int, width: int) -> None:
-    """Raise NotServed if a recipe has no kernels for rows of this dtype, or for these widths."""
+    """Raise NotServed if a recipe has no kernels for rows of this dtype, or for H = hidden and I = width."""
     try:
         recipes.check_fits("moe", recipe, str(dtype).removeprefix("torch."), True, H=hidden, I=width)
     except (TypeError, ValueError) as error:
@@ -184,13 +203,16 @@ def _float_scales(scale: Tensor) -> Tensor:
 
 
 def _in_place(folded: FoldedWeight, data: Tensor) -> FoldedWeight:
-    """Write folded elements into the engine's memory."""
+    """Write folded elements into the engine's memory, `data`; return the weight with its elements there."""
     data.copy_(folded.data)
     return FoldedWeight(data, folded.scale, folded.axis, folded.report)
 
 
 def _power_scales(name: str, scale: Tensor) -> Tensor:
-    """Return scales as E8M0. Raises NotServed if float32 scales are not powers of two."""
+    """Return scales as E8M0. name: the weight's name in the error.
+
+    Raises NotServed if float32 scales are not powers of two.
+    """
     if scale.dtype in (torch.uint8, SCALE_DTYPE):
         return scale.view(SCALE_DTYPE)
     bits = scale.float().view(torch.int32)
@@ -201,7 +223,11 @@ def _power_scales(name: str, scale: Tensor) -> Tensor:
 
 
 def _factors(factor: Tensor, may_differ: bool = False) -> Tensor:
-    """Return global scales in an NVFP4Tensor's shape: [], [E], or [E, 2] if the halves differ."""
+    """Return global scales in the shape that NVFP4Tensor takes: [], [E], or [E, 2] if those of a weight's two halves
+    differ.
+
+    Raises NotServed if they differ, but `may_differ` is False.
+    """
     factor = factor.float()
     if factor.dim() < 2:
         return factor.contiguous() if factor.dim() else factor
