@@ -87,6 +87,7 @@ def install(made: Path, target: Path, prefix: str) -> None:
 
 
 def _copy(source: Path, name: str, at: int) -> None:
+    """Copy folder `source` to a new folder `name` in the open folder `at`."""
     with folders.made(name, at) as inner:
         for path in source.iterdir():
             if path.is_dir():
@@ -96,6 +97,7 @@ def _copy(source: Path, name: str, at: int) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
+    """Return True if a folder is a scratch folder of this user. Raises OSError if it has no marker."""
     found = folder.lstat()
     made_here = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     return made_here and stat.S_ISREG((folder / MARKER).lstat().st_mode)
