@@ -1,4 +1,4 @@
-"""Autograd's tensors in the backward of any operator: saved tensors, incoming gradients, second derivatives."""
+"""Helpers for the backward of any operator: saved tensors, incoming gradients, and refusal of second derivatives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_graph() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again."""
+    """The identity of gradients, whose own differentiation raises GradientNotSupported."""
 
     @staticmethod
     def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
