@@ -54,8 +54,9 @@ class Call(Launching):
         quantized: class of the operator's calls with quantised arguments. None: there are none.
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
-        torch_types, settled_without_out, settled_with_out: schema types and fixed arguments as a torch operator
-            (`library`).
+        torch_types: by argument, its type in torch's schema if that differs from its role's.
+        settled_without_out: arguments that the torch operator's form without `out` fixes, by name.
+        settled_with_out: arguments that the torch operator's form with `out` fixes, by name.
         is_torch_op: the operator is registered with torch.
         has_torch_out: the torch operator has forms that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.

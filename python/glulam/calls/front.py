@@ -2,7 +2,8 @@
 
 A decorated function declares the parameters, their defaults and the docstring; the names of arguments (`arguments`) and
 the `Call` class define the arguments' meaning. The body is generated and compiled when the module is imported: it finds
-the plan of the call and runs the plan, or else leaves the call to `Call.answer`. `text_of` returns the body.
+the plan of the call (a kept launch) and runs it; if there is none, it leaves the call to `Call.answer`. `text_of`
+returns the body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make the plan of a checked call: the parts of its launch."""
+"""Make the plan (a kept launch, see `launch`) of a checked call."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class Launching(Arguments):
 
     @property
     def gpu(self) -> gpus.Gpu:
+        """The GPU of the leading argument."""
         return gpus.gpu(self.lead.get_device())
 
     def constants(self) -> dict[str, Any]:
@@ -201,6 +202,7 @@ class Launching(Arguments):
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
+        """Run a plan with this call's arguments. If that raises, check the arguments, whose errors come first."""
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
         except ARGUMENT_ERRORS:
@@ -208,10 +210,12 @@ class Launching(Arguments):
             raise
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+        """Return a plan with this call's extents. `code`: see `Plan`."""
         extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
         return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
+        """Return the constants of a plan that may depend on the number of rows."""
         served, memory = serving.at(problem.rows), self.scratch(problem).values()
         return {
             "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
@@ -235,6 +239,14 @@ class Launching(Arguments):
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
+        """Return the shape of this call's launch.
+
+        Args:
+            problem: the call's problem.
+            signature: the arguments of the kernel's function.
+            constants: names of the plan's constants.
+            checked: see `launch.Shape`.
+        """
         values = {name: getattr(self, name) for name in self._present()}
         makes = tuple(made for made in self.made() if made.kernel in signature.names or not made.wanted)
         scratch, before = self.scratch(problem), self.before(problem)
@@ -263,12 +275,14 @@ class Launching(Arguments):
         )
 
     def _source(self, argument: Argument, sources: dict[str, Source]) -> Source:
+        """Return the source of a kernel argument. Raises TypeError if a required argument has none."""
         if argument.name not in sources and not argument.optional:
             raise TypeError(f"{self.op}: nothing gives {argument.name}, which the function needs")
         return sources.get(argument.name, Source(ABSENT))
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one dict with the entries of all."""
     found: dict[str, Any] = {}
     for part in parts:
         found.update(part)

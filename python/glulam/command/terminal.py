@@ -27,4 +27,5 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **how: Any) -> Text:
+        """Return `printable` text as rich renders it."""
         return super().render_str(printable(text), **how)

@@ -1,4 +1,6 @@
-"""Group sizes in their forms: `offs` or `splits`, on the device, or `splits` on the host."""
+"""Group sizes, in any of three forms: `offs` (ends) on the device, `splits` (row counts) on the device or
+on the host.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""The fate of rows after the last group; see `declare`."""
+"""Texts for `declare`: the fate of rows after the last group, in operators with one result row a row and in others."""
 
 
 class _Grouped(NamedTuple):
@@ -95,10 +97,12 @@ def leading(op: str) -> str:
 
 
 def _after_groups(op: str) -> str:
+    """Return the operator's text for `declare` on rows after the last group; empty: do not warn."""
     return _operators[op].after_groups if op in _operators else ""
 
 
 def form(groups: Tensor, is_offs: bool) -> int:
+    """Return the code of group sizes' form. `is_offs`: they are offs, not splits."""
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32
@@ -123,6 +127,7 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
 
 
 def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
+    """Return the end row of each group as a checked list; errors as in `ends`."""
     if offs is not None:
         told, values = "offs end at", offs.tolist()
     else:
@@ -145,6 +150,7 @@ def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> lis
 
 
 def _integer(op: str, value: object) -> int:
+    """Return an element of splits as an integer. Raises TypeError."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -79,6 +79,7 @@ class Layouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
+        """Return the parts in a buffer, matrices in the type that kernels take."""
         return self._placed(buffer, Layout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
@@ -86,6 +87,7 @@ class Layouts:
         return self._placed(buffer, Layout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[Layout, Tensor, int], Any]) -> Several:
+        """Return the parts in a buffer, matrices as `matrix` makes them."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
@@ -95,6 +97,8 @@ Several = tuple[Any, ...]
 
 
 class _Kept(threading.local):
+    """The calling thread's buffers by (device, stream), and views of them by (layout, stream)."""
+
     def __init__(self) -> None:
         self.views: dict[tuple[Layout | Layouts, int], Any] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
@@ -111,6 +115,7 @@ class Stats(NamedTuple):
 
 
 def stats() -> Stats:
+    """Return what the calling thread keeps."""
     return Stats(dict(_kept.buffers), len(_kept.views))
 
 
@@ -140,6 +145,7 @@ def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
 
 
 def _view(layout: Layout | Layouts, stream: int) -> Any:
+    """Return a new view of the stream's buffer, and keep it."""
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
