@@ -66,12 +66,16 @@ def _run_time() -> dict[str, Path]:
 def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict[str, Path]]:
     """Return linker flags for another machine, and libraries that stand in for its run-time libraries.
 
-    The DSL has such a stub library for each machine. TVM-FFI has none: a library that exports the names of this
-    machine's TVM-FFI library is compiled in `folder`. The code generator also exports wrappers, which a version script
-    (a flag) hides.
+    The DSL's wheel has such stub libraries. For TVM-FFI one is compiled in `folder`; it exports the same names as this
+    machine's TVM-FFI library. The code generator also exports wrappers, which a version script (one of the flags)
+    hides.
 
     Returns:
         The flags; the libraries by distribution name.
+
+    Raises:
+        CompileError: the stub library does not compile.
+        ToolchainError: a tool or library is missing.
     """
     stub = folder / "libtvm_ffi.so"
     names = sorted(_symbols(toolchain.tvm_ffi_library(), "--defined-only", host.here()))

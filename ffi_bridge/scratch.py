@@ -27,7 +27,12 @@ _PROBE_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def scratch(root: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder in `root` that only this user can enter, yield it, and remove it at the end."""
+    """Make a folder in `root` that only this user can enter, yield it, and remove it at the end.
+
+    Args:
+        root: an existing folder.
+        prefix: the beginning of the new folder's name, by which `sweep` finds the folder if this process is killed.
+    """
     folder = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
     try:
         (folder / MARKER).touch()
@@ -59,10 +64,15 @@ def _place_for_temporary_files() -> Path:
 
 
 def install(made: Path, target: Path, prefix: str) -> None:
-    """Move `made`, a folder of folders of files in a `private_scratch` of the target's folder, to `target`.
+    """Move a finished folder to `target`, so that no other user can change its content.
 
-    If other users may rename entries of the target's folder, `made` is copied instead: each file and folder is made
+    If other users may rename entries of the target's folder, the folder is copied instead: each file and folder is made
     inside its opened parent, so that everything is written into folders of this user.
+
+    Args:
+        made: a folder of folders of files, in a `private_scratch` for the target's folder.
+        target: the new path.
+        prefix: the beginning of a temporary name in the target's folder, see `scratch`.
 
     Raises:
         OSError: `made` cannot be moved or copied.
@@ -119,7 +129,12 @@ def sweep(root: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path, remedy: str) -> Iterator[None]:
-    """Turn any error of the block that a full disk caused into an OSError (ENOSPC) with `folder` and `remedy`."""
+    """Turn any error of the block that a full disk caused into an OSError (ENOSPC) that names `folder` and the remedy.
+
+    Args:
+        folder: the folder in which the block writes.
+        remedy: advice for the message.
+    """
     try:
         yield
     except (OSError, CompileError) as error:

@@ -147,7 +147,7 @@ class Sources:
 
         Args:
             module: the module whose closure is hashed.
-            formulas: the rows of `stages.FORMULAS` that are hashed. None: the whole file.
+            formulas: the activations whose rows of `stages.FORMULAS` are hashed. None: the whole file.
         """
         key = module, formulas
         if key not in self._code_hashes:
@@ -160,10 +160,17 @@ class Sources:
         return self._code_hashes[key]
 
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
-        """Return hashes of the parts of `stages.FORMULAS` that the closure of `module` uses.
+        """Return hashes of the parts of module `stages.FORMULAS` (tables of activations' formulas) that a closure uses.
 
-        These are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure uses.
-        Empty if the parts of the file cannot be separated.
+        These parts are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure
+        uses.
+
+        Args:
+            module: the module whose closure is hashed.
+            formulas: the activations that the kernel computes.
+
+        Returns:
+            The hashes; empty if the file's parts cannot be separated.
         """
         files = self.closure(module)
         of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))

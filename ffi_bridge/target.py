@@ -55,8 +55,10 @@ def publish(new: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _libraries(folder: Path) -> list[Path]:
-    """Return the libraries of all builds in `folder`. Raises BundleForeign if a library or the manifest is not
-    Glulam's.
+    """Return the libraries of earlier builds in a folder.
+
+    Raises:
+        BundleForeign: a library or the manifest in the folder was not written by Glulam.
     """
     described = _described(folder)
     found = [path for path in sorted(folder.iterdir()) if manifests.LIBRARY.fullmatch(path.name)]
@@ -67,7 +69,7 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _described(folder: Path) -> str:
-    """Return the library that the manifest in `folder` names; empty if the manifest is missing or incomplete."""
+    """Return the name of the library that the manifest in `folder` describes; empty if it is missing or incomplete."""
     path = folder / manifests.FILE
     if not os.path.lexists(path):
         return ""
@@ -89,9 +91,7 @@ def _has_the_name_of_its_content(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file for reading, whoever owns it, and yield its descriptor. Raises BundleForeign if it
-    cannot be opened.
-    """
+    """Open a file for reading, whoever owns it, and yield its descriptor. Raises BundleForeign if that fails."""
     try:
         with trust.opened(path, trust.anybodys(path.parent.parent)) as handle:
             yield handle

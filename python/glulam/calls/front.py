@@ -33,7 +33,9 @@ from .quantized import Quantized
 from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
-"""The kinds of calls of all operators; the kind with quantised arguments follows its operator's plain kind."""
+"""The kinds of calls (subclasses of `Call`) of all operators; a kind with quantised arguments follows its operator's
+kind.
+"""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -177,8 +179,8 @@ def operator(
     """Decorate an operator's function: replace its body by generated code, kept as text in the attribute `text`.
 
     Args:
-        kind: the kind of the operator's calls.
-        quantized: the kind of calls whose arguments are quantised or will be. These calls have a separate generated
+        kind: the class of the operator's calls.
+        quantized: the class of calls whose arguments are quantised or will be. These calls have a separate generated
             function that takes arguments in parts. None: the operator has no such calls.
         when: a Python expression that is true for a call with quantised arguments.
         recipe: a Python expression for the recipe of such a call.

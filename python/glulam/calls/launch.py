@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Suffix to the names of torch's operators that make this optional result."""
+        """The part of a torch operator's name that says it makes this optional result."""
         return f"_{self.kernel.removeprefix('d_')}"
 
 
@@ -93,7 +93,7 @@ class Line(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """All that the text of a launch depends on.
+    """All that the code of a launch depends on. The code is a Python function, `run`, that calls the kernel's function.
 
     Attributes:
         takes: the tensor arguments of `run`.
@@ -102,14 +102,14 @@ class Shape(NamedTuple):
         halves: the arguments that are GateUps.
         loose: the arguments that are plain lists of tensors, whose addresses are not read.
         unpacks: the argument that is a list of buffers for all results. Empty: there is none.
-        arguments: arguments of the function.
+        arguments: arguments of the kernel's function.
         values: the source of each of these arguments.
         makes: tensors that the call makes.
         scratch: names of the parts of the plan's memory.
-        before: lines before the function's call.
-        checked: new addresses are checked.
+        before: lines before the call of the kernel's function.
+        checked: addresses that the plan has not seen are checked.
         single_gpu: the process sees one GPU.
-        aligned: a matrix may have a single row with any stride.
+        aligned: a matrix may have a single row, with any stride.
         result: name of a constant that is called with the results. Empty: results are returned as they are.
     """
 

@@ -49,7 +49,11 @@ class Launching(Arguments):
     definition: ClassVar[Definition]
 
     def made(self) -> tuple[Made, ...]:
-        """Return the tensors that this call makes; without results like an absent argument, or whose flag is unset."""
+        """Return the tensors that this call makes.
+
+        Results whose flag is unset, or whose model (`Made.like`) is absent, are left out or, if the definition's
+        `returns` takes all results, marked as not wanted.
+        """
         results, is_none = self.definition.results, self.definition.returns is not None
         made = [one if self.makes(one) else one._replace(wanted=False) for one in results]
         return tuple([one for one in made if one.wanted or is_none])
@@ -138,12 +142,16 @@ class Launching(Arguments):
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
-        """Return the results one by one."""
+        """Return the results that the call returns, one by one and uninitialised; None for a result that
+        is not wanted.
+        """
         known = {**problem.dims, **self.of_rows(), **self.constants()}
         return [self._result(one, known) for one in self.made() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Return results as the call does: a single one alone, several as a tuple or as the definition says."""
+        """Return results in the form in which the call does: one alone, several as a tuple or as `Definition.returns`
+        says.
+        """
         if self.definition.returns is not None:
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)
@@ -192,7 +200,7 @@ class Launching(Arguments):
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        """Return a plan like `like` for another number of rows, that of `problem`."""
+        """Return a plan like `like` for the number of rows of `problem`."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
         shape, code = self.resized_shape(like, problem, constants)
         return self._plan(shape, constants, like.serving, code)

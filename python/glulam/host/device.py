@@ -80,10 +80,11 @@ Made = TypeVar("Made")
 
 
 def apart(make: Callable[[], Made]) -> Made:
-    """Call `make` on a separate thread with the current device and stream, and return its result: for kept memory.
+    """Return make(), called on a separate thread with the current device and stream: for memory that outlives the call.
 
-    A memory pool of torch takes all that a thread allocates while the pool is in use: `torch.cuda.use_mem_pool`, and
-    compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
+    A memory pool of torch takes all that a thread allocates while the pool is in use. Pools are in use under
+    `torch.cuda.use_mem_pool`, and in compiled functions that warm up for CUDA graphs, which raise an error if memory in
+    their pool outlives a call.
     """
     if not torch.cuda.is_initialized():
         return make()

@@ -67,10 +67,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 class part_of:
-    """Context in which operators are parts of `op`, the operator that the user called.
+    """Context in which operators are called as parts of `op`, the operator that the user called.
 
-    Errors and warnings about groups name `op`. With `OF_A_TRACE`, operators keep their own names and do not warn. Of
-    nested contexts the outermost counts.
+    Errors and warnings about groups name `op`. If `op` is OF_A_TRACE, operators keep their own names and do not warn.
+    In nested contexts the outermost one counts.
     """
 
     __slots__ = ("_op", "_outer")
@@ -109,10 +109,17 @@ def form(groups: Tensor, is_offs: bool) -> int:
 
 
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Return the end row of each group as a checked list, read on the host or copied from the device.
+    """Return the end row of each group, checked, on the host. Sizes on the device are copied, which waits for the
+    device.
 
-    Warns once if the groups end before `rows`: this is allowed, but typical of mistaken offs. Groups of a Routing never
-    warn.
+    If the groups end before `rows`, this warns once: such offs are allowed, but are often a mistake. Groups of a
+    Routing never warn.
+
+    Args:
+        op: the operator.
+        offs: ends, [E]. None: `splits` is given.
+        splits: row counts, [E] or a list. None: `offs` is given.
+        rows: T.
 
     Raises:
         ValueError: a negative size, falling offs, or groups that need more than `rows` rows.
@@ -158,9 +165,11 @@ def _integer(op: str, value: object) -> int:
 
 
 def is_after_groups(rows: Tensor, offs: Tensor | None = None, splits: Any = None) -> Tensor:
-    """Return bool [T], True for rows [T, ...] after the last group, which operators do not write.
+    """Return bool [T], True for rows after the last group, which operators do not write.
 
-    Either offs or splits is given, as a tensor.
+    Args:
+        rows: [T, ...].
+        offs, splits: the group sizes; one of the two, as a tensor.
     """
     end = splits.sum() if offs is None else offs[-1]
     return torch.arange(rows.shape[0], device=rows.device) >= end

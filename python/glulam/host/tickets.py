@@ -31,7 +31,12 @@ MAX_GRAPH_SETS = 8192
 
 
 class _Kept(threading.local):
-    """Addresses of counters by (device, stream), each with its memory; if captured, with the capture's identifier."""
+    """The calling thread's counters.
+
+    Attributes:
+        eager: by (device, stream), the address of counters and their memory.
+        captured: by (device, stream), the address of counters (0: none) and the identifier of the stream's capture.
+    """
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], tuple[int, Tensor]] = {}

@@ -32,7 +32,16 @@ GRANULE = 2 << 20
 
 
 class Layout:
-    """A row-major matrix in a workspace on a device. Equal only to itself, so that looking it up is cheap."""
+    """A row-major matrix that lies in a buffer. An object equals only itself, which makes looking it up cheap.
+
+    Args:
+        shape: rows and columns.
+        dtype: the dtype of the elements.
+        device, index: the device and its index.
+
+    Attributes:
+        num_bytes: bytes of the matrix.
+    """
 
     __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
 
@@ -138,7 +147,12 @@ def take(layout: Layout | Layouts) -> Any:
 
 
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
-    """Drop the oldest entry of a device from `kept`, by (device, stream), if there are MAX_STREAMS."""
+    """If `kept` has MAX_STREAMS entries of a device, drop the oldest of them.
+
+    Args:
+        kept: entries by (device, stream).
+        index: the device's index.
+    """
     mine = [other for other in kept if other[0] == index]
     if len(mine) >= MAX_STREAMS:
         del kept[mine[0]]
