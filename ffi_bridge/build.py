@@ -224,9 +224,7 @@ def only_builder(out: Path) -> Iterator[None]:
 
 
 def check_prerequisites(machine: host.Host | None = None) -> None:
-    """Raise ToolchainError if a tool or library for compiling or linking is missing, before minutes of compiling are
-    spent.
-    """
+    """Raise ToolchainError, before minutes of compiling, if a tool or library for compiling or linking is missing."""
     toolchain.dsl_packages()
     toolchain.binary_tool("objdump", machine)
     toolchain.binary_tool("nm", machine)
@@ -235,8 +233,10 @@ def check_prerequisites(machine: host.Host | None = None) -> None:
 
 
 def _one_arch(specs: Sequence[Spec]) -> str:
-    """Return the architecture of all specs. Raises ValueError if there are several or none, or if two specs share a
-    name.
+    """Return the architecture of all specs.
+
+    Raises:
+        ValueError: specs of several architectures, no specs, or two specs with one name.
     """
     archs = sorted({spec.arch for spec in specs})
     if len(archs) != 1:
@@ -321,8 +321,7 @@ def _moved(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:
-    """Return the manifest of the bundle in `out` if that bundle is valid, up to date and has the functions of all
-    specs.
+    """Return the manifest of the bundle in `out` if it is valid and up to date and has the functions of all specs.
 
     None: there is no such bundle.
     """

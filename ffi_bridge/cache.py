@@ -63,8 +63,7 @@ def cache_key(
     spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False,
     machine: host.Host | None = None,
 ) -> str:  # fmt: skip
-    """Return the key of a compiled spec: the spec's name and 16 hexadecimal digits over everything that changes the
-    code.
+    """Return the key of a compiled spec: its name, and 16 hexadecimal digits over everything that changes the code.
 
     Args:
         spec: the spec.
@@ -83,8 +82,9 @@ def cache_key(
 def sources_of(
     spec: Spec, tracer: str | None = None, known: sources.Sources | None = None, of_object: bool = False
 ) -> dict[str, str]:  # fmt: skip
-    """Return hashes of a function's sources by name, as in `Manifest.sources`: of its stages, and of the C text of a
-    chain.
+    """Return hashes of a function's sources by name, as `Manifest.sources` has them.
+
+    These are the sources of its stages and, for a chain, the C text that calls the stages.
 
     Args:
         spec: the function's spec.
@@ -144,9 +144,7 @@ def _is_our_name(path: Path) -> bool:
 
 
 def lock_of(root: Path, key: str) -> Path:
-    """Return the lock file for a key. There are at most 256, since lock files are never removed and
-    keys are numerous.
-    """
+    """Return the lock file for a key. Keys share 256 files: lock files are never removed, and keys are many."""
     return root / f"{key.rpartition('-')[2][:2]}{LOCK}"
 
 
@@ -242,9 +240,7 @@ def _is_of(found: manifest.Manifest, name: str) -> bool:
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """Return the spec in an entry's manifest, whoever owns the file; None if it does not match the name
-    of the folder.
-    """
+    """Return the spec in an entry's manifest, whoever owns the file; None if it does not fit the folder's name."""
     key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
         found = manifest.read(folder / key["arch"], trust.anybodys(folder))
@@ -398,12 +394,11 @@ def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
 def clear(
     root: Path | None = None, states: tuple[str, ...] = STATES, form: re.Pattern[str] = manifest.LIBRARY
 ) -> list[Entry]:
-    """Remove the entries that are in one of `states`, and folders that killed compiles left. Return the removed
-    entries.
+    """Remove entries, and folders that killed compiles left. Return the removed entries.
 
     Args:
         root, form: see `entries`.
-        states: states of `Entry`.
+        states: the states (`Entry.state`) of the entries to remove.
     """
     root = root or cache_root()
     sweep(root, COMPILING)

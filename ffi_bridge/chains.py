@@ -1,5 +1,4 @@
-"""Compile chains: exported functions that call several stages one after the other, generated as C when a bundle is
-linked.
+"""Compile chains: exported C functions that call several stages in turn, generated when a bundle is linked.
 
 A stage is a function that is compiled on its own. A chain's function passes on its TVM-FFI arguments; a table says what
 each step passes to its stage. Stages check their arguments, so the chain does not, and no name is looked up during a

@@ -34,9 +34,7 @@ class BundleDamaged(BundleError):
 
 
 class BundleForeign(BundleError):
-    """The bundle's files were not made by `glulam build`, are for another architecture, or can be written by another
-    user.
-    """
+    """The bundle was not made by `glulam build`, is for another architecture, or can be written by another user."""
 
 
 class BundleOutdated(BundleError):

@@ -74,9 +74,7 @@ _CPUINFO = "/proc/cpuinfo"
 
 
 def here() -> Host:
-    """Return the host of this machine, even if its CPU is older than the baseline; x86-64 if no code exists for its
-    kind.
-    """
+    """Return the host of this machine, even if its CPU is older than the baseline; x86-64 if its kind has no host."""
     return HOSTS.get(platform.machine(), _X86_64)
 
 

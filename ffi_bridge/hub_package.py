@@ -34,9 +34,7 @@ def _described() -> dict[str, Any]:
 
 @functools.cache
 def _module() -> Any:
-    """Load the DSL's run-time library and then the kernels' library. Raises ImportError if the former
-    is not installed.
-    """
+    """Load the kernels' library. Raises ImportError if the DSL's run-time library, which it needs, is not installed."""
     found = importlib.util.find_spec("nvidia_cutlass_dsl")
     for folder in (found.submodule_search_locations or ()) if found else ():
         runtime = Path(folder) / "cu13" / "lib" / "libcute_dsl_runtime.so"
@@ -56,9 +54,7 @@ def names(pattern: str = "*") -> list[str]:
 
 
 def arguments(name: str) -> list[str]:
-    """Return the names of a function's arguments in their order. Raises KeyError if there is no function
-    of this name.
-    """
+    """Return the names of a function's arguments in their order. Raises KeyError if there is no such function."""
     of_function: list[str] = _described()["functions"][name]
     return of_function
 

@@ -72,8 +72,8 @@ class Dump:
             artifact.object_file.with_suffix(suffix).write_text(text)
 
     def _only(self, name: str, suffix: str) -> str:
-        """Return the text of the only file with a suffix. Raises CompileError if there is not exactly one. `name`: the
-        spec's.
+        """Return the text of the one file with a suffix. `name`: the spec's. Raises CompileError unless
+        there is one.
         """
         files = [file for file in self._folder.iterdir() if file.suffix == suffix]
         if len(files) != 1:

@@ -19,9 +19,7 @@ _CHUNK = 1 << 20  # bytes of a listing that are searched at a time; that of the 
 
 
 def _quoted(path: Path) -> bytes:
-    """Return a path as linkers read it from a response file: in quotes, with backslashes before
-    quotes and backslashes.
-    """
+    """Return a path as a linker's response file has it: in quotes, with quotes and backslashes escaped."""
     return b'"' + re.sub(rb'[\\"]', rb"\\\g<0>", os.fsencode(path)) + b'"'
 
 

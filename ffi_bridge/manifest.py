@@ -122,9 +122,7 @@ def text_name(arch: str, suffix: str) -> str:
 
 
 def hash_of(handle: int) -> str:
-    """Return the sha256, hexadecimal, of an open file from its current position to its end.
-    `handle`: the descriptor.
-    """
+    """Return the sha256 (hexadecimal) of an open file, from its current position on. `handle`: the descriptor."""
     digest = hashlib.sha256()
     while chunk := os.read(handle, _CHUNK):
         digest.update(chunk)
@@ -156,9 +154,7 @@ def _list(items: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _record(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that a value is a JSON object of exactly these fields. `fields`: the check of
-    each field's value.
-    """
+    """Return a check that a value is a JSON object of exactly these fields. `fields`: a check for each value."""
     checks = tuple(fields.items())
     return lambda value: (
         type(value) is dict and value.keys() == fields.keys() and all(check(value[name]) for name, check in checks)
@@ -198,9 +194,7 @@ def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """Return a value from a file for a message: one line of printable ASCII, at most 60 characters of a string or
-    number.
-    """
+    """Return a value from a file for a message: one line of printable ASCII, at most 60 characters."""
     return ascii(value)[:60] if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
@@ -324,9 +318,7 @@ def _check_needs(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
-    """Check that the bundle's host code is for `machine`; if that is this machine, also that its CPU
-    has the baseline.
-    """
+    """Check that the bundle's host code is for `machine` and, if that is this machine, that its CPU is not too old."""
     others = [other for other in host.HOSTS.values() if other.baseline == manifest.host != machine.baseline]
     if others and machine == host.here():
         raise BundleForeign(
@@ -361,9 +353,7 @@ def _names(names: Mapping[str, Any]) -> str:
 
 
 def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] | None) -> None:
-    """Raise BundleOutdated if the hashes of the sources differ from `sources` (None: the present
-    sources of PACKAGES).
-    """
+    """Raise BundleOutdated unless the hashes of the sources are `sources` (None: those of PACKAGES now)."""
     wanted = {package: toolchain.sources_hash(package) for package in PACKAGES} if sources is None else sources
     if manifest.sources.keys() != wanted.keys():
         _damaged(folder / FILE, f"has sources of {_names(manifest.sources)} instead of {_names(wanted)}")
@@ -376,9 +366,7 @@ def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] 
 
 
 def _check_archs(manifest: Manifest, folder: Path) -> None:
-    """Raise BundleForeign unless every function is for the manifest's architecture; a chain's spec holds its stages'
-    specs.
-    """
+    """Raise BundleForeign unless every function, and every stage of a chain, is for the manifest's architecture."""
     for name, function in manifest.functions.items():
         specs = [function.spec, *(value for value in function.spec.values() if isinstance(value, dict))]
         for arch in (spec["arch"] for spec in specs if "arch" in spec):

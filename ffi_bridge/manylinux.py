@@ -1,5 +1,6 @@
-"""The manylinux tag for wheels with compiled libraries: the oldest glibc that the libraries, and the wheels that they
-need, run with.
+"""The manylinux tag for wheels with compiled libraries.
+
+The tag names the oldest glibc with which the libraries, and the wheels that they need, run.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ _GLIBC = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "ld-lin
 
 
 def _described(library: Path) -> str:
-    """Return the headers of a library as `objdump -p` prints them. Raises ToolchainError if objdump cannot read the
-    library.
-    """
+    """Return the headers of a library as `objdump -p` prints them. Raises ToolchainError if objdump fails."""
     command = [toolchain.binary_tool("objdump"), "-p", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
@@ -68,9 +67,7 @@ def oldest_tag(wheel: str) -> Glibc:
 
 
 def _wheel_of(library: Path) -> str:
-    """Return the WHEEL file's text of the installed distribution that has `library`. Raises ToolchainError if none has
-    it.
-    """
+    """Return the WHEEL file's text of the installed distribution that has `library`. Raises ToolchainError for none."""
     for distribution in importlib.metadata.distributions():
         for file in distribution.files or ():
             if file.name == library.name and Path(str(distribution.locate_file(file))).resolve() == library.resolve():

@@ -70,8 +70,7 @@ class _Stored(NamedTuple):
 
 
 class Store:
-    """The objects of specs that one tracer traces. Keys are made from the sources as they are when the store object is
-    made.
+    """The objects of specs that one tracer traces. Their keys depend on the sources when the store is constructed.
 
     Args:
         tracer: "module:function" for every spec. None: the kernels' own tracer for each spec.
@@ -92,9 +91,7 @@ class Store:
         self._quiet = quiet
 
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
-        """Copy the object of a spec to `into`/<spec.name>.o and return it; None if the store has no valid one. Needs no
-        lock.
-        """
+        """Copy a spec's object to `into`/<spec.name>.o and return it; None if no valid one is stored. Needs no lock."""
         behind = self.behind(spec)
         entry = self.folder / self._key(spec, behind)
         inner = entry / spec.arch
@@ -157,10 +154,9 @@ class Store:
         return artifact
 
     def longest_first(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Return specs by their probable compile time, longest first: the larger an earlier object of that name, the
-        longer.
+        """Return specs by their probable compile time, longest first.
 
-        Specs without an earlier object come first.
+        A spec counts as longer the larger an earlier object of its name is; specs without one come first.
         """
         sizes: dict[str, int] = {}
         for stored in sorted(self._stored(), key=lambda stored: stored.used):
@@ -168,9 +164,7 @@ class Store:
         return sorted(specs, key=lambda spec: sizes.get(spec.name, MAX_BYTES), reverse=True)
 
     def trim(self) -> None:
-        """Remove objects beyond UNUSED_S and MAX_BYTES, and folders that killed processes left. Other users' objects
-        stay.
-        """
+        """Remove objects beyond UNUSED_S and MAX_BYTES, and what killed processes left. Other users' objects stay."""
         sweep(self.folder, cache.COMPILING)
         total, oldest = 0, time.time() - UNUSED_S
         for stored in sorted(self._stored(), key=lambda stored: stored.used, reverse=True):

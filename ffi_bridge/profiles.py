@@ -99,7 +99,5 @@ def allowed_diagnostics(arch: str) -> Allowed:
 
 
 def all_stages(specs: Iterable[Spec]) -> list[Spec]:
-    """Return the functions to compile for `specs`, each once: the stages of chains, and all specs that
-    are not chains.
-    """
+    """Return the functions to compile for `specs`, each once: the stages of chains, and all other specs."""
     return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))

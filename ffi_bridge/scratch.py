@@ -56,8 +56,9 @@ def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
 
 
 def _place_for_temporary_files() -> Path:
-    """Return the first temporary folder that others cannot replace; if there is none, as in a user namespace where "/"
-    may have no known owner, the first one.
+    """Return the first folder for temporary files that others cannot replace; if there is none, the first one.
+
+    There is none in a user namespace where "/" may have no known owner.
     """
     places = [Path(os.path.realpath(place)) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")]
     return next((place for place in places if place.is_dir() and folders.only_ours(place)), places[0])

@@ -64,9 +64,7 @@ def check_place(arch: str) -> None:
 
 @contextlib.contextmanager
 def _place(arch: str) -> Iterator[int]:
-    """Make the folder of an architecture's stamps and yield its descriptor. Raises PermissionError if it
-    is not safe.
-    """
+    """Make the folder of an architecture's stamps and yield its descriptor. Raises PermissionError if it is unsafe."""
     with contextlib.ExitStack() as stack:
         try:
             at = stack.enter_context(trust.inside(cache.cache_root(), FOLDER, arch, make=True))

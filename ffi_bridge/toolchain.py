@@ -58,9 +58,7 @@ _DSL_WHEELS = ("nvidia-cutlass-dsl-libs-cu13", DSL, "nvidia-cutlass-dsl-libs-bas
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, (0, 1, 15) for "0.1.15.post2"; empty if it does not begin
-    with a number.
-    """
+    """Return the leading numbers of a version: (0, 1, 15) for "0.1.15.post2". Empty if it begins otherwise."""
     numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version, re.ASCII)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
@@ -141,8 +139,7 @@ def dsl_packages() -> Path:
 
 
 def code_versions() -> dict[str, str | None]:
-    """Return the versions that compiled code and measurements depend on: Glulam's and the compiler's, by distribution
-    name.
+    """Return the versions, by distribution name, that compiled code and measurements depend on: Glulam's and the DSL's.
 
     If the installed DSL is not in COMPILES_WITH, its first version there is returned: code compiled by it runs here,
     too.
@@ -276,9 +273,7 @@ def _sources_in(folder: str, prefix: str = "") -> Iterator[Source]:
 
 
 def sources_of(package: str) -> list[Source]:
-    """Return every Python file of a top-level package or module, sorted. Raises ToolchainError if there is no such
-    package.
-    """
+    """Return every Python file of a top-level package or module, sorted. Raises ToolchainError if there is none."""
     if folders := package_folders(package):
         return sorted(source for folder in folders for source in _sources_in(str(folder)))
     found = importlib.util.find_spec(package)

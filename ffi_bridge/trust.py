@@ -120,8 +120,9 @@ def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(file: Path, asked: Trust | None = None) -> Iterator[int]:
-    """Yield a descriptor of the file <root>/<arch>/<name>. The root, the folder and the file are checked, and each is
-    opened inside its parent.
+    """Yield a descriptor of the file <root>/<arch>/<name>, after checking the root, the folder and the file.
+
+    Each is opened inside its parent, so none can be replaced after its check.
 
     Args:
         file: the path.

@@ -97,9 +97,7 @@ class Worker:
         return artifact
 
     def kill(self) -> None:
-        """End the process at once. A thread that waits for a reply gets a CompileError. `close` must
-        still be called.
-        """
+        """End the process at once. A thread waiting for a reply gets a CompileError. `close` must still be called."""
         self._process.kill()
 
     def close(self, kill: bool = False) -> None:

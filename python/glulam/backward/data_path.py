@@ -184,7 +184,10 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True if GEMMs read a copy of each row's token; never without w2 (no data gradient needs it)."""
+        """Return True if GEMMs read a copy of each row's token.
+
+        Without w2, which is saved only if a data gradient is needed, they do not.
+        """
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))

@@ -54,9 +54,7 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return the arguments that backward reads: for a weight that it reads, also the weight's scales; see
-        `Path.reads`.
-        """
+        """Return the arguments that backward reads (`Path.reads`): of each weight that it reads, also the scales."""
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
@@ -185,9 +183,8 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
     """Separate the global scales of w1's two halves (gate and up-projection) from w1, if each half has its own.
 
     Returns:
-        (w1, None) if there is at most one global scale. Otherwise w1 with the global scale 1, and the two halves'
-            global
-        scales, float32 [E, 2].
+        w1, and None if there is at most one global scale. Otherwise w1 with the global scale 1, and the global
+        scales of the two halves, float32 [E, 2].
 
     Raises:
         GradientNotSupported: each half has its own grid of block scales, which no GEMM reads without the activation.

@@ -32,9 +32,7 @@ SINGLE, PAIR = -1, -2
 
 @functools.cache  # equal steps have the same
 def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that picks the elements at `places` of a sequence, as a tuple even if there is
-    only one place.
-    """
+    """Return a function that picks the elements at `places` of a sequence as a tuple, even a single one."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
@@ -93,9 +91,7 @@ class Layout:
         return inputs
 
     def wanted(self, needs_grad: Sequence[bool]) -> frozenset[str]:
-        """Return the names of the arguments of which a tensor needs a gradient. `needs_grad`: one flag for each flat
-        input.
-        """
+        """Return the names of arguments with a tensor that needs a gradient. `needs_grad`: for each flat input."""
         if not self.several:
             return frozenset(itertools.compress(self.names, needs_grad))
         return frozenset(name for name, size, begin in self.slices if any(needs_grad[begin : begin + abs(size)]))

@@ -78,10 +78,9 @@ _checked: Plans[set[tuple[int, ...]]] = Plans()
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
-    """Return a key of everything that checks of a call and its buffers depend on, except the tensors' addresses and
-    whether they are plain (`memory.check_plain`).
+    """Return a key, structured like `Plans.look_up`'s, of everything that checks of a call and its buffers depend on.
 
-    The key has the structure of `Plans.look_up`'s keys.
+    The key does not have the tensors' addresses, nor whether they are plain (`memory.check_plain`).
     """
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
@@ -95,9 +94,7 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
 
 
 def _layout(value: Any) -> Hashable:
-    """Return what a key has for a value: a tensor's metadata, a tuple of these for a list, otherwise
-    the value itself.
-    """
+    """Return the part of a key for a value: a tensor's metadata, a list's as a tuple, any other value itself."""
     if isinstance(value, Tensor):
         return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
     return tuple([_layout(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -160,9 +157,7 @@ def _check_layouts(call: Any, targets: Targets) -> None:
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
-    """Return group sizes as the keyword offs or splits with a tensor on x's device, so that lists are copied once per
-    step.
-    """
+    """Return group sizes as the keyword offs or splits, as a tensor on x's device: host splits are copied once."""
     if (offs is None) == (splits is None):
         check_groups(op, offs, splits, x, experts=0)  # raises
     if offs is not None:

@@ -159,8 +159,7 @@ class Path:
         raise NotImplementedError
 
     def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """Return whether backward reads an argument, by the argument's name; it reads arguments that are not in the
-        result.
+        """Return, by argument, whether backward reads it. Arguments that are not in the result are read.
 
         Args:
             wanted: names of the arguments that require a gradient.
@@ -221,9 +220,7 @@ class Path:
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
-        """Compute x's gradient dy w_e, with zeros after the last group, into the buffer of `targets` or
-        a new tensor.
-        """
+        """Compute x's gradient dy w_e, zero after the last group, in the buffer of `targets` or a new tensor."""
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
         made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
         return made

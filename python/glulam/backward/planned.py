@@ -110,9 +110,7 @@ class PlannedStep(Step):
         return tuple([getattr(call, name) for name in self.names])
 
     def call_of(self, named: dict[str, Any]) -> Call:
-        """Return the call with these tensors. `named`: tensors by name, group sizes as "groups"; this method changes
-        the dict.
-        """
+        """Return the call with these tensors. `named`: by name, group sizes as "groups"; this changes the dict."""
         groups = {"offs": None, "splits": None, self.path.grouped_by: named.pop("groups")}
         return self.kind(**{**self.arguments, **groups, "out": None, **named})
 
@@ -158,9 +156,7 @@ class PlannedStep(Step):
         return result
 
     def _layout_saved(self, made: dict[str, Tensor]) -> Layout:
-        """Return the layout of saved tensors. `made`: tensors besides arguments that forward made for backward, by
-        name.
-        """
+        """Return the layout of saved tensors. `made`: those that forward made for backward, by name."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
@@ -244,8 +240,10 @@ def is_common(call: Call) -> bool:
 
 
 def are_usual(gradients: tuple[Tensor, ...]) -> bool:
-    """Return True if kernels can read the incoming gradients as they are, and autograd records no graph of this
-    backward and nobody watches its operators (`device.is_watched`).
+    """Return True if a planned backward can take the incoming gradients.
+
+    Kernels can read them as they are, autograd records no graph of the backward, and nobody watches its operators
+    (`device.is_watched`).
     """
     if is_grad_enabled() or gpus.is_watched():
         return False

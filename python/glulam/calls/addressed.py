@@ -316,8 +316,7 @@ class AddressedCall(Call):
 
 
 class Recording:
-    """Kept instead of a `Plan` for calls whose gradient is recorded. It runs the plan of the same call without a
-    gradient.
+    """Kept instead of a `Plan` for calls whose gradient is recorded; it runs the plan of the call without gradient.
 
     Attributes:
         kind: class of the calls.

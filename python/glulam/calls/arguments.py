@@ -140,9 +140,7 @@ class Arguments:
 
     @classmethod
     def parts_of(cls, name: str) -> tuple[str, ...]:
-        """Return the names of the arguments that hold a weight: its elements, and its scales if the
-        operator has them.
-        """
+        """Return the names of the arguments that hold a weight: its elements and, if the call has them, its scales."""
         return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
     def check(self) -> Problem:
@@ -281,8 +279,11 @@ class Arguments:
         )
 
     def judge(self) -> None:
-        """Check everything after a launch failed. Raise ValueError or TypeError if an argument is the cause, and
-        GradientNotSupported within a transform of torch.func, whose new tensors have no memory.
+        """Check everything after a launch failed, to raise an error that names the argument at fault.
+
+        Raises:
+            ValueError, TypeError: an argument is the cause.
+            GradientNotSupported: the call is within a transform of torch.func, whose new tensors have no memory.
         """
         self.check_plain()
         self.check()
@@ -338,9 +339,7 @@ class Arguments:
         return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
-        """Return the end row of each group, after waiting for the device if the sizes are there. Raises ValueError if
-        they are out of range.
-        """
+        """Return the end row of each group; waits for sizes on the device. Raises ValueError if they are wrong."""
         return groups.ends(self.op, self.offs, self.splits, self.num_rows)
 
     def _present(self) -> list[str]:

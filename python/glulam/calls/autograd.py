@@ -37,9 +37,7 @@ def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) ->
 
 
 def usable(dy: Tensor) -> Tensor:
-    """Return an incoming gradient in a form that kernels take: autograd may pass an expanded, lazy or misaligned
-    tensor.
-    """
+    """Return an incoming gradient as kernels can read it: autograd may pass an expanded, lazy or misaligned tensor."""
     if not gpus.is_traced(dy):
         dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous

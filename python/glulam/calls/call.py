@@ -89,9 +89,7 @@ class Call(Launching):
         return public
 
     def served_splits(self) -> tuple[sharding.Split, ...]:
-        """Return the ways in which a dimension of a mesh may split the call if arguments are DTensors, besides
-        replication.
-        """
+        """Return the ways, besides replication, in which a dimension of a mesh may split the call's DTensors."""
         return ()
 
     def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
@@ -184,9 +182,7 @@ class Call(Launching):
         return self.execute(key)
 
     def plan_alike(self, key: Hashable) -> Any:
-        """Return a new plan, and keep it, if a call that differs only in its number of rows passed all checks;
-        otherwise None.
-        """
+        """Make and keep a plan, if a call that differs only in its number of rows was checked; return it, or None."""
         settled = self.settled(key, self.plans)
         if settled is None:
             return None
@@ -196,8 +192,7 @@ class Call(Launching):
         return plan
 
     def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Return the problem and an old plan to be resized, if a call that differs only in its number of rows passed
-        all checks.
+        """Return the problem and an old plan to be resized, if a call that differs only in its rows was checked.
 
         None otherwise, also for a single row, whose stride torch leaves arbitrary.
 
@@ -245,8 +240,8 @@ class Call(Launching):
         return ready.run(plan)
 
     def prepared(self) -> Any:
-        """Return this call with tables for its lists of experts and with group sizes on the device; itself if nothing
-        changes.
+        """Return this call with tables for its lists of experts and group sizes on the device; itself if
+        it has both.
         """
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled

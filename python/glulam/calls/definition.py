@@ -77,9 +77,7 @@ class Definition:
     def extended(
         self, reference: Callable[..., None] | None = None, cuts: str = "", **more: tuple[Any, ...]
     ) -> Definition:  # fmt: skip
-        """Return a copy with more functions or results in the fields `more`, and with another reference and cuts if
-        given.
-        """
+        """Return a copy with the entries `more` added to its fields, and with another reference and cuts if given."""
         parts: dict[str, Any] = {name: (*getattr(self, name), *added) for name, added in more.items()}
         return dataclasses.replace(self, **parts, reference=reference or self.reference, cuts=cuts or self.cuts)
 

@@ -150,9 +150,7 @@ class Shape(NamedTuple):
         return str(argument.absent) if kind == ABSENT else name
 
     def addresses(self) -> set[str]:
-        """Return the names of `run`'s arguments whose addresses the code uses: in the function's call or in the lines
-        `before`.
-        """
+        """Return the names of `run`'s arguments whose addresses the lines `before` or the function's call use."""
         pairs = zip(self.arguments, self.values, strict=True)
         used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
         return used.union(*[line.addresses for line in self.before])
@@ -306,8 +304,8 @@ class Plan:
         self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """Make a plan; it may change `constants`. `code`: the code of a plan of the same shape. None: generated or
-        looked up.
+        """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape.
+        None: looked up.
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
@@ -321,9 +319,7 @@ class Plan:
             constants["run"] = self.run
 
     def serves(self, rows: int) -> bool:
-        """Return True if this plan also serves calls of `rows` rows: with the same function, and no constant depends on
-        rows.
-        """
+        """Return True if this plan also serves `rows` rows: same function, and no constant depends on rows."""
         if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
             return False
         return self.serving.at(rows).function is self.constants["function"]

@@ -142,16 +142,12 @@ class Launching(Arguments):
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
-        """Return the results that the call returns, one by one and uninitialised; None for a result that
-        is not wanted.
-        """
+        """Return the results that the call returns, one by one and uninitialised; None: the result is not wanted."""
         known = {**problem.dims, **self.of_rows(), **self.constants()}
         return [self._result(one, known) for one in self.made() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Return results in the form in which the call does: one alone, several as a tuple or as `Definition.returns`
-        says.
-        """
+        """Return results as the call returns them: one alone, several as a tuple, or as `Definition.returns` says."""
         if self.definition.returns is not None:
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)

@@ -105,9 +105,7 @@ class Quantized(Call):
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the call's arguments by name, made from the public operator's arguments by name. Absent
-        ones are None.
-        """
+        """Return the call's arguments by name, made from the public operator's, by name; absent ones are None."""
         recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}

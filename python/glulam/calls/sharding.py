@@ -230,9 +230,7 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
-    """Raise ValueError if ranks would not have equal parts, or if a rank would have a gate
-    without its up-projection.
-    """
+    """Raise ValueError if ranks' parts would be unequal, or would cut a gate from its up-projection."""
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
         for name, cut in split.dims.items():
@@ -290,9 +288,7 @@ def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
 
 
 def _placement(cut: int | str | None, value: Any) -> Any:
-    """Return the placement for a cut: Replicate for None, Partial for SUM, Shard for a dimension. `value`: the
-    argument.
-    """
+    """Return the placement of an argument, `value`: Replicate for None, Partial for SUM, Shard for a dimension."""
     types = sys.modules[MODULE]
     if cut is None:
         return types.Replicate()

@@ -1,6 +1,4 @@
-"""`glulam build`, `glulam hub` and `glulam info`: make a bundle, write it for the Hugging Face hub, or show its
-content.
-"""
+"""`glulam build`, `hub` and `info`: make a bundle, write it for the Hugging Face hub, or show its content."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items()
 
 
 def archs_here() -> list[str]:
-    """Return the best architecture for this machine's GPU whose kernels were tried (`host.device.prefer_tried`), as a
-    list.
+    """Return, as a list, the best architecture for this machine's GPU whose kernels were tried (`prefer_tried`).
 
     Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
     """
@@ -76,9 +73,7 @@ def _tile(stage: dict[str, Any]) -> str:
 
 
 def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
-    """Return the columns that `info` prints for a function. A composed function's spec holds one spec
-    for each stage.
-    """
+    """Return the columns that `info` prints for a function. A composed function's spec holds a spec for each stage."""
     spec = functions[name].spec
     registers, kilobytes = resources(functions, name)
     stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]

@@ -1,5 +1,6 @@
-"""`glulam doctor`: check everything that Glulam needs. Each check is one finding in plain words and, if bad, one
-remedy.
+"""`glulam doctor`: check everything that Glulam needs.
+
+Each check is one finding in plain words and, if it is bad, one remedy.
 """
 
 from __future__ import annotations
@@ -150,9 +151,7 @@ def _check_untried(gpu: Gpu) -> Finding:
 
 
 def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
-    """Check the driver's version; a missing driver is bad only if there is a GPU, and has a remedy only if there is a
-    card.
-    """
+    """Check the driver's version. A missing driver is bad only if there is a GPU; its remedy needs an NVIDIA card."""
     state = "bad" if gpu else "note"
     if driver and driver >= _OLDEST_DRIVER:
         return "ok", f"runs CUDA {driver[0]}.{driver[1]}"

@@ -1,6 +1,4 @@
-"""`glulam compile`, `tune`, `explain` and `tables`: make kernels that do not ship, and show which kernels serve a
-layer.
-"""
+"""`glulam compile`, `tune`, `explain` and `tables`: kernels that do not ship, and which kernels serve a layer."""
 
 from __future__ import annotations
 

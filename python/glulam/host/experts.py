@@ -1,5 +1,4 @@
-"""Experts' tensors (weights, biases, gradients) given as a list with one tensor an expert: address tables on the
-device.
+"""Address tables for experts' tensors (weights, biases, gradients) that are given as a list with one tensor an expert.
 
 There are three kinds of tables, "weight", "bias" and "gradient". Gradients have their own, since tensors that are
 written pass one more check (no two overlap) than tensors that are read.
@@ -138,9 +137,7 @@ class Table:
         return checked
 
     def use(self) -> None:
-        """Keep the table's memory until the current stream's work is done, or forever if that work
-        is being captured.
-        """
+        """Keep the table's memory until the current stream's work is done, or forever if this work is captured."""
         if gpus.is_capturing():
             _kept_for_graphs[self.address] = (self.values,)
         stream = gpus.raw_stream(self.index)
@@ -202,8 +199,7 @@ class ExpertList:
 
 
 def known(kind: str, tensors: Sequence[Tensor]) -> Any:
-    """Return an ExpertList, ready for the current stream, if the tensors at these addresses are known to have passed
-    checks.
+    """Return an ExpertList, ready for the current stream, if tensors at these addresses passed the checks before.
 
     Args:
         kind: "weight", "bias" or "gradient".
@@ -261,9 +257,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
 
 
 def _captured_table(values: list[int], device: torch.device) -> Table:
-    """Return a table in the graph's memory, filled by a copy in the graph; the host's side of the copy
-    is never freed.
-    """
+    """Return a table in the graph's memory, which the graph fills by a copy. The copy's host memory is never freed."""
     try:
         host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
     except RuntimeError as error:

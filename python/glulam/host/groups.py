@@ -1,6 +1,4 @@
-"""Group sizes, in any of three forms: `offs` (ends) on the device, `splits` (row counts) on the device or
-on the host.
-"""
+"""Group sizes in their forms: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
 
 from __future__ import annotations
 
@@ -109,8 +107,7 @@ def form(groups: Tensor, is_offs: bool) -> int:
 
 
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Return the end row of each group, checked, on the host. Sizes on the device are copied, which waits for the
-    device.
+    """Return the end row of each group, checked, on the host; sizes on the device are copied, which waits.
 
     If the groups end before `rows`, this warns once: such offs are allowed, but are often a mistake. Groups of a
     Routing never warn.

@@ -128,9 +128,7 @@ def held(mode: bool) -> Iterator[None]:
 
 
 def marked(options: Hashable, mode: bool) -> Hashable:
-    """Return the options of a plan's key, changed if the switch is on, so that a plan serves only calls with its
-    setting.
-    """
+    """Return the options of a plan's key, marked if the switch is on: a plan serves only calls with its setting."""
     return (options, MARK) if mode else options
 
 

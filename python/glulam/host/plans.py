@@ -130,9 +130,8 @@ class Plans(Generic[PlanType]):
                 on.
 
         Returns:
-            The key for keeping a plan, or None if a guard found the plan or somebody watches (`device.is_watched`); the
-                plan,
-            or None.
+            A key for keeping a plan; None if a guard found the plan, or if somebody watches (`device.is_watched`).
+            The plan, or None.
 
         Raises:
             Exception: something in `given` does not have the metadata of a tensor.
@@ -172,8 +171,7 @@ class Plans(Generic[PlanType]):
         self._keep(self._plans, MAX_PLANS, key, plan)
 
     def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, free: tuple[int, ...] = ()) -> None:
-        """Remember that a call passed all checks, for calls that differ from it only in their number of rows
-        (`settled`).
+        """Remember that a call passed all checks, for `settled` calls that differ from it only in their number of rows.
 
         If other tensors happen to have a dimension of that size, nothing is remembered.
 
@@ -194,9 +192,7 @@ class Plans(Generic[PlanType]):
             self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
 
     def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
-        """Return what `settle` remembered for a call that differs from this one only in its number of rows; None:
-        nothing.
-        """
+        """Return what `settle` remembered for a call that differs from this one only in its rows; None: nothing."""
         return self._settled.get(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
