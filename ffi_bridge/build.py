@@ -312,7 +312,7 @@ def _moved(folder: Path, out: Path) -> Iterator[Path]:
     The new folder, or what is left of it, is removed at the end.
     """
     copy = out / f"{SCRATCH}{secrets.token_hex(8)}"
-    (folder / MARKER).touch()  # what a killed build leaves is swept
+    (folder / MARKER).touch()  # so that `sweep` removes the folder if this build is killed
     install(folder, copy, SCRATCH)
     try:
         yield copy

@@ -72,9 +72,7 @@ class Dump:
             artifact.object_file.with_suffix(suffix).write_text(text)
 
     def _only(self, name: str, suffix: str) -> str:
-        """Return the text of the one file with a suffix. `name`: the spec's. Raises CompileError unless
-        there is one.
-        """
+        """Return the text of the one file with a suffix. `name`: the spec's. Raises CompileError unless it is one."""
         files = [file for file in self._folder.iterdir() if file.suffix == suffix]
         if len(files) != 1:
             raise CompileError(f"{name}: the compiler left {len(files)} dumps as *{suffix}; expected 1")

@@ -129,7 +129,7 @@ def hash_of(handle: int) -> str:
     return digest.hexdigest()
 
 
-# What each field may hold. Texts are plain ASCII, since messages and tables quote them.
+# Checks of each field's value. Texts are plain ASCII, since messages and tables quote them.
 
 
 def _text(pattern: str) -> Callable[[Any], bool]:

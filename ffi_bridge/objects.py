@@ -222,7 +222,7 @@ class Store:
                 sha256=sha256,
                 size=len(content),
                 host=self.machine.baseline,
-                needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
+                needs={package: [] for package in toolchain.RUNS_WITH},  # symbols are known only after linking
                 versions=toolchain.versions(),
                 sources=behind,
                 functions=functions,

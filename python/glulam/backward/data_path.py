@@ -41,7 +41,9 @@ BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 
 
 class Tokens(NamedTuple):
-    """Functions between a layer's N tokens and its T rows; `row_of`, int32 [N, K], holds the rows of each token.
+    """Functions between a layer's N tokens and its T rows.
+
+    Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the rows of each token.
 
     Attributes:
         copies: (tokens, row_of, I) -> True if GEMMs read copies of rows instead of tokens by index.

@@ -171,7 +171,7 @@ class PlannedStep(Step):
         saved = self.saved_layout.named(kept)
         lie_the_same = ctx.layouts is None or ctx.layouts == _layouts(kept)  # hooks may give back something else
         is_common = lie_the_same and are_usual(dy) and are_in_memory(*dy, *kept)
-        del kept  # what leaves `saved` is free then
+        del kept  # so that a tensor removed from `saved` is freed
         if not is_common:
             return self.general.differentiate(ctx, targets, saved, dy)
         if self.listed:

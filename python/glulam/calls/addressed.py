@@ -303,7 +303,7 @@ class AddressedCall(Call):
         tensors = [getattr(call, name) for name in call.given]
         read = tensors[: len(call.reads)]
         if not any_requires_grad(*read) or is_transformed(*read):
-            return call.settle(None, {})  # whose checks refuse it
+            return call.settle(None, {})  # its checks refuse the call
         if not call.differentiable:
             call.refuse_gradients()
         for name in call.outputs:

@@ -72,7 +72,7 @@ class Call(Launching):
     quantized: ClassVar[Any] = None  # the kind of its calls whose arguments are quantised: a `quantized.Quantized`
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 
-    # As an operator of torch's, see `library`:
+    # The call as an operator of torch, see `library`:
     torch_types: ClassVar[dict[str, str]] = {}
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
@@ -240,8 +240,9 @@ class Call(Launching):
         return ready.run(plan)
 
     def prepared(self) -> Any:
-        """Return this call with tables for its lists of experts and group sizes on the device; itself if
-        it has both.
+        """Return this call with tables for its lists of experts and group sizes on the device.
+
+        If nothing is to be changed, this is the call itself.
         """
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled

@@ -47,20 +47,20 @@ class Definition:
     Attributes:
         results: tensors that a call makes, in the order in which they are returned. Empty: each call has its own
             (`Launching.made`).
-        returns: function of the results (None for those that are not made) that returns what the call returns. None: a
-            single result is returned alone, several as a tuple, without those that are not made.
+        returns: function that takes the results (None for a result that is not made) and makes the call's return value.
+            None: a single result is returned alone, several as a tuple, without those that are not made.
         constants: functions that return values by name, as kernels and `results` use them, besides the problem's
             dimensions; they do not depend on the number of rows.
-        of_rows: likewise, values that may depend on the number of rows.
+        of_rows: functions that return further values by name, which may depend on the number of rows.
         scratch: functions that return the memory that a launch takes from the workspace, by the kernel's argument
             names.
         before: functions that return a `Before`, or None.
         looks: checks of tensors at addresses that a plan has not seen, for properties other than alignment that
             metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
             read.
-        cuts: for users, in words: which partial sums a row's result is added from, besides those of its GEMM, and the
-            numbers of the call or GPU that determine them. Empty: each row is computed alone. In batch-invariant calls
-            only sizes of the row determine them.
+        cuts: words after "it cuts" in `glulam.explain`: how sums, other than a GEMM's, are cut into partial sums, and
+            by which numbers of the call or GPU, for example "columns into slices, by the numbers of tokens and of SMs".
+            Empty: each row is computed alone. Batch-invariant calls cut by sizes of the row alone.
         reference: function that computes on the CPU. It takes the call, the problem and the results, which it writes.
     """
 

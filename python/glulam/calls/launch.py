@@ -304,7 +304,7 @@ class Plan:
         self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape.
+        """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape;
         None: looked up.
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look

@@ -231,7 +231,7 @@ def examine() -> Iterator[Check]:
     torch, gpu = installed_torch(), None
     with contextlib.suppress(RuntimeError):  # a driver that torch cannot initialise is found by its own check
         gpu = find_gpu(torch)
-    needed = "bad" if gpu else "note"  # of what only a GPU needs
+    needed = "bad" if gpu else "note"  # the state of a failed check that concerns only GPUs
     archs = [gpu.arch] if gpu and gpu.arch else [profiles.DEFAULT]
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),

@@ -27,7 +27,9 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""Texts for `declare`: the fate of rows after the last group, in operators with one result row a row and in others."""
+"""Texts for `declare`: the fate of rows after the last group, if an operator has a result row for each row
+(UNINITIALISED), or if it only sums over rows (REACH_NO_RESULT).
+"""
 
 
 class _Grouped(NamedTuple):
