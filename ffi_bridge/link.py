@@ -11,8 +11,8 @@ from pathlib import Path
 from . import host, toolchain
 from .errors import CompileError
 
-# No build id, no symbols but the exported ones: nothing of the machine or of the build's folders stays in the
-# library. `-z defs` finds a symbol that neither run-time library has here rather than in a user's first call.
+# No build id and only exported symbols: the library does not depend on the machine or on the build's folders.
+# `-z defs` reports a symbol that neither run-time library has now, not in a user's first call.
 _FLAGS = ("-shared", "-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,--hash-style=gnu", "-Wl,-z,defs", "-Wl,-z,now")
 
 _CHUNK = 1 << 20  # bytes of a listing that are searched at a time; that of the whole library has 100 MB

@@ -38,9 +38,9 @@ class Range(NamedTuple):
         return f">={self.oldest},<{self.below}"
 
 
-# Which versions a bundle asks for. Equal: Glulam's, and its kernels' sources. Within a range: the two run-time
-# libraries, whichever version it was built with; the oldest and the newest are tested, with others between them.
-# Information only: the versions of the two that it was built with.
+# The versions that a bundle needs. EQUAL: this package must have the version that built the bundle; so must the sources
+# of the kernels. RUNS_WITH: any version in the range, whichever built the bundle; the oldest and the newest are tested,
+# with others between them. The manifest records the versions of these two that built the bundle, for information only.
 EQUAL = ("glulam",)
 RUNS_WITH = {DSL: Range("4.7.1", "4.9"), TVM_FFI: Range("0.1.9", "0.2")}
 
