@@ -1,4 +1,8 @@
-"""Specs to a bundle: compile in parallel processes, judge, link, write the manifest."""
+"""Build a bundle from specs: compile in parallel processes, judge the compiler's reports, link, write the manifest.
+
+A bundle is a folder <out>/<arch>/ with a shared library of compiled functions and a manifest.json that describes it. A
+stage is a function that is compiled on its own; a chain is an exported function that calls several stages (`chains`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,12 @@ _MAX_COMPLAINTS = 20  # lines of an error message
 
 
 def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[str]:
-    """One line for each thing that a kernel does and its spec's name does not allow."""
+    """Return a line for each compiler complaint (spills, serialised wgmma) about the kernels that is not allowed.
+
+    Args:
+        artifacts: compiled functions with the reports of their kernels.
+        allowed: complaints to let pass, by spec name.
+    """
     return [
         f"{artifact.name}: {kernel.describe(complaint)} in {kernel.name}"
         for artifact in artifacts
@@ -51,6 +60,7 @@ def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[st
 
 
 def _refuse(lines: list[str]) -> None:
+    """Raise CompileError with the lines of `complaints`, if there are any."""
     if lines:
         rest = [f"... and {len(lines) - _MAX_COMPLAINTS} more"] if len(lines) > _MAX_COMPLAINTS else []
         raise CompileError(
@@ -66,19 +76,29 @@ def _refuse(lines: list[str]) -> None:
 
 
 def default_jobs() -> int:
-    """Compile processes that this machine serves well: one a usable CPU."""
+    """Return the number of compile processes for this machine: one for each usable CPU, at most 32."""
     return min(len(os.sched_getaffinity(0)), _MAX_JOBS)
 
 
 def compile_all(
     specs: Sequence[Spec], store: Store, directory: Path, jobs: int, progress: Progress
 ) -> list[KernelArtifact]:
-    """The objects of `specs` in `directory`: the store's, and what it lacks compiled in up to `jobs` processes.
+    """Put the object files of all specs in a folder: copied from the store, or compiled if the store lacks them.
 
-    What another process compiles at the moment is left to it, and taken once all else is done. Order is not kept.
+    An object that another process is compiling is taken from the store after all other objects are done.
+
+    Args:
+        specs: stages, each once.
+        store: the objects that builds and the JIT share.
+        directory: the folder, which exists; the objects are named <spec.name>.o.
+        jobs: the largest number of compile processes.
+        progress: receives the names of specs that are started and finished.
+
+    Returns:
+        The compiled functions, in any order.
 
     Raises:
-        CompileError: of the first spec that does not compile; the others are abandoned.
+        CompileError: a spec does not compile; specs that are not compiled yet are abandoned.
     """
     artifacts, lacking = [], []
     for spec in specs:
@@ -121,6 +141,7 @@ def compile_all(
 
 
 def _function(spec: Spec, artifacts: Mapping[str, KernelArtifact]) -> Function:
+    """Return the manifest's record of an exported function: its kernels, or for a chain the names of its stages."""
     stages = tuple(stage.name for stage in stages_of(spec))
     if stages == (spec.name,):
         return Function(to_dict(spec), artifacts[spec.name].kernels)
@@ -131,9 +152,18 @@ def write_bundle(
     folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str],
     machine: host.Host | None = None,
 ) -> Manifest:  # fmt: skip
-    """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library.
+    """Link object files into a library in `folder`, and write the manifest beside the library.
 
-    machine: which host code is for; default, this one.
+    Args:
+        folder: an existing folder.
+        arch: the architecture of all specs.
+        specs: the functions to export.
+        artifacts: the compiled stages of all specs.
+        sources: hashes of the kernels' sources, see `Manifest.sources`.
+        machine: the CPUs for which host code is made. None: this machine's.
+
+    Returns:
+        The manifest.
     """
     machine = machine or host.here()
     linked = folder / "linked.so"
@@ -166,10 +196,14 @@ def write_bundle(
 
 @contextlib.contextmanager
 def only_builder(out: Path) -> Iterator[None]:
-    """Keeps other builds out of folder `out`; a process that dies lets go.
+    """Hold a lock that keeps other builds out of folder `out`; a process that dies releases it.
 
-    The folder itself is locked: a lock file would stay in it and in wheels. Raises BundleBusy, at once: what another
-    process builds meanwhile is most likely the same.
+    The folder itself is locked, since a lock file would stay in the folder and get into wheels. If the file system
+    cannot lock a folder, a RuntimeWarning says so and nothing is locked.
+
+    Raises:
+        BundleBusy: another process is building in `out`. This does not wait, since the other build is most likely the
+            same.
     """
     handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -190,7 +224,7 @@ def only_builder(out: Path) -> Iterator[None]:
 
 
 def check_prerequisites(machine: host.Host | None = None) -> None:
-    """Raises ToolchainError now, rather than after minutes of compiling, for what compiling and linking need."""
+    """Raise ToolchainError, before minutes of compiling, if a tool or library for compiling or linking is missing."""
     toolchain.dsl_packages()
     toolchain.binary_tool("objdump", machine)
     toolchain.binary_tool("nm", machine)
@@ -199,6 +233,11 @@ def check_prerequisites(machine: host.Host | None = None) -> None:
 
 
 def _one_arch(specs: Sequence[Spec]) -> str:
+    """Return the architecture of all specs.
+
+    Raises:
+        ValueError: specs of several architectures, no specs, or two specs with one name.
+    """
     archs = sorted({spec.arch for spec in specs})
     if len(archs) != 1:
         raise ValueError(f"a bundle holds one architecture, got specs for: {', '.join(archs) or 'none at all'}")
@@ -217,25 +256,29 @@ def build(
     allowed: Allowed | None = None,
     machine: host.Host | None = None,
 ) -> Manifest:
-    """Builds `out`/<arch>/libglulam_<arch>-<hash>.so and its manifest.json; the same sources give the same bytes.
+    """Build `out`/<arch>/libglulam_<arch>-<hash>.so and its manifest.json; the same sources give the same bytes.
 
     Args:
-        specs: what to compile, all for one architecture.
-        out: the bundle's root; created where it does not exist. A bundle already there is replaced at the end.
-        jobs: compile processes; default, one a usable CPU.
-        progress: show on standard error how far it is: in a terminal a bar, else a line every few seconds.
-        tracer: "module:function", spec -> (jitted function, fake arguments); default, the kernels' own for each spec.
-        allowed: complaints let pass by spec name; default, the architecture's ALLOWED_DIAGNOSTICS.
-        machine: which host code is for; default, this one. Device code is the same.
+        specs: the functions to export, all for one architecture.
+        out: the folder that holds bundles, made if missing. At the end the new bundle replaces one that is there.
+        jobs: the largest number of compile processes. None: see `default_jobs`.
+        progress: show progress on standard error: a bar in a terminal, otherwise a line every few seconds.
+        tracer: "module:function" of a function spec -> (jitted function, fake arguments). None: the kernels' own
+            tracers.
+        allowed: compiler complaints to let pass, by spec name. None: the architecture's ALLOWED_DIAGNOSTICS.
+        machine: the CPUs for which host code is made. None: this machine's. Device code does not depend on it.
+
+    Returns:
+        The manifest of the new bundle.
 
     Raises:
-        ValueError: no specs, or specs of several architectures.
-        CompileError: a kernel does not compile, spills, or has its wgmma serialised; nothing is replaced.
+        ValueError: no specs, specs of several architectures, or two specs with one name.
+        CompileError: a kernel does not compile, spills registers, or has its wgmma serialised. Nothing is replaced.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
         BundleBusy: another process is building in `out`.
-        BundleForeign: others can write in `out`, so what is built there would not be loaded; or what a build would
-            replace there was not written by one.
-        OSError: `out` cannot be written or its disk is full; nothing is replaced.
+        BundleForeign: other users can write in `out`, so that its bundles would not be loaded; or a file that would be
+            replaced was not written by a build.
+        OSError: `out` cannot be written, or its disk is full. Nothing is replaced.
     """
     arch = _one_arch(specs)
     check_prerequisites(machine)
@@ -264,9 +307,12 @@ def build(
 
 @contextlib.contextmanager
 def _moved(folder: Path, out: Path) -> Iterator[Path]:
-    """Move a finished bundle's folder to `out`, or copy it there if it was made elsewhere, and give its path."""
+    """Move (or, from another disk, copy) a finished bundle into `out` under a temporary name, and yield the new folder.
+
+    The new folder, or what is left of it, is removed at the end.
+    """
     copy = out / f"{SCRATCH}{secrets.token_hex(8)}"
-    (folder / MARKER).touch()  # what a killed build leaves is swept
+    (folder / MARKER).touch()  # so that `sweep` removes the folder if this build is killed
     install(folder, copy, SCRATCH)
     try:
         yield copy
@@ -275,7 +321,10 @@ def _moved(folder: Path, out: Path) -> Iterator[Path]:
 
 
 def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:
-    """The manifest of a sound bundle in `out` that has the functions of `specs` already, of the present sources."""
+    """Return the manifest of the bundle in `out` if it is valid and up to date and has the functions of all specs.
+
+    None: there is no such bundle.
+    """
     arch = _one_arch(specs)
     with contextlib.suppress(BundleError):
         manifest = manifests.verify(Path(out) / arch, arch)

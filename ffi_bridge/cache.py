@@ -1,19 +1,19 @@
-"""The cache of compiled kernels on disk: where it is, what is in it, how an entry is found. Nothing here compiles.
+"""The cache of compiled kernels on disk: its place, its content, and how an entry is found. Nothing here compiles.
 
-An entry is a bundle of one function, so the loader's checks apply to it unchanged. Its key covers everything that can
-change the code: the spec, the sources that its kernels are made of, what they do without (`cute_kernels/plain.py`), the
-compile options and the compiler's version.
-Objects that are not linked yet, which the JIT and `glulam build` share, lie in <root>/objects in the same form: a key
-of the same kind, and a manifest beside a .o instead of a library (`objects.py`).
+An entry is a bundle of one function (and its stages), so the loader's checks apply to it unchanged. The entry's key,
+the name of its folder, covers everything that can change the code: the spec, the sources of its kernels, the language
+constructs that its kernels avoid (`cute_kernels/plain.py`), the compile options and the compiler's version.
+The cache also has objects that are not linked yet, which the JIT and `glulam build` share (`objects.py`). They lie in
+<root>/objects, also one folder for each key, with a manifest beside a .o file instead of a library.
 
     <root>/.glulam-cache         says that Glulam made this folder
     <root>/<key>/<arch>/         an entry: library and manifest
-    <root>/<2 digits>.lock       held while an entry is made or removed whose key's digest begins so
-    <root>/<key>.damaged/        an entry that was put aside
-    <root>/.glulam-compile-*/    a compile in progress, or its copy where others may rename what lies in <root>
-    <root>/objects/              the same for objects
+    <root>/<2 digits>.lock       the lock for making or removing entries whose key's digest begins with these digits
+    <root>/<key>.damaged/        a damaged entry that was put aside
+    <root>/.glulam-compile-*/    a compile in progress, or its copy if other users may rename files in <root>
+    <root>/objects/              objects, with the same files
 
-Whatever else lies there is somebody's own: it is neither counted nor touched.
+All other files in these folders are the user's own: they are neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REMEDY = "compile it again, or run `glulam cache clear --outdated`"
 
 
 def cache_root() -> Path:
-    """$GLULAM_CACHE_DIR, read at each call, else the user's cache folder for glulam."""
+    """Return the cache's folder: $GLULAM_CACHE_DIR, read at each call, otherwise the user's cache folder for Glulam."""
     if chosen := os.environ.get(ENV_CACHE):
         return Path(chosen)
     import platformdirs
@@ -63,13 +63,14 @@ def cache_key(
     spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False,
     machine: host.Host | None = None,
 ) -> str:  # fmt: skip
-    """The spec's name and 16 hexadecimal digits over everything that changes the code.
+    """Return the key of a compiled spec: its name, and 16 hexadecimal digits over everything that changes the code.
 
     Args:
-        tracer: "module:function" that traces it; default, the one that the kernels name for it.
-        behind: `sources_of` the spec, where the caller took it just now.
-        has_ptx: of an object that is kept together with its PTX.
-        machine: which host code is for; default, this one.
+        spec: the spec.
+        tracer: "module:function" that traces the spec. None: the kernels' own tracer.
+        behind: the result of `sources_of`, if the caller has it. None: computed here.
+        has_ptx: the key is for an object that is kept together with its PTX.
+        machine: the CPUs for which host code is made. None: this machine's.
     """
     compiler = [(machine or host.here()).baseline, toolchain.code_versions()]
     parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
@@ -81,12 +82,15 @@ def cache_key(
 def sources_of(
     spec: Spec, tracer: str | None = None, known: sources.Sources | None = None, of_object: bool = False
 ) -> dict[str, str]:  # fmt: skip
-    """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them.
+    """Return hashes of a function's sources by name, as `Manifest.sources` has them.
+
+    These are the sources of its stages and, for a chain, the C text that calls the stages.
 
     Args:
-        tracer: as of `cache_key`.
-        known: the sources of the tracers' package, where the caller took them; default, taken once for all stages.
-        of_object: of a stage's object alone, for which comments, docstrings and layout do not count.
+        spec: the function's spec.
+        tracer: see `cache_key`.
+        known: the sources of the tracers' package. None: listed once for all stages.
+        of_object: return the hashes for a stage's object, which ignore comments, docstrings and line layout.
     """
     tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
     known = known or sources.of(sources.package_of(tracers[0]))
@@ -103,7 +107,11 @@ def sources_of(
 def load(
     entry: Path, spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None
 ) -> Callable[..., Any]:
-    """The function of `spec` from the entry in folder `entry`, verified and loaded.
+    """Verify and load the cache entry in folder `entry`, and return the function of `spec`.
+
+    Args:
+        entry: the folder that holds <arch>/.
+        spec, tracer, behind: see `cache_key`.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
@@ -113,7 +121,7 @@ def load(
 
 
 def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
-    """The cached function of a spec, verified and loaded; None where there is no usable entry."""
+    """Return a spec's cached function, verified and loaded; None if there is no usable entry."""
     with contextlib.suppress(BundleError):
         behind = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
         return load(cache_root() / cache_key(spec, tracer, behind), spec, tracer, behind)
@@ -121,7 +129,7 @@ def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
 
 
 def make_root(root: Path) -> None:
-    """Makes the cache's folder, and marks it as Glulam's unless somebody's own files lie there already."""
+    """Make the cache's folder, and mark it as made by Glulam unless it contains files that are not Glulam's."""
     folders.make(root)
     if not os.path.lexists(root / MARKER) and all(_is_our_name(path) for path in root.iterdir()):
         with contextlib.suppress(FileExistsError), folders.opened(root) as at:
@@ -129,18 +137,22 @@ def make_root(root: Path) -> None:
 
 
 def _is_our_name(path: Path) -> bool:
+    """Return True if a file in the cache's folder has a name that Glulam gives."""
     if path.suffix == LOCK:
         return bool(_LOCKED.fullmatch(path.stem))
     return path.name in (*NEIGHBOURS, MARKER) or bool(key_of(path))
 
 
 def lock_of(root: Path, key: str) -> Path:
-    """The file that is locked for a key: one of 256, since these files stay and keys come and go by the thousand."""
+    """Return the lock file for a key. Keys share 256 files: lock files are never removed, and keys are many."""
     return root / f"{key.rpartition('-')[2][:2]}{LOCK}"
 
 
 def make_entry(work: Path, arch: str) -> Path:
-    """The inner folder of a new entry in folder `work`. Whatever the umask: what others can write is not loaded."""
+    """Make the folders entry/<arch> in `work` and return the inner one.
+
+    Whatever the umask is, only their owner can write them: others' write bits would keep the entry from being loaded.
+    """
     inner = work / "entry" / arch
     inner.mkdir(parents=True)
     for public in (inner.parent, inner):
@@ -150,7 +162,16 @@ def make_entry(work: Path, arch: str) -> Path:
 
 @contextlib.contextmanager
 def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
-    """One process at a time for one key, and for the few keys that share its lock. Raises as `locks.locked`."""
+    """Hold the lock of a key, which one process at a time can hold; a few other keys share the lock.
+
+    Args:
+        root: the cache's folder.
+        key: the key.
+        timeout: seconds to wait. Negative: no limit.
+
+    Raises:
+        filelock.Timeout, OSError: see `locks.locked`.
+    """
     with locks.locked(lock_of(root, key), timeout):
         yield
 
@@ -160,13 +181,13 @@ class Entry:
     """One entry of the cache.
 
     Attributes:
-        folder: where it lies.
-        spec: of its kernel; None where its manifest cannot be read.
+        folder: the entry's folder <root>/<key>.
+        spec: the spec of its function. None: the manifest cannot be read.
         size: bytes on disk.
-        state: "sound": `find` gives it; "outdated": made by other versions or of other sources, of no more use;
-            "damaged": not loaded, made anew when it is next asked for; "aside": found damaged before, kept to be
-            looked at.
-        problem: what is wrong with it, empty where it is sound.
+        state: "sound": `find` returns it. "outdated": made by other versions or from other sources, never used again.
+            "damaged": it is not loaded, and is made anew when the kernel is needed. "aside": it was found damaged
+            earlier and is kept for inspection.
+        problem: what is wrong with the entry. Empty: it is sound.
     """
 
     folder: Path
@@ -181,15 +202,18 @@ class Entry:
 
 
 def key_of(folder: Path) -> dict[str, str]:
-    """What a folder's name says of its entry: the spec's `name` and `arch`; empty where it is no key."""
+    """Return "name" and "arch" of the spec that a folder's name (a key) tells; empty if the name is not a key."""
     key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
     return key.groupdict() if key else {}
 
 
 def _files(folder: Path) -> list[Path] | None:
-    """The files of an entry: `folder`/<arch>/ with a library or an object, its texts, a manifest, or some of them.
+    """Return the files of an entry: those in `folder`/<arch>/, namely a library or an object, texts, and a manifest.
 
-    None where the name is no key, or anything else lies there, a symbolic link included. Raises OSError.
+    Files may be missing. None: the folder's name is not a key, or there is anything else, such as a symbolic link.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     key = key_of(folder)
     if not key or not stat.S_ISDIR(folder.lstat().st_mode):
@@ -203,19 +227,20 @@ def _files(folder: Path) -> list[Path] | None:
 
 
 def _is_our_file(file: Path, arch: str) -> bool:
+    """Return True if a file in an entry's <arch>/ has a name that Glulam gives."""
     forms = manifest.LIBRARY, manifest.OBJECT, manifest.TEXT
     named = next(filter(None, (form.fullmatch(file.name) for form in forms)), None)
     return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
 
 
 def _is_of(found: manifest.Manifest, name: str) -> bool:
-    """Whether a manifest describes the function of that name and its stages alone: those that it had when made."""
+    """Return True if a manifest describes exactly the function `name` and the stages that its record lists."""
     function = found.functions.get(name)
     return function is not None and found.functions.keys() == {name, *function.stages}
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """The spec of the function that an entry is named by, where it holds that and its stages alone, whoever made it."""
+    """Return the spec in an entry's manifest, whoever owns the file; None if it does not fit the folder's name."""
     key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
         found = manifest.read(folder / key["arch"], trust.anybodys(folder))
@@ -226,7 +251,16 @@ def _spec_in(folder: Path) -> Spec | None:
 
 
 def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
-    """Every check of `load`, and that of the key; raises BundleError."""
+    """Check an entry as `load` does, and check that its key is current.
+
+    Args:
+        folder: the entry's folder.
+        spec: its spec. None: the manifest has no spec that this version knows.
+        form: the pattern for the name of the library, `manifest.LIBRARY` or `manifest.OBJECT`.
+
+    Raises:
+        BundleError: a check failed.
+    """
     key = key_of(folder)
     inner = folder / key["arch"]
     if spec is None:
@@ -248,9 +282,12 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
 
 
 def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
-    """The entry in a folder; None where it is none of Glulam's. `form`: as of `manifest.check`.
+    """Return the entry in a folder; None if the folder is not an entry that Glulam made.
 
-    In a folder that Glulam did not make (`marked` is false), only a manifest that fits the name proves it.
+    Args:
+        folder: the folder.
+        marked: the cache's folder has Glulam's mark. False: the folder is an entry only if its manifest fits its name.
+        form: see `_verify`.
     """
     try:
         files = _files(folder)
@@ -274,11 +311,11 @@ def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
 
 
 def entries(root: Path | None = None, form: re.Pattern[str] = manifest.LIBRARY) -> Iterator[Entry]:
-    """Every entry of the cache, verified, in the order of their names. Nothing is loaded.
+    """Yield every entry of the cache, verified, in the order of their names. Nothing is loaded.
 
     Args:
-        root: their folder; default, that of linked kernels.
-        form: what lies in an entry, LIBRARY or OBJECT of `manifest`.
+        root: the folder of the entries. None: `cache_root()`, which holds linked kernels.
+        form: the kind of entries: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
     """
     root = root or cache_root()
     try:
@@ -299,10 +336,10 @@ def _warn(what: str) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes an entry's folder. Each name is removed inside the folder that was opened before it, and no other.
+    """Remove an entry's folder. Each file is removed by its name inside an opened folder, so no link is followed.
 
     Raises:
-        OSError: it belongs to another user, or holds anything that is not an entry's; then nothing is removed.
+        OSError: the folder belongs to another user, or has files that are not an entry's; then nothing is removed.
     """
     if folder.lstat().st_uid != os.geteuid():
         raise PermissionError("it belongs to another user")
@@ -321,15 +358,21 @@ def discard(folder: Path) -> None:
 
 
 def _descriptor(stack: contextlib.ExitStack, path: Path | str, flags: int, at: int | None = None) -> int:
+    """Open a path with `flags`, in the open folder `at` if given, until `stack` closes; return the descriptor."""
     handle = os.open(path, flags, dir_fd=at)
     stack.callback(os.close, handle)
     return handle
 
 
 def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
-    """Removes an entry, unless a process is making it or made it anew since. Processes that loaded it keep it.
+    """Remove an entry, unless another process is making it or has made it anew. Processes that have loaded it keep it.
 
-    Returns whether it was removed; what cannot be costs a warning.
+    Args:
+        entry: an entry that `entries` yielded.
+        form: see `entries`.
+
+    Returns:
+        True if it was removed. An entry that cannot be removed costs a RuntimeWarning.
     """
     import filelock
 
@@ -351,7 +394,12 @@ def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
 def clear(
     root: Path | None = None, states: tuple[str, ...] = STATES, form: re.Pattern[str] = manifest.LIBRARY
 ) -> list[Entry]:
-    """Removes those of `entries` in these states, and what killed compiles left. Returns what was removed."""
+    """Remove entries, and folders that killed compiles left. Return the removed entries.
+
+    Args:
+        root, form: see `entries`.
+        states: the states (`Entry.state`) of the entries to remove.
+    """
     root = root or cache_root()
     sweep(root, COMPILING)
     return [entry for entry in entries(root, form) if entry.state in states and remove(entry, form)]

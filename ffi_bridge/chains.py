@@ -1,7 +1,8 @@
-"""Chains to one object: exported functions that call several stages, composed when a bundle is linked.
+"""Compile chains: exported C functions that call several stages in turn, generated when a bundle is linked.
 
-A chain's function passes TVM-FFI's arguments on as they are; what each step takes is a table. Nothing is checked that a
-stage checks itself, and nothing is looked up by name at a call: it adds some 10 ns a step.
+A stage is a function that is compiled on its own. A chain's function passes on its TVM-FFI arguments; a table says what
+each step passes to its stage. Stages check their arguments, so the chain does not, and no name is looked up during a
+call: a step adds some 10 ns.
 """
 
 from __future__ import annotations
@@ -107,11 +108,18 @@ static int run(const Chain* chain, const TVMFFIAny* arguments, int32_t count, TV
 
 
 def symbol(name: str) -> str:
-    """As TVM-FFI calls an exported function."""
+    """Return the symbol of an exported function in TVM-FFI's naming."""
     return f"__tvm_ffi_{name}"
 
 
 def _source(names: Sequence[str], argument: Argument, source: Source) -> str:
+    """Return the C initialiser of a `Source`: where a stage's argument comes from.
+
+    Args:
+        names: names of the chain's arguments.
+        argument: the stage's argument.
+        source: a name of the chain's arguments, a property `Of` one of its tensors, the step's `Position`, or a number.
+    """
     if isinstance(source, str):
         return f"{{ARGUMENT, {names.index(source)}, 0}}"
     if isinstance(source, Position):
@@ -122,13 +130,14 @@ def _source(names: Sequence[str], argument: Argument, source: Source) -> str:
 
 
 def _sources(names: Sequence[str], step: Step) -> str:
+    """Return the C initialisers for all arguments of a step's stage. `names`: names of the chain's arguments."""
     signature = signature_of(step.stage)
     given = signature.ordered(dict(step.sources), lambda zero: 0)
     return ", ".join(_source(names, *pair) for pair in zip(signature.arguments, given, strict=True))
 
 
 def _chain(name: str, chain: Chain) -> str:
-    """The tables and the function of one chain."""
+    """Return the C tables and the C function of one chain."""
     names = chain.signature.names
     lines, steps = [], []
     for number, step in enumerate(chain.steps):
@@ -150,7 +159,7 @@ def _chain(name: str, chain: Chain) -> str:
 
 
 def text_of(specs: Iterable[Spec]) -> str:
-    """C of the chains among `specs`, in the order of their names; empty where there is none."""
+    """Return the C source of all chains among `specs`, in the order of their names; empty if no spec is a chain."""
     chains = {spec.name: chain for spec in specs if (chain := chain_of(spec))}
     if not chains:
         return ""
@@ -162,10 +171,18 @@ def text_of(specs: Iterable[Spec]) -> str:
 
 
 def compile_chains(specs: Iterable[Spec], folder: Path, machine: host.Host) -> list[Path]:
-    """The object of the chains among `specs`, for any CPU of a machine, in `folder`; nothing where there is none.
+    """Compile the chains among `specs` to one object file in `folder`.
+
+    Args:
+        specs: specs, of which some may be chains.
+        folder: an existing folder.
+        machine: the CPUs for which code is made.
+
+    Returns:
+        The object file as a list; empty if no spec is a chain.
 
     Raises:
-        CompileError: the C compiler failed; the message carries what it said.
+        CompileError: the C compiler failed; the message has its output.
         ToolchainError: there is no C compiler, or TVM-FFI is not installed.
     """
     text = text_of(specs)

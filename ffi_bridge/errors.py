@@ -8,10 +8,10 @@ from cute_kernels.architectures import ARCHS
 
 
 def remedy(place: Path, options: str = "") -> str:
-    """Return the advice to run the command that builds a bundle anew.
+    """Return advice for an error message: to run the command that builds the bundle anew.
 
-    The command has `--arch` where the path tells the architecture: without `--arch`, a build is for the architecture
-    of the machine that it runs on.
+    The command has `--arch` if the path tells the architecture: without `--arch`, a build is for the architecture of
+    the machine that it runs on.
 
     Args:
         place: the bundle's folder <root>/<arch>, or a file in that folder.
@@ -34,11 +34,11 @@ class BundleDamaged(BundleError):
 
 
 class BundleForeign(BundleError):
-    """Files not made by `glulam build`, or made for another architecture, or writable by another user."""
+    """The bundle was not made by `glulam build`, is for another architecture, or can be written by another user."""
 
 
 class BundleOutdated(BundleError):
-    """A bundle built by or for other versions of Glulam, its toolchain or its kernel sources."""
+    """The bundle was built by, or for, other versions of Glulam, of its toolchain or of its kernels' sources."""
 
 
 class BundleBusy(BundleError):

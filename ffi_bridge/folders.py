@@ -1,4 +1,4 @@
-"""Safe folders: no other user can replace them by another folder or a link, or write into folders made here."""
+"""Safe folders: no other user can replace these folders by another folder or a link, or write into new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPUs that compiled host code is for: of each machine a stated baseline, whichever machine compiles."""
+"""The CPUs for which host code is compiled: for each kind of machine one baseline, whichever machine compiles."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ class Host(NamedTuple):
     """A kind of CPU that runs the host code of bundles.
 
     Attributes:
-        machine: as `platform.machine` names it.
-        baseline: the oldest CPU that compiled code runs on, as C compilers and LLVM name it; manifests have it.
-        flags: of the baseline, as Linux names them in /proc/cpuinfo, in the line that begins with `listed_as`.
-        above: instructions of newer CPUs, in what `objdump --disassemble --wide` prints, GNU's or LLVM's.
+        machine: the kind of machine, as `platform.machine()` names it.
+        baseline: the oldest CPU that runs the code, as C compilers and LLVM name it; manifests record it.
+        flags: the CPU flags that the baseline needs, as Linux names them in /proc/cpuinfo.
+        listed_as: the beginning of the line in /proc/cpuinfo that lists a CPU's flags.
+        above: patterns of instructions that the baseline lacks, for the output of `objdump --disassemble --wide`, GNU's
+            or LLVM's.
     """
 
     machine: str
@@ -29,18 +31,18 @@ class Host(NamedTuple):
 
     @property
     def triple(self) -> str:
-        """The target of a compiler."""
+        """The target triple for a compiler."""
         return f"{self.machine}-unknown-linux-gnu"
 
     @property
     def compiler(self) -> str:
-        """The C compiler for it on another machine, unless $CC names one."""
+        """The name of the cross compiler (C) that another machine uses for this host, unless $CC names one."""
         return f"{self.machine}-linux-gnu-gcc"
 
 
-# Intel's CPUs have x86-64-v2 since 2008, AMD's since 2011. What is newer saves a launch, of 4 us, no more than 15 ns.
-# Above it is whatever has a VEX, EVEX or REX2 prefix (AVX, AVX-512, FMA, BMI, APX, ...), and of older encodings what a
-# compiler chooses by itself. Not tzcnt: a CPU without it runs bsf instead, which compilers count on.
+# Intel's CPUs have x86-64-v2 since 2008, AMD's since 2011. Newer instructions save at most 15 ns of a launch's 4 us.
+# Above the baseline are all instructions with a VEX, EVEX or REX2 prefix (AVX, AVX-512, FMA, BMI, APX, ...), and those
+# with older encodings that a compiler chooses by itself. Not tzcnt: older CPUs run it as bsf, which compilers rely on.
 _X86_64 = Host(
     "x86_64",
     "x86-64-v2",
@@ -51,8 +53,8 @@ _X86_64 = Host(
         re.compile(rb"\t(?:lzcnt|movbe|adcx|adox|movnts[sd]|aes|pclmul|sha1|sha256|gf2p8|prefetchw)[^\n]*"),
     ),
 )
-# Any 64-bit Arm CPU of Linux, Grace's included. Above it are atomics in one instruction (LSE), pointers that are
-# signed, SVE's registers, and what is optional in armv8-a.
+# Any 64-bit Arm CPU that runs Linux, including Grace. Above the baseline are atomics in one instruction (LSE), signed
+# pointers, SVE's registers, and instructions that are optional in armv8-a.
 _AARCH64 = Host(
     "aarch64",
     "armv8-a",
@@ -67,17 +69,17 @@ _AARCH64 = Host(
     ),
 )
 HOSTS = {host.machine: host for host in (_X86_64, _AARCH64)}
-"""By machine."""
+"""The hosts by the name of their machine."""
 _CPUINFO = "/proc/cpuinfo"
 
 
 def here() -> Host:
-    """This machine's, whether its CPU suffices or not; x86-64 where there is no code for its kind."""
+    """Return the host of this machine, even if its CPU is older than the baseline; x86-64 if its kind has no host."""
     return HOSTS.get(platform.machine(), _X86_64)
 
 
 def named(machine: str) -> Host:
-    """The host of a machine's name. Raises ToolchainError for one that there is no code for."""
+    """Return the host of a machine's name. Raises ToolchainError if no host code is compiled for that machine."""
     if machine not in HOSTS:
         raise ToolchainError(f"{machine!r} is no machine that host code is compiled for; give {' or '.join(HOSTS)}")
     return HOSTS[machine]
@@ -85,7 +87,10 @@ def named(machine: str) -> Host:
 
 @functools.cache
 def unfit() -> str:
-    """Why this machine cannot run its baseline's code, in words that follow "but"; empty if it can, or does not say."""
+    """Return the reason why this machine cannot run code for its baseline, as words after "but".
+
+    Empty: it can, or it does not list its flags.
+    """
     if platform.machine() not in HOSTS:
         return f"this machine is {platform.machine()}"
     flags = _cpu_flags()
@@ -94,7 +99,7 @@ def unfit() -> str:
 
 
 def _cpu_flags() -> list[str]:
-    """The first processor's flags as Linux lists them; empty where there is no such list."""
+    """Return the first processor's flags as Linux lists them; empty if there is no such list."""
     with contextlib.suppress(OSError), open(_CPUINFO, encoding="ascii", errors="replace") as lines:
         for line in lines:  # not to the end: the kernel gathers each processor's part when it is read
             if line.startswith(here().listed_as):

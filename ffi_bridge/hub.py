@@ -1,12 +1,12 @@
-"""A bundle as a kernel of the Hugging Face hub, which the package `kernels` loads: a repository's files, in a folder.
+"""Write a bundle as a kernel of the Hugging Face hub, for the package `kernels`: a folder with a repository's files.
 
-    <out>/build/tvm-ffi01-cu130-x86_64-linux/
-        metadata.json       name, what it depends on, GPUs, hashes of the other files
-        __init__.py         `hub_package.py`
+    <out>/build/tvm-ffi01-cu130-x86_64-linux/    a variant: the kernel for one TVM-FFI, CUDA and kind of CPU
+        metadata.json       name, dependencies, GPUs, hashes of the other files
+        __init__.py         a copy of `hub_package.py`
         functions.json      names and arguments of the library's functions
-        libglulam_*.so      the library of the bundle, as it is
+        libglulam_*.so      the bundle's library, unchanged
 
-It has the kernels' functions, and no operators: a hub's kernel may import nothing but torch and few other packages.
+It has the kernels' functions but no operators: a kernel of the hub may import only torch and a few other packages.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .manifest import Manifest
 
 NAME = "glulam"
 VERSION = 1
-"""Of the kernel's interface: the hub's users ask for one by number, which rises when functions' arguments change."""
+"""Version of the kernel's interface, which the hub's users ask for; it rises when the functions' arguments change."""
 CUDA = (13, 0)
-"""What the DSL's run-time library is of; the hub takes a variant for this and later minor versions."""
+"""CUDA version of the DSL's run-time library; the hub takes a variant for this and later minor versions."""
 DEPENDS = ["nvidia-cutlass-dsl", "tvm-ffi"]
 LICENSE = "Apache-2.0"
 
 
 def variant(manifest: Manifest) -> str:
-    """The name of the folder of a bundle: TVM-FFI, CUDA and CPU that it is for."""
+    """Return the name of a bundle's folder in the repository, which tells its TVM-FFI, CUDA and CPU."""
     ffi = "".join(toolchain.RUNS_WITH[toolchain.TVM_FFI].oldest.split(".")[:2])
     (machine,) = [host.machine for host in HOSTS.values() if host.baseline == manifest.host]
     return f"tvm-ffi{ffi}-cu{CUDA[0]}{CUDA[1]}-{machine}-linux"
 
 
 def gpus(arch: str) -> str:
-    """An architecture as the hub names it: 9.0a of sm_90a, and of a portable one all later minor versions."""
+    """Return the hub's name of an architecture: "9.0a" for sm_90a; without "a" it includes all later minor versions."""
     major, minor = capability(arch)
     return f"{major}.{minor}{'a' if arch.endswith('a') else ''}"
 
@@ -54,12 +54,14 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
     """Write a bundle's library for an architecture into a repository's folder; return the variant's folder.
 
     Args:
-        bundle: the bundle's root. Its host code may be for another machine.
+        bundle: the folder that holds <arch>/. Its host code may be for another machine.
+        arch: the architecture.
+        out: the repository's folder.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the bundle is not one that could be loaded there.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: a machine of that kind could not load the bundle.
         FileExistsError: `out` has this variant already.
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     source = bundle / arch
     machine = next((host for host in HOSTS.values() if host.baseline == manifests.read(source).host), None)
@@ -78,7 +80,7 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
 
 
 def _metadata(manifest: Manifest, folder: Path) -> dict[str, Any]:
-    """What `kernels` reads of a variant; `folder` has its other files."""
+    """Return the content of metadata.json, which `kernels` reads. `folder`: the variant's, with all its other files."""
     hashes = {file.name: hashlib.sha256(file.read_bytes()).digest() for file in sorted(folder.iterdir())}
     return {
         "name": NAME,

@@ -7,8 +7,8 @@
         print(name, glulam.arguments(name))
     glulam.function(name)(*arguments)
 
-A function checks its arguments, and launches on the current stream. Operators on tensors, the choice of a kernel,
-gradients and modules are in the Python package `glulam`, which this one is made from and does not need.
+A function checks its arguments, and launches on the current stream. This package is made from the Python package
+`glulam` and does not need it; `glulam` has operators on tensors, the choice of kernels, gradients and modules.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FOLDER = Path(__file__).parent
 
 @functools.cache
 def _described() -> dict[str, Any]:
-    """What functions.json has: the library's name, and by name each function's operator and arguments."""
+    """Return the content of functions.json: "library", the library's name, and "functions", their arguments by name."""
     described: dict[str, Any] = json.loads((_FOLDER / "functions.json").read_text())
     return described
 
 
 @functools.cache
 def _module() -> Any:
-    """The library, once the DSL's run-time library, which it needs, is there. Raises ImportError without that one."""
+    """Load the kernels' library. Raises ImportError if the DSL's run-time library, which it needs, is not installed."""
     found = importlib.util.find_spec("nvidia_cutlass_dsl")
     for folder in (found.submodule_search_locations or ()) if found else ():
         runtime = Path(folder) / "cu13" / "lib" / "libcute_dsl_runtime.so"
@@ -49,18 +49,18 @@ def _module() -> Any:
 
 
 def names(pattern: str = "*") -> list[str]:
-    """Return the names of the functions that match a pattern, as "grouped_mm_*", sorted."""
+    """Return the sorted names of the functions that match a pattern, for example "grouped_mm_*"."""
     return fnmatch.filter(sorted(_described()["functions"]), pattern)
 
 
 def arguments(name: str) -> list[str]:
-    """Return the names of a function's arguments, in their order. Raises KeyError for a name that is not of `names`."""
+    """Return the names of a function's arguments in their order. Raises KeyError if there is no such function."""
     of_function: list[str] = _described()["functions"][name]
     return of_function
 
 
 def function(name: str) -> Callable[..., Any]:
-    """Return the function of a name. Raises KeyError for a name that is not of `names`."""
+    """Return the function of a name. Raises KeyError if there is no function of this name."""
     arguments(name)
     found: Callable[..., Any] = _module().get_function(name)
     return found

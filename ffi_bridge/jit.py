@@ -1,4 +1,4 @@
-"""Kernels that the bundle lacks: compiled in a helper process, kept on disk, shared by processes.
+"""Kernels that the bundle lacks: compiled in a helper process, kept on disk, and shared by processes.
 
 This module makes entries of the cache; `cache.py` finds and loads them.
 """
@@ -64,7 +64,11 @@ def get(
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """Compiles kernels; the fields are arguments of `get`."""
+    """Compiles kernels for the cache.
+
+    Attributes:
+        tracer, worker, strict: see `get`.
+    """
 
     tracer: str | None
     worker: Worker | None
@@ -87,6 +91,7 @@ class Maker:
         return folder.parent
 
     def _judge(self, artifacts: list[KernelArtifact]) -> None:
+        """Refuse (if `strict`) or warn about kernels that spill registers or whose wgmma the compiler serialised."""
         if lines := "; ".join(build.complaints(artifacts, {})):
             if self.strict:
                 raise CompileError(f"{lines}: refused")
@@ -94,6 +99,10 @@ class Maker:
 
 
 def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]:
+    """Make the function of a spec, which the cache does not have, and return it.
+
+    If the cache's folder cannot be used, a RuntimeWarning says so and the kernel lives in a temporary folder.
+    """
     root, key = cache_root(), cache_key(spec, tracer)
     try:
         cache.make_root(root)

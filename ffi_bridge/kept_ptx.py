@@ -1,11 +1,11 @@
 """PTX and host function of a compilation, kept beside the object that the same compilation exported.
 
 <spec.name>.ptx has the kernels. <spec.name>.mlir has the host function that launches them, with its arguments, the
-grid, shared memory and each kernel's parameters, before it is lowered to calls of the run-time library.
+grid, shared memory and each kernel's parameters, before this function is lowered to calls of the run-time library.
 
 The DSL writes both while it compiles. It names the files by the traced function's type, cut short, so a second function
-may overwrite the first one's files. The folder is therefore emptied before each function, and the files must name
-exactly the object's kernels. The object has the same bytes with and without keeping.
+may overwrite the first one's files. The folder is therefore emptied before each function, and the kernels in the files
+must be exactly the object's kernels. The object has the same bytes whether or not these texts are kept.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def launched(text: str) -> list[str]:
 
 
 def _host_function(module: str) -> str:
-    """Return the part of a module that launches its kernels: type aliases and the host function."""
+    """Return the host part of an MLIR module: its type aliases and the host function."""
     return "".join(_ALIAS.findall(module)) + module[module.rfind(_HOST) :]
 
 
 class Dump:
-    """The private folder that one compile process dumps texts into.
+    """A private folder into which one compile process writes its PTX and MLIR.
 
     Attributes:
-        environment: variables of the compile process; the DSL reads them once, when it is imported.
+        environment: environment variables of the compile process; the DSL reads them once, when it is imported.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,10 +57,10 @@ class Dump:
             file.unlink()
 
     def take(self, artifact: KernelArtifact) -> None:
-        """Write the texts of an artifact beside its object.
+        """Write the texts (PTX and MLIR) of an artifact beside its object.
 
         Raises:
-            CompileError: there is not exactly one dump of each kind, or a dump has other kernels than the object.
+            CompileError: there is not exactly one file of each kind, or a file has other kernels than the object.
         """
         ptx, module = (self._only(artifact.name, suffix) for suffix in SUFFIXES)
         host = _host_function(module)
@@ -72,6 +72,7 @@ class Dump:
             artifact.object_file.with_suffix(suffix).write_text(text)
 
     def _only(self, name: str, suffix: str) -> str:
+        """Return the text of the one file with a suffix. `name`: the spec's. Raises CompileError unless it is one."""
         files = [file for file in self._folder.iterdir() if file.suffix == suffix]
         if len(files) != 1:
             raise CompileError(f"{name}: the compiler left {len(files)} dumps as *{suffix}; expected 1")

@@ -1,4 +1,4 @@
-"""Objects to one shared library, reproducibly, and what that library asks of the machine that loads it."""
+"""Link objects to one shared library, reproducibly, and list what the library needs from the machine that loads it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from pathlib import Path
 from . import host, toolchain
 from .errors import CompileError
 
-# No build id, no symbols but the exported ones: nothing of the machine or of the build's folders stays in the
-# library. `-z defs` finds a symbol that neither run-time library has here rather than in a user's first call.
+# No build id and only exported symbols: the library does not depend on the machine or on the build's folders.
+# `-z defs` reports a symbol that neither run-time library has now, not in a user's first call.
 _FLAGS = ("-shared", "-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,--hash-style=gnu", "-Wl,-z,defs", "-Wl,-z,now")
 
 _CHUNK = 1 << 20  # bytes of a listing that are searched at a time; that of the whole library has 100 MB
 
 
 def _quoted(path: Path) -> bytes:
-    """A path as a response file has it: a backslash takes the meaning from what follows it."""
+    """Return a path as a linker's response file has it: in quotes, with quotes and backslashes escaped."""
     return b'"' + re.sub(rb'[\\"]', rb"\\\g<0>", os.fsencode(path)) + b'"'
 
 
 def link(objects: Iterable[Path], library: Path, machine: host.Host | None = None) -> dict[str, list[str]]:
-    """Links `objects`, in the order of their names, into `library` with the C compiler for a machine, by default this.
+    """Link object files, in the order of their names, into a shared library with the C compiler.
 
-    The DSL's and TVM-FFI's libraries are needed by name only (their sonames, no run path).
+    The DSL's and TVM-FFI's run-time libraries are recorded by name only (soname, no run path).
+
+    Args:
+        objects: the object files.
+        library: the path of the new library.
+        machine: the CPUs that the code is for. None: this machine's.
 
     Returns:
-        The symbols that `library` needs of each of the two, by distribution name.
+        By distribution name (DSL and TVM-FFI), the symbols that the library needs from that run-time library.
 
     Raises:
-        CompileError: the linker failed (the message carries what it said), or the code is above the baseline.
-        ToolchainError: there is no C compiler or no binutils, or one of the two libraries is not installed.
+        CompileError: the linker failed (the message has its output), or the code has instructions above the baseline.
+        ToolchainError: a C compiler, binutils or a run-time library is missing.
     """
     ordered = sorted(objects, key=lambda path: path.name)
     arguments = library.with_suffix(".rsp")  # thousands of objects outgrow a command line
@@ -52,15 +57,23 @@ def link(objects: Iterable[Path], library: Path, machine: host.Host | None = Non
 
 
 def _run_time() -> dict[str, Path]:
-    """The run-time libraries of this machine, by distribution name. Raises ToolchainError."""
+    """Return this machine's run-time libraries by distribution name. Raises ToolchainError if one is not installed."""
     return {toolchain.DSL: toolchain.runtime_library(), toolchain.TVM_FFI: toolchain.tvm_ffi_library()}
 
 
 def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict[str, Path]]:
-    """Flags, and libraries to link with in place of the run-time libraries of another machine.
+    """Return linker flags for another machine, and libraries that stand in for its run-time libraries.
 
-    The DSL has one of its own for that. TVM-FFI's is made in `folder`, of the names that its library here exports. The
-    code generator exports wrappers besides, which a version script leaves out.
+    The DSL's wheel has such stub libraries. For TVM-FFI one is compiled in `folder`; it exports the same names as this
+    machine's TVM-FFI library. The code generator also exports wrappers, which a version script (one of the flags)
+    hides.
+
+    Returns:
+        The flags; the libraries by distribution name.
+
+    Raises:
+        CompileError: the stub library does not compile.
+        ToolchainError: a tool or library is missing.
     """
     stub = folder / "libtvm_ffi.so"
     names = sorted(_symbols(toolchain.tvm_ffi_library(), "--defined-only", host.here()))
@@ -77,7 +90,11 @@ def _of_other_machine(machine: host.Host, folder: Path) -> tuple[list[str], dict
 
 
 def check_instructions(library: Path, machine: host.Host | None = None) -> None:
-    """Raises CompileError where `library` has code for newer CPUs than a machine's baseline, naming an instruction."""
+    """Check that a library runs on every CPU from a machine's baseline on. machine None: this machine.
+
+    Raises:
+        CompileError: the library has an instruction of newer CPUs, which the message names, or cannot be disassembled.
+    """
     machine = machine or host.here()
     command = [toolchain.binary_tool("objdump", machine), "--disassemble", "--wide", str(library)]
     listing, returns = b"", False  # an instruction that any library has: something was disassembled
@@ -96,7 +113,7 @@ def check_instructions(library: Path, machine: host.Host | None = None) -> None:
 
 
 def _symbols(library: Path, which: str, machine: host.Host) -> set[str]:
-    """Names of dynamic symbols: `which` is "--defined-only" or "--undefined-only"."""
+    """Return the names of a library's dynamic symbols. `which`: "--defined-only" or "--undefined-only"."""
     command = [toolchain.binary_tool("nm", machine), "--dynamic", "--format=posix", which, str(library)]
     listing = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
     if listing.returncode:
@@ -105,5 +122,6 @@ def _symbols(library: Path, which: str, machine: host.Host) -> set[str]:
 
 
 def _needs(library: Path, theirs: dict[str, Path], machine: host.Host) -> dict[str, list[str]]:
+    """Return, by distribution name, the undefined symbols of `library` that each of the libraries `theirs` defines."""
     undefined = _symbols(library, "--undefined-only", machine)
     return {package: sorted(undefined & _symbols(path, "--defined-only", machine)) for package, path in theirs.items()}

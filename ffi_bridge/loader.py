@@ -107,9 +107,11 @@ class Bundle:
         return list(self.manifest.functions)
 
     def has(self, name: str) -> bool:
+        """Return True if the bundle has a function of this name."""
         return name in self.manifest.functions
 
     def _remedy(self, name: str) -> str:
+        """Return advice for an error message on how to get a function that the bundle lacks."""
         if profile := profile_of(self.manifest.arch, name):
             return f"profile {profile!r} has it: {remedy(self.folder, f' --profile {profile}')}"
         return "compile it with `glulam.compile`"
@@ -163,7 +165,7 @@ def load(
     Args:
         arch: an architecture, for example "sm_90a".
         directory: the folder that holds `arch`/. None: `bundle_root()`, read at each call.
-        sources, spec: see `manifest.verify`.
+        sources, spec: see `manifest.verify`. With `spec`, a bundle that lacks the function is not kept in memory.
 
     Returns:
         The loaded bundle.

@@ -1,4 +1,4 @@
-"""File locks between processes; another user may have put the lock file there."""
+"""File locks between processes, safe even if another user put a file or a link at the lock's path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what a bundle's library contains, what it was built from, and what it needs."""
+"""The manifest of a bundle: what its library contains, what it was built from, and what it needs to run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ FORMAT = "glulam-bundle"
 SCHEMA = 2
 FILE = "manifest.json"
 PACKAGES = ("cute_kernels",)
-"""Top-level packages whose sources a bundle is made of, unless the caller names others; a file never names any."""
+"""Top-level packages whose sources are compared with `Manifest.sources`, unless the caller gives other sources.
+
+A manifest's own list of packages is never used to choose what is compared.
+"""
 LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
 OBJECT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.o")
-"""What an object that is not linked yet is called; its manifest says of it what a bundle's says of the library."""
+"""Pattern for the name of an object that is not linked yet. Its manifest describes it as a bundle's describes a
+library.
+"""
 TEXT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.(ptx|mlir)")
-"""The name of a text that lies beside an object that was compiled with `keep_ptx`."""
+"""Pattern for the name of a text (PTX or MLIR) beside an object that was compiled with `keep_ptx`."""
 
 _MAX_BYTES = 64 << 20
 _MAX_DIGITS = 18
@@ -44,9 +49,9 @@ class Function:
     """One exported function.
 
     Attributes:
-        spec: as a dict.
-        kernels: the resources of each device kernel of a stage.
-        stages: of a chain, the names of the functions that it calls.
+        spec: the function's spec as a dict.
+        kernels: the resources of each device kernel. Empty for a chain.
+        stages: for a chain, the names of the functions that it calls. Empty otherwise.
     """
 
     spec: dict[str, Any]
@@ -56,20 +61,21 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """One architecture's bundle.
+    """The description of one architecture's bundle.
 
     Attributes:
-        arch: architecture of every kernel, as "sm_90a".
-        library: file name of the shared library, beside the manifest.
-        sha256: of the library's bytes, hexadecimal.
-        size: of the library, in bytes.
-        host: the CPUs that its host code is for, as "x86-64-v2".
-        needs: symbols that the library takes from the DSL's run-time library and from TVM-FFI's, by distribution name.
-        versions: of Glulam, the DSL and TVM-FFI that made it, by distribution name. The last two are information.
-        sources: hashes of the kernels' sources, by what they are of: a package, or a tracer and what compiles it.
-        functions: by export symbol, sorted.
-        texts: sha256 of each text that was kept beside an object, hexadecimal, by suffix; usually empty.
-        plain: constructs that its kernels do without (`cute_kernels/plain.py`); usually empty.
+        arch: architecture of every kernel, for example "sm_90a".
+        library: file name of the shared library, which lies beside the manifest.
+        sha256: hash of the library's bytes, hexadecimal.
+        size: bytes of the library.
+        host: baseline of the CPUs for which host code was made, for example "x86-64-v2".
+        needs: by distribution name (DSL and TVM-FFI), the symbols that the library takes from that run-time library.
+        versions: by distribution name, the versions of Glulam, the DSL and TVM-FFI that made the library. None:
+            unknown. Only Glulam's must equal the installed one; the other two are information.
+        sources: hashes of the kernels' sources by name: a package, or a tracer's name and the compiling module's name.
+        functions: the functions by export symbol, sorted.
+        texts: by suffix, the sha256 (hexadecimal) of each text that is kept beside an object; usually empty.
+        plain: language constructs that the kernels avoid (`cute_kernels/plain.py`); usually empty.
     """
 
     arch: str
@@ -85,7 +91,7 @@ class Manifest:
     plain: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Writes `folder`/manifest.json to the disk; the same manifest gives the same bytes."""
+        """Write `folder`/manifest.json and sync it to the disk; equal manifests give equal bytes."""
         data = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(self)}
         for name in _OPTIONAL_FIELDS:
             if not data[name]:
@@ -98,50 +104,57 @@ class Manifest:
 
 
 def library_name(arch: str, sha256: str) -> str:
-    """Named by its content: a new library never takes the place of one that a manifest describes."""
+    """Return the file name of a bundle's library.
+
+    The name has part of the content's hash, so that a new library never replaces one that a manifest describes.
+    """
     return f"libglulam_{arch}-{sha256[:16]}.so"
 
 
 def object_name(arch: str) -> str:
-    """What OBJECT takes for the object of an architecture."""
+    """Return the name of an object of an architecture, which OBJECT matches."""
     return f"glulam_{arch}.o"
 
 
 def text_name(arch: str, suffix: str) -> str:
-    """The name that TEXT matches for an architecture. suffix: ".ptx" or ".mlir"."""
+    """Return the name of a text of an architecture, which TEXT matches. `suffix`: ".ptx" or ".mlir"."""
     return f"glulam_{arch}{suffix}"
 
 
 def hash_of(handle: int) -> str:
-    """sha256 of an open file from where it stands, hexadecimal."""
+    """Return the sha256 (hexadecimal) of an open file, from its current position on. `handle`: the descriptor."""
     digest = hashlib.sha256()
     while chunk := os.read(handle, _CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
 
 
-# What each field may hold. Texts are plain ASCII, since messages and tables quote them.
+# Checks of each field's value. Texts are plain ASCII, since messages and tables quote them.
 
 
 def _text(pattern: str) -> Callable[[Any], bool]:
+    """Return a check that a value is a string that matches a pattern as a whole."""
     matches = re.compile(pattern, re.ASCII).fullmatch
     return lambda value: type(value) is str and matches(value) is not None
 
 
 def _count(value: Any) -> bool:
+    """Return True if a value is an integer of at least 0."""
     return type(value) is int and value >= 0
 
 
 def _object(names: Callable[[Any], bool], values: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that a value is a JSON object (a dict) whose names and values pass the given checks."""
     return lambda value: type(value) is dict and all(names(n) and values(v) for n, v in value.items())
 
 
 def _list(items: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that a value is a list whose items pass a check."""
     return lambda value: type(value) is list and all(map(items, value))
 
 
 def _record(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """An object of exactly these fields."""
+    """Return a check that a value is a JSON object of exactly these fields. `fields`: a check for each value."""
     checks = tuple(fields.items())
     return lambda value: (
         type(value) is dict and value.keys() == fields.keys() and all(check(value[name]) for name, check in checks)
@@ -176,21 +189,24 @@ _OPTIONAL_FIELDS = {"texts": _object(_text(r"\.(ptx|mlir)"), _HASH), "plain": _l
 
 
 def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
+    """Raise BundleDamaged. `what`: the defect of the file `path`, as a predicate."""
     raise BundleDamaged(f"damaged bundle: {path} {what}; {remedy(path)}") from cause
 
 
 def _shown(value: Any) -> str:
-    """A value out of a file, for a message: one line, without what a terminal would act on."""
+    """Return a value from a file for a message: one line of printable ASCII, at most 60 characters."""
     return ascii(value)[:60] if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def _integer(digits: str) -> int:
+    """Parse a number of a JSON file. Raises ValueError if it has too many digits."""
     if len(digits) > _MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's pairs as a dict. Raises ValueError if a name occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name twice in one object")
@@ -198,10 +214,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's JSON parser would accept. Raises ValueError."""
     raise ValueError(f"{name} is no number")
 
 
 def _content(path: Path, asked: trust.Trust | None = None) -> bytes:
+    """Return the bytes of a bundle's file.
+
+    Args:
+        path: <root>/<arch>/<name>.
+        asked: requirements on owners and permissions. None: those for a bundle that is loaded.
+
+    Raises:
+        BundleMissing: the file does not exist.
+        BundleForeign: the requirements are not met.
+        BundleDamaged: the file cannot be read, or has more than 64 MiB.
+    """
     try:
         with trust.opened(path, asked) as handle, open(handle, "rb", closefd=False) as file:
             content = file.read(_MAX_BYTES + 1)
@@ -215,6 +243,12 @@ def _content(path: Path, asked: trust.Trust | None = None) -> bytes:
 
 
 def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
+    """Return the JSON object in a manifest's file; arguments and errors of `_content`.
+
+    Raises:
+        BundleForeign: the file is not a manifest of Glulam.
+        BundleDamaged: the file is not JSON, or has oversized numbers or a name twice.
+    """
     content = _content(path, asked)
     try:
         data = json.loads(content, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
@@ -227,16 +261,17 @@ def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
 
 
 def read(folder: Path, asked: trust.Trust | None = None) -> Manifest:
-    """Reads `folder`/manifest.json; every field has its declared type and form.
+    """Read `folder`/manifest.json and check that every field has its declared type and form.
 
     Args:
-        asked: whose it may be; default, as for a bundle that is loaded.
+        folder: the bundle's folder.
+        asked: requirements on the file's owner and permissions. None: those for a bundle that is loaded.
 
     Raises:
-        BundleMissing: there is none.
-        BundleForeign: it is not a manifest of Glulam's, or another user may have written it.
-        BundleOutdated: its schema is not the one that this version reads.
-        BundleDamaged: it cannot be read, or a field is absent, unknown or of another form.
+        BundleMissing: there is no manifest.
+        BundleForeign: the file is not a manifest of Glulam, or another user may have written it.
+        BundleOutdated: this version of Glulam does not read the manifest's schema.
+        BundleDamaged: the file cannot be read, or a field is absent, unknown or malformed.
     """
     path = folder / FILE
     data = _read_json(path, asked)
@@ -261,7 +296,10 @@ def read(folder: Path, asked: trust.Trust | None = None) -> Manifest:
 
 
 def _check_versions(manifest: Manifest, folder: Path) -> None:
-    """That the run-time libraries' versions are in range is `toolchain`'s to check, whatever the bundle."""
+    """Check that the bundle was built with this version of Glulam.
+
+    Whether the versions of the run-time libraries are in range does not depend on the bundle: `toolchain` checks that.
+    """
     installed = toolchain.versions()
     if manifest.versions.keys() != installed.keys():
         _damaged(folder / FILE, f"has versions of {_names(manifest.versions)} instead of {_names(installed)}")
@@ -274,11 +312,13 @@ def _check_versions(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_needs(manifest: Manifest, folder: Path) -> None:
+    """Raise BundleDamaged unless the manifest lists needs of exactly the two run-time libraries."""
     if manifest.needs.keys() != toolchain.RUNS_WITH.keys():
         _damaged(folder / FILE, f"has needs of {_names(manifest.needs)} instead of {_names(toolchain.RUNS_WITH)}")
 
 
 def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
+    """Check that the bundle's host code is for `machine` and, if that is this machine, that its CPU is not too old."""
     others = [other for other in host.HOSTS.values() if other.baseline == manifest.host != machine.baseline]
     if others and machine == host.here():
         raise BundleForeign(
@@ -297,6 +337,7 @@ def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
 
 
 def _check_plain(manifest: Manifest, folder: Path) -> None:
+    """Raise BundleOutdated if the kernels avoid other language constructs than those that the environment names now."""
     asked = list(plain.plain_in(manifest.arch))
     if manifest.plain != asked:
         built, wanted = (f"{plain.ENV}={','.join(each)!r}" for each in (manifest.plain, asked))
@@ -307,10 +348,12 @@ def _check_plain(manifest: Manifest, folder: Path) -> None:
 
 
 def _names(names: Mapping[str, Any]) -> str:
+    """Return sorted names as a text of at most 200 characters, for a message."""
     return ", ".join(sorted(names))[:200] or "nothing"
 
 
 def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] | None) -> None:
+    """Raise BundleOutdated unless the hashes of the sources are `sources` (None: those of PACKAGES now)."""
     wanted = {package: toolchain.sources_hash(package) for package in PACKAGES} if sources is None else sources
     if manifest.sources.keys() != wanted.keys():
         _damaged(folder / FILE, f"has sources of {_names(manifest.sources)} instead of {_names(wanted)}")
@@ -323,7 +366,7 @@ def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] 
 
 
 def _check_archs(manifest: Manifest, folder: Path) -> None:
-    """Every kernel is for the manifest's architecture. Of a chain, the specs of its stages say so."""
+    """Raise BundleForeign unless every function, and every stage of a chain, is for the manifest's architecture."""
     for name, function in manifest.functions.items():
         specs = [function.spec, *(value for value in function.spec.values() if isinstance(value, dict))]
         for arch in (spec["arch"] for spec in specs if "arch" in spec):
@@ -335,12 +378,14 @@ def _check_archs(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_function(manifest: Manifest, folder: Path, spec: Spec) -> None:
+    """Raise BundleDamaged unless the manifest has exactly the function of `spec` and its stages."""
     wanted = {one.name: to_dict(one) for one in (spec, *stages_of(spec))}
     if {name: function.spec for name, function in manifest.functions.items()} != wanted:
         _damaged(folder / FILE, f"describes other functions than {spec.name} and its stages")
 
 
 def _check_specs(manifest: Manifest, folder: Path) -> None:
+    """Raise BundleDamaged unless every function's spec can be read and has the name of the function."""
     for name, function in manifest.functions.items():
         try:
             described = from_dict(function.spec).name
@@ -358,9 +403,14 @@ def check(
     form: re.Pattern[str] = LIBRARY,
     machine: host.Host | None = None,
 ) -> Manifest:
-    """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`.
+    """Return the manifest in `folder` after every check that does not read the library.
 
-    machine: which host code is to be for; default, this one.
+    Args:
+        folder, arch, sources, spec, form: see `verify`.
+        machine: the machine for which host code must be. None: this machine.
+
+    Raises:
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: see `verify`.
     """
     manifest = read(folder)
     if manifest.arch != arch:
@@ -382,11 +432,13 @@ def check(
 
 @contextlib.contextmanager
 def opened_library(folder: Path, manifest: Manifest) -> Iterator[int]:
-    """A descriptor of the very library that `manifest` describes: owner, mode, size and hash are those of this file.
+    """Open the library that `manifest` describes, check it, and yield its descriptor.
+
+    Owner, mode, size and hash are checked on the open file, so they hold for the bytes that the descriptor reads.
 
     Raises:
-        BundleForeign: another user may have written it.
-        BundleDamaged: it cannot be read or is another one.
+        BundleForeign: another user may have written the file.
+        BundleDamaged: the file cannot be read, or is not the library that the manifest describes.
     """
     path = folder / manifest.library
     with contextlib.ExitStack() as stack:
@@ -404,11 +456,12 @@ def opened_library(folder: Path, manifest: Manifest) -> Iterator[int]:
 
 
 def read_text(folder: Path, manifest: Manifest, suffix: str) -> bytes:
-    """The text of a suffix that `manifest` describes.
+    """Return the content of the text with a suffix (".ptx" or ".mlir") that `manifest` describes.
 
     Raises:
-        BundleForeign: another user may have written it.
-        BundleDamaged: it was not kept, cannot be read or has another hash.
+        BundleMissing: the file does not exist.
+        BundleForeign: another user may have written the file.
+        BundleDamaged: the manifest has no such text, the file cannot be read, or it has another hash.
     """
     path = folder / text_name(manifest.arch, suffix)
     content = _content(path)
@@ -425,7 +478,14 @@ def checked(
     spec: Spec | None = None,
     form: re.Pattern[str] = LIBRARY,
 ) -> _Result:
-    """`use` of the folder and its checked manifest; again where a build replaced the bundle in between."""
+    """Return use(folder, manifest), with the checked manifest of the bundle in `folder`.
+
+    If a build replaces the bundle during `use`, the new bundle is checked and used instead.
+
+    Args:
+        use: the function to call; it raises BundleDamaged if files do not fit the manifest.
+        folder, arch, sources, spec, form: see `verify`.
+    """
     while True:
         manifest = check(folder, arch, sources, spec, form)
         try:
@@ -436,6 +496,7 @@ def checked(
 
 
 def _looked_at(folder: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest after checking every function's spec and the library, for callers that show a bundle."""
     _check_specs(manifest, folder)  # for who shows them: 10 ms for the shipped ones, which loading does not need
     with opened_library(folder, manifest):
         return manifest
@@ -448,15 +509,17 @@ def verify(
     spec: Spec | None = None,
     form: re.Pattern[str] = LIBRARY,
 ) -> Manifest:
-    """The manifest of the bundle in `folder`, after every check that needs no loading.
+    """Return the manifest of the bundle in `folder` after every check that is possible without loading the library.
 
     Args:
-        sources: hashes of exactly what the bundle is to be made of, by the names that `Manifest.sources` has; default,
-            those of PACKAGES now.
-        spec: the one function that the bundle is to hold; default, any.
-        form: what its library is called, LIBRARY or OBJECT.
+        folder: the bundle's folder.
+        arch: the architecture that the bundle must be for.
+        sources: the hashes that `Manifest.sources` must equal. None: the present hashes of PACKAGES.
+        spec: the only function, besides its stages, that the bundle must hold. None: any functions.
+        form: pattern for the library's name: LIBRARY for bundles, OBJECT for objects.
 
     Raises:
-        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: what does not fit, and the command that mends it.
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the message names the mismatch and the command that
+            mends it.
     """
     return checked(_looked_at, folder, arch, sources, spec, form)

@@ -1,4 +1,7 @@
-"""The manylinux tag that libraries deserve: the oldest glibc that they, and the wheels they need, run with."""
+"""The manylinux tag for wheels with compiled libraries.
+
+The tag names the oldest glibc with which the libraries, and the wheels that they need, run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _GLIBC = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "ld-lin
 
 
 def _described(library: Path) -> str:
-    """What a library needs, as objdump tells it. Raises ToolchainError."""
+    """Return the headers of a library as `objdump -p` prints them. Raises ToolchainError if objdump fails."""
     command = [toolchain.binary_tool("objdump"), "-p", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
@@ -29,7 +32,14 @@ def _described(library: Path) -> str:
 
 
 def needed_glibc(described: str) -> Glibc:
-    """The newest glibc version that a symbol asks for, (0, 0) where none does. Raises ToolchainError."""
+    """Return the newest glibc version that a library's symbols need; (0, 0) if they need none.
+
+    Args:
+        described: the library's headers, see `_described`.
+
+    Raises:
+        ToolchainError: symbols need versions of something other than glibc.
+    """
     wanted = set(re.findall(r"^ +0x\w+ 0x\w+ \d+ (\S+)$", described, re.MULTILINE))
     versions = {name: re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", name) for name in wanted}
     if strange := sorted(name for name, version in versions.items() if not version):
@@ -38,13 +48,17 @@ def needed_glibc(described: str) -> Glibc:
 
 
 def needed_libraries(described: str) -> list[str]:
-    """The libraries that it needs beside glibc's."""
+    """Return the libraries, other than glibc's, that a library needs. `described`: its headers, see `_described`."""
     needed = re.findall(r"^ +NEEDED +(\S+)$", described, re.MULTILINE)
     return [name for name in needed if not name.startswith(_GLIBC)]
 
 
 def oldest_tag(wheel: str) -> Glibc:
-    """The lowest of a wheel's manylinux tags, given its WHEEL file. Raises ToolchainError where it has none."""
+    """Return the lowest glibc version of a wheel's manylinux tags. `wheel`: the text of its WHEEL file.
+
+    Raises:
+        ToolchainError: the wheel has no manylinux tag.
+    """
     tags = [(int(a), int(b)) for a, b in re.findall(r"^Tag: .*manylinux_(\d+)_(\d+)_", wheel, re.MULTILINE)]
     tags += [_ALIASES[year] for year in re.findall(r"^Tag: .*manylinux(1|2010|2014)_", wheel, re.MULTILINE)]
     if not tags:
@@ -53,7 +67,7 @@ def oldest_tag(wheel: str) -> Glibc:
 
 
 def _wheel_of(library: Path) -> str:
-    """The WHEEL file of the installed distribution that `library` belongs to. Raises ToolchainError."""
+    """Return the WHEEL file's text of the installed distribution that has `library`. Raises ToolchainError for none."""
     for distribution in importlib.metadata.distributions():
         for file in distribution.files or ():
             if file.name == library.name and Path(str(distribution.locate_file(file))).resolve() == library.resolve():
@@ -62,6 +76,7 @@ def _wheel_of(library: Path) -> str:
 
 
 def _glibc_for(libraries: Sequence[Path]) -> Glibc:
+    """Return the oldest glibc with which all libraries, and the wheels that they need, run. Raises ToolchainError."""
     installed = {path.name: path for path in (toolchain.runtime_library(), toolchain.tvm_ffi_library())}
     described = [_described(library) for library in libraries]
     others = {name for text in described for name in needed_libraries(text)}
@@ -72,12 +87,17 @@ def _glibc_for(libraries: Sequence[Path]) -> Glibc:
 
 
 def tag(libraries: Sequence[Path], machine: str) -> str:
-    """The tag of a wheel with `libraries`, as manylinux_2_28_x86_64.
+    """Return the platform tag of a wheel with `libraries`, for example "manylinux_2_28_x86_64".
 
-    A wheel that it needs is taken to have the same oldest glibc for every machine: the one installed here tells.
+    The wheels that the libraries need are assumed to have the same oldest glibc for every machine as those installed
+    here.
+
+    Args:
+        libraries: the wheel's shared libraries.
+        machine: the kind of machine, for example "x86_64".
 
     Raises:
-        ToolchainError: it cannot be told; the message says why.
+        ToolchainError: the tag cannot be determined; the message says why.
     """
     major, minor = _glibc_for(libraries)
     return f"manylinux_{major}_{minor}_{machine}"

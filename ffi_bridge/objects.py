@@ -1,8 +1,8 @@
-"""The store of objects: what builds and the JIT compile once and share, found by what it is made of.
+"""The store of objects (compiled, not linked): builds and the JIT compile each object once and share it.
 
-An object lies in <cache root>/objects as a kernel lies in the cache (`cache.py`): under its key, beside a manifest that
-describes it, and checked as strictly before it is linked. It is kept as soon as it is compiled, so that an interrupted
-build goes on where it was. A store that cannot be used costs a warning, not the build.
+An object lies in <cache root>/objects as a kernel lies in the cache (`cache.py`): in a folder named by its key, beside
+a manifest that describes it, and checked as strictly before it is linked. It is stored as soon as it is compiled, so
+that an interrupted build continues where it stopped. If the store cannot be used, a warning says so and builds go on.
 """
 
 from __future__ import annotations
@@ -29,32 +29,39 @@ from .scratch import install, private_scratch, sweep
 from .worker import Worker
 
 UNUSED_S = 30 * 86400.0
-"""What no build and no JIT has taken for this long is removed by the next build."""
+"""Seconds after which the next build removes an object that no build and no JIT has used."""
 MAX_BYTES = 2 << 30
-"""And of what is left, that which was not taken for longest, until this much is left: some 20 bundles."""
+"""Bytes of objects, some 20 bundles, above which the next build also removes the least recently used objects."""
 
 
 def folder() -> Path:
-    """Where objects lie: in the cache's folder."""
+    """Return the folder of objects, in the cache's folder."""
     return cache.cache_root() / cache.OBJECTS
 
 
 def entries() -> Iterator[cache.Entry]:
-    """As `cache.entries`, of objects."""
+    """Yield all objects, verified; see `cache.entries`."""
     return cache.entries(folder(), manifests.OBJECT)
 
 
 def clear(states: tuple[str, ...] = cache.STATES) -> list[cache.Entry]:
-    """As `cache.clear`, of objects."""
+    """Remove objects in one of `states` and return them; see `cache.clear`."""
     return cache.clear(folder(), states, manifests.OBJECT)
 
 
 class Busy(Exception):
-    """Another process, or another thread, makes this object."""
+    """Another process or thread is compiling this object."""
 
 
 class _Stored(NamedTuple):
-    """An entry as its folder alone tells of it."""
+    """An object in the store, described without reading its manifest.
+
+    Attributes:
+        folder: the object's folder.
+        name: name of its spec.
+        used: time of its last use, in seconds.
+        size: bytes of the object file.
+    """
 
     folder: Path
     name: str
@@ -63,14 +70,14 @@ class _Stored(NamedTuple):
 
 
 class Store:
-    """The objects of one tracer's specs, keyed by the sources as they are now, at the store's making.
+    """The objects of specs that one tracer traces. Their keys depend on the sources when the store is constructed.
 
     Args:
-        tracer: "module:function" for every spec; default, the one that the kernels name for each.
-        quiet: a store that cannot be used is not worth a warning.
-        keep_ptx: the texts of `kept_ptx` are kept with an object, as <spec.name>.ptx and .mlir beside the object. Such
-            objects have keys of their own.
-        machine: which host code is for; default, this one.
+        tracer: "module:function" for every spec. None: the kernels' own tracer for each spec.
+        quiet: do not warn if the store cannot be used.
+        keep_ptx: with each object, keep the texts of `kept_ptx` as <spec.name>.ptx and .mlir beside the object. Such
+            objects have separate keys.
+        machine: the CPUs for which host code is made. None: this machine's.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Store:
         self._quiet = quiet
 
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
-        """Copies the object of a spec to `into`/<spec.name>.o; None where there is no sound one. Needs no lock."""
+        """Copy a spec's object to `into`/<spec.name>.o and return it; None if no valid one is stored. Needs no lock."""
         behind = self.behind(spec)
         entry = self.folder / self._key(spec, behind)
         inner = entry / spec.arch
@@ -105,7 +112,13 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, spec: Spec, timeout: float = -1) -> Iterator[None]:
-        """Keeps others from compiling a spec's object. Raises Busy after `timeout` seconds; negative: never."""
+        """Hold a lock that keeps others from compiling a spec's object. `timeout`: seconds to wait; negative: no limit.
+
+        If the store cannot be used, a warning says so and nothing is locked.
+
+        Raises:
+            Busy: another process or thread held the lock for `timeout` seconds.
+        """
         import filelock
 
         with contextlib.ExitStack() as stack:
@@ -119,13 +132,15 @@ class Store:
             yield
 
     def obtain(self, spec: Spec, into: Path, worker: Callable[[], Worker]) -> KernelArtifact:
-        """The object of a spec as `into`/<spec.name>.o: the store's, else compiled now and kept.
+        """Return the object of a spec as `into`/<spec.name>.o: copied from the store, or else compiled now and stored.
 
         Args:
-            worker: called where there is something to compile; a compile process of this tracer, with this `keep_ptx`.
+            spec: the spec.
+            into: an existing folder.
+            worker: returns a compile process of this tracer and `keep_ptx`; called only if the object must be compiled.
 
         Raises:
-            CompileError: it does not compile, or its sources were written meanwhile.
+            CompileError: the spec does not compile, or its sources were edited meanwhile.
         """
         if found := self.take(spec, into):
             return found
@@ -139,14 +154,17 @@ class Store:
         return artifact
 
     def longest_first(self, specs: Sequence[Spec]) -> list[Spec]:
-        """In the order of how long they probably compile: the larger an earlier object of the name, the longer."""
+        """Return specs by their probable compile time, longest first.
+
+        A spec counts as longer the larger an earlier object of its name is; specs without one come first.
+        """
         sizes: dict[str, int] = {}
         for stored in sorted(self._stored(), key=lambda stored: stored.used):
             sizes[stored.name] = stored.size
         return sorted(specs, key=lambda spec: sizes.get(spec.name, MAX_BYTES), reverse=True)
 
     def trim(self) -> None:
-        """Removes what was not used for long, and what killed processes left. Other users' objects stay."""
+        """Remove objects beyond UNUSED_S and MAX_BYTES, and what killed processes left. Other users' objects stay."""
         sweep(self.folder, cache.COMPILING)
         total, oldest = 0, time.time() - UNUSED_S
         for stored in sorted(self._stored(), key=lambda stored: stored.used, reverse=True):
@@ -156,15 +174,16 @@ class Store:
                     self._remove_unused(stored)
 
     def behind(self, spec: Spec) -> dict[str, str]:
-        """Hashes of what a spec's kernels are made of, as its manifest has them."""
+        """Return the hashes of a spec's sources, as an object's manifest records them."""
         return cache.sources_of(spec, self.tracer, self._sources, of_object=True)
 
     def _key(self, spec: Spec, behind: dict[str, str] | None = None) -> str:
-        """`behind`: of the spec, if the caller took it just now."""
+        """Return the key of a spec's object. `behind`: the result of `Store.behind`, if the caller has it."""
         behind = behind or self.behind(spec)
         return cache.cache_key(spec, behind=behind, has_ptx=self.keep_ptx, machine=self.machine)
 
     def _make_folder(self) -> None:
+        """Make the store's folder with the mode of the cache's folder, and mark it."""
         root = self.folder.parent
         cache.make_root(root)
         with contextlib.suppress(FileExistsError), folders.opened(root) as at:
@@ -174,7 +193,10 @@ class Store:
         cache.make_root(self.folder)
 
     def _check_unchanged(self, spec: Spec, process: Worker) -> None:
-        """Neither since the key was taken nor since the process began, which imports each module once."""
+        """Raise CompileError if a source changed since the store's keys were made or since the compile process began.
+
+        The process imports each module once, so an edit after its start may or may not be in the object.
+        """
         tracer = sources.tracer_of(spec, self.tracer)
         module = tracer.partition(":")[0]
         others = process.sources, sources.of(sources.package_of(tracer))
@@ -182,6 +204,7 @@ class Store:
             raise CompileError(f"{spec.name}: its sources were edited while it was compiled; run this again")
 
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
+        """Put a compiled object into the store."""
         behind = self.behind(spec)
         entry = self.folder / self._key(spec, behind)
         with private_scratch(self.folder, cache.COMPILING) as work:
@@ -199,7 +222,7 @@ class Store:
                 sha256=sha256,
                 size=len(content),
                 host=self.machine.baseline,
-                needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
+                needs={package: [] for package in toolchain.RUNS_WITH},  # symbols are known only after linking
                 versions=toolchain.versions(),
                 sources=behind,
                 functions=functions,
@@ -212,10 +235,11 @@ class Store:
 
     @property
     def _suffixes(self) -> tuple[str, ...]:
+        """The suffixes of the texts that are kept with each object; usually none."""
         return kept_ptx.SUFFIXES if self.keep_ptx else ()
 
     def _keep_text(self, artifact: KernelArtifact, inner: Path, suffix: str) -> str:
-        """Copy a text of an artifact into an entry; return its sha256."""
+        """Copy a text of an artifact into an entry's folder `inner`; return its sha256, hexadecimal."""
         content = artifact.object_file.with_suffix(suffix).read_bytes()
         file = inner / manifests.text_name(inner.name, suffix)
         file.write_bytes(content)
@@ -223,6 +247,7 @@ class Store:
         return hashlib.sha256(content).hexdigest()
 
     def _tell(self, error: Exception) -> None:
+        """Warn, once, that the store cannot be used."""
         if not self._quiet:
             self._quiet = True  # one disk, one warning
             warnings.warn(
@@ -233,6 +258,7 @@ class Store:
             )
 
     def _stored(self) -> Iterator[_Stored]:
+        """Yield all objects in the store."""
         with contextlib.suppress(OSError):
             for entry in self.folder.iterdir():
                 if key := cache.key_of(entry):
@@ -241,6 +267,7 @@ class Store:
                         yield _Stored(entry, key["name"], entry.lstat().st_mtime, size)
 
     def _remove_unused(self, stored: _Stored) -> None:
+        """Remove an object unless it was used since `stored` was made."""
         with cache.exclusive(self.folder, stored.folder.name, timeout=0):
             if stored.folder.lstat().st_mtime == stored.used:
                 cache.discard(stored.folder)

@@ -1,4 +1,7 @@
-"""The specs that ship for an architecture, by profile, and the compiler complaints allowed for its kernels."""
+"""The specs that ship for an architecture, by profile, and the compiler complaints allowed for their kernels.
+
+A profile is a named list of specs to build, for example "demo", "bf16" or "full".
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ Allowed = Mapping[str, tuple[str, ...]]
 
 
 def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) -> list[Spec]:
-    """Return the specs of a profile of `arch`.
+    """Return the specs of a profile of an architecture.
 
     Args:
+        arch: the architecture, for example "sm_90a".
+        profile: the profile's name.
         only: patterns of spec names, for example "grouped_mm_bf16_*"; specs that match none are left out. Empty: all.
 
     Raises:
@@ -60,8 +65,8 @@ def matching(
     Args:
         specs: the specs to choose from.
         only: patterns of names.
-        where: the place of the specs, for the error message.
-        instead: pattern -> the error message's advice about a pattern that matches nothing.
+        where: what the specs are, for the error message, for example "profile 'full' of sm_90a".
+        instead: function of a pattern that matches nothing, which returns the error message's advice.
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -94,5 +99,5 @@ def allowed_diagnostics(arch: str) -> Allowed:
 
 
 def all_stages(specs: Iterable[Spec]) -> list[Spec]:
-    """Return the stages to compile for `specs`, each once."""
+    """Return the functions to compile for `specs`, each once: the stages of chains, and all other specs."""
     return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))

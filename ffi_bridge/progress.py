@@ -40,12 +40,14 @@ class Progress:
         self._running: dict[str, None] = {}  # names in the order of their starts
 
     def started(self, name: str) -> None:
+        """Note that a kernel is being compiled."""
         with self._lock:
             if not self._made and not self._running:
                 self._making_since = self._clock()
             self._running[name] = None
 
     def finished(self, name: str) -> None:
+        """Note that a kernel is done."""
         with self._lock:
             self.done += 1
             if name in self._running:
@@ -54,6 +56,7 @@ class Progress:
 
     @property
     def counted(self) -> str:
+        """The number of finished kernels, as text."""
         return f"{self.done} of {self.total}"
 
     @property
@@ -77,6 +80,7 @@ class Progress:
 
     @property
     def line(self) -> str:
+        """Title, counts, times and running kernels in one line."""
         return f"{self.title}: {', '.join(part for part in (self.counted, self.times, self.running) if part)}"
 
 
@@ -89,6 +93,7 @@ def shown(title: str, total: int, wanted: bool = True, period_s: float = PERIOD_
 
 
 def _display(progress: Progress, period_s: float) -> contextlib.AbstractContextManager[object]:
+    """Return a context that shows progress: as a bar in a terminal, otherwise as log lines every `period_s` seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 

@@ -27,7 +27,12 @@ _PROBE_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def scratch(root: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder in `root` that only this user can enter, yield it, and remove it at the end."""
+    """Make a folder in `root` that only this user can enter, yield it, and remove it at the end.
+
+    Args:
+        root: an existing folder.
+        prefix: the beginning of the new folder's name, by which `sweep` finds the folder if this process is killed.
+    """
     folder = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
     try:
         (folder / MARKER).touch()
@@ -51,18 +56,24 @@ def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
 
 
 def _place_for_temporary_files() -> Path:
-    """Return the first temporary folder that others cannot replace; if there is none, as in a user namespace where "/"
-    may have no known owner, the first one.
+    """Return the first folder for temporary files that others cannot replace; if there is none, the first one.
+
+    There is none in a user namespace where "/" may have no known owner.
     """
     places = [Path(os.path.realpath(place)) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")]
     return next((place for place in places if place.is_dir() and folders.only_ours(place)), places[0])
 
 
 def install(made: Path, target: Path, prefix: str) -> None:
-    """Move `made`, a folder of folders of files in a `private_scratch` of the target's folder, to `target`.
+    """Move a finished folder to `target`, so that no other user can change its content.
 
-    If other users may rename entries of the target's folder, `made` is copied instead: each file and folder is made
+    If other users may rename entries of the target's folder, the folder is copied instead: each file and folder is made
     inside its opened parent, so that everything is written into folders of this user.
+
+    Args:
+        made: a folder of folders of files, in a `private_scratch` for the target's folder.
+        target: the new path.
+        prefix: the beginning of a temporary name in the target's folder, see `scratch`.
 
     Raises:
         OSError: `made` cannot be moved or copied.
@@ -87,6 +98,7 @@ def install(made: Path, target: Path, prefix: str) -> None:
 
 
 def _copy(source: Path, name: str, at: int) -> None:
+    """Copy folder `source` to a new folder `name` in the open folder `at`."""
     with folders.made(name, at) as inner:
         for path in source.iterdir():
             if path.is_dir():
@@ -96,6 +108,7 @@ def _copy(source: Path, name: str, at: int) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
+    """Return True if a folder is a scratch folder of this user. Raises OSError if it has no marker."""
     found = folder.lstat()
     made_here = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     return made_here and stat.S_ISREG((folder / MARKER).lstat().st_mode)
@@ -117,7 +130,12 @@ def sweep(root: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path, remedy: str) -> Iterator[None]:
-    """Turn any error of the block that a full disk caused into an OSError (ENOSPC) with `folder` and `remedy`."""
+    """Turn any error of the block that a full disk caused into an OSError (ENOSPC) that names `folder` and the remedy.
+
+    Args:
+        folder: the folder in which the block writes.
+        remedy: advice for the message.
+    """
     try:
         yield
     except (OSError, CompileError) as error:

@@ -85,12 +85,12 @@ def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
 def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
     """Call a method of Code on a file as it was when `source` was listed; return None if the file is not Python.
 
-    Results are cached, syntax trees are not: the trees of a kernel's files would take 20 MB.
+    Results are cached, but syntax trees are not: the trees of a kernel's files would take 20 MB.
 
     Args:
         source: the file.
-        question: the method.
-        about: its arguments.
+        question: the method of Code.
+        about: the method's arguments.
     """
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):
         return question(Code(Path(source.path).read_text(encoding="utf-8")), *about)
@@ -98,7 +98,11 @@ def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
 
 
 class Sources:
-    """The Python files of a top-level package or module, listed at one moment and read on demand."""
+    """The Python files of a top-level package or module, listed when the object is made and read on demand.
+
+    Attributes:
+        files: the files, sorted.
+    """
 
     def __init__(self, package: str, files: list[Source]) -> None:
         self.files = files
@@ -143,7 +147,7 @@ class Sources:
 
         Args:
             module: the module whose closure is hashed.
-            formulas: the rows of `stages.FORMULAS` that are hashed. None: the whole file.
+            formulas: the activations whose rows of `stages.FORMULAS` are hashed. None: the whole file.
         """
         key = module, formulas
         if key not in self._code_hashes:
@@ -156,10 +160,17 @@ class Sources:
         return self._code_hashes[key]
 
     def _formulas(self, module: str, formulas: tuple[str, ...]) -> list[str]:
-        """Return hashes of the parts of `stages.FORMULAS` that the closure of `module` uses.
+        """Return hashes of the parts of module `stages.FORMULAS` (tables of activations' formulas) that a closure uses.
 
-        These are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure uses.
-        Empty if the parts of the file cannot be separated.
+        These parts are the rows `formulas`, if the closure evaluates formulas, and the other names that the closure
+        uses.
+
+        Args:
+            module: the module whose closure is hashed.
+            formulas: the activations that the kernel computes.
+
+        Returns:
+            The hashes; empty if the file's parts cannot be separated.
         """
         files = self.closure(module)
         of_formulas, readers = (self._modules.get(name, []) for name in (stages.FORMULAS, stages.READS_FORMULAS))
@@ -274,7 +285,9 @@ def _code_of_makers() -> str:
 
 
 def behind(tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes, by name, of all that a tracer's kernels depend on: the tracer's closure and the compiling modules.
+    """Return hashes, by name, of all sources that a tracer's kernels depend on.
+
+    There are two: of the closure of the tracer's module, and of the modules of the compile process.
 
     Args:
         tracer: "module:function".
@@ -286,7 +299,12 @@ def behind(tracer: str, known: Sources) -> dict[str, str]:
 def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
     """Return hashes, by name, of the code that a stage's object depends on.
 
-    Like `behind`, but without comments and docstrings (`definitions`).
+    These are the hashes of `behind`, but without comments, docstrings and layout (`definitions`).
+
+    Args:
+        spec: the stage's spec.
+        tracer: "module:function".
+        known: the sources of the tracer's package.
     """
     module = tracer.partition(":")[0]
     formulas = stages.formulas_of(spec) if module.startswith(f"{package_of(None)}.") else None

@@ -1,11 +1,11 @@
-"""Stamps: that a bundle was validated on a GPU of this machine, by its user.
+"""Stamps: files which say that this machine's user validated a bundle on a GPU of this machine.
 
     <cache root>/validated/<arch>/<64 digits>.stamp
 
-The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. Its text
-names the version of Glulam as well: another one may try the same library harder. A stamp counts if its text is that of
-a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
-The cache's root may be shared: no link below the root is followed, neither to read a stamp nor to leave one.
+The digits are a hash of the GPU's name and the library's hash, so a stamp holds for no other build. The stamp's text
+also names the version of Glulam, since another version may validate the same library more strictly. A stamp counts if
+its text is as expected, and if nobody except this user and root can write it or the two folders that contain it.
+The cache's root may be shared: no link below the root is followed when a stamp is read or written.
 """
 
 from __future__ import annotations
@@ -25,16 +25,24 @@ FOLDER = "validated"
 
 
 def _file(arch: str, gpu: str, library: str) -> Path:
+    """Return the path of a stamp. `gpu`: the GPU's name; `library`: the library's sha256."""
     digits = hashlib.sha256(f"{gpu}\n{library}".encode()).hexdigest()
     return cache.cache_root() / FOLDER / arch / f"{digits}.stamp"
 
 
 def _text(arch: str, gpu: str, library: str) -> bytes:
+    """Return the expected content of a stamp."""
     return f"`glulam validate` of {__version__} passed on a {gpu} with the {arch} library {library}.\n".encode()
 
 
 def is_there(arch: str, gpu: str, library: str) -> bool:
-    """Return True if the library of this sha256 was validated here on a GPU of this name."""
+    """Return True if `glulam validate` passed on this machine.
+
+    Args:
+        arch: the architecture.
+        gpu: the GPU's name.
+        library: the library's sha256, hexadecimal.
+    """
     text = _text(arch, gpu, library)
     with (
         contextlib.suppress(BundleError, OSError),
@@ -46,7 +54,7 @@ def is_there(arch: str, gpu: str, library: str) -> bool:
 
 
 def check_place(arch: str) -> None:
-    """Make the folder of an architecture's stamps, or raise OSError if `leave` could not leave one."""
+    """Make the folder of an architecture's stamps. Raises OSError if `leave` could not write a stamp there."""
     cache.make_root(cache.cache_root())
     with _place(arch) as at:
         name = _temporary()
@@ -56,6 +64,7 @@ def check_place(arch: str) -> None:
 
 @contextlib.contextmanager
 def _place(arch: str) -> Iterator[int]:
+    """Make the folder of an architecture's stamps and yield its descriptor. Raises PermissionError if it is unsafe."""
     with contextlib.ExitStack() as stack:
         try:
             at = stack.enter_context(trust.inside(cache.cache_root(), FOLDER, arch, make=True))
@@ -72,7 +81,11 @@ def _temporary() -> str:
 
 
 def leave(arch: str, gpu: str, library: str) -> Path:
-    """Say so from now on, whatever the umask. Raises OSError if the cache's folder cannot be written or trusted."""
+    """Write a stamp, readable by everybody whatever the umask is, and return its path. Arguments: see `is_there`.
+
+    Raises:
+        OSError: the cache's folder cannot be written, or is not safe from other users.
+    """
     file, name = _file(arch, gpu, library), _temporary()
     cache.make_root(cache.cache_root())
     with _place(arch) as at:

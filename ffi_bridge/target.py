@@ -55,7 +55,11 @@ def publish(new: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _libraries(folder: Path) -> list[Path]:
-    """Return the libraries of earlier builds. Raises BundleForeign if a library or the manifest is not Glulam's."""
+    """Return the libraries of earlier builds in a folder.
+
+    Raises:
+        BundleForeign: a library or the manifest in the folder was not written by Glulam.
+    """
     described = _described(folder)
     found = [path for path in sorted(folder.iterdir()) if manifests.LIBRARY.fullmatch(path.name)]
     for path in found:
@@ -65,7 +69,7 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _described(folder: Path) -> str:
-    """Return the library that the manifest in `folder` names; empty if the manifest is missing or incomplete."""
+    """Return the name of the library that the manifest in `folder` describes; empty if it is missing or incomplete."""
     path = folder / manifests.FILE
     if not os.path.lexists(path):
         return ""
@@ -79,6 +83,7 @@ def _described(folder: Path) -> str:
 
 
 def _has_the_name_of_its_content(path: Path) -> bool:
+    """Return True if a library's file name is the one that `manifest.library_name` makes from its content."""
     with _opened(path) as handle:
         sha256 = manifests.hash_of(handle)
     return any(path.name == manifests.library_name(arch, sha256) for arch in ARCHS)
@@ -86,6 +91,7 @@ def _has_the_name_of_its_content(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading, whoever owns it, and yield its descriptor. Raises BundleForeign if that fails."""
     try:
         with trust.opened(path, trust.anybodys(path.parent.parent)) as handle:
             yield handle
@@ -94,5 +100,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
+    """Raise BundleForeign for a file that a build would replace or remove. `why`: the reason."""
     told = f"foreign bundle: {path} would be replaced or removed, but {why}"
     raise BundleForeign(f"{told}; move it elsewhere, or build into another folder")

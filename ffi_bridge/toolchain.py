@@ -1,4 +1,4 @@
-"""Where the tools are and which versions: the DSL's wheel, TVM-FFI, the C compiler. Imports none of them."""
+"""Find the tools and their versions: the DSL's wheel, TVM-FFI, the C compiler. None of the packages is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TVM_FFI = "apache-tvm-ffi"
 
 
 class Range(NamedTuple):
-    """Versions from `oldest` to before `below`, compared by the numbers they begin with."""
+    """The versions from `oldest` up to, but without, `below`. Only the leading numbers of versions are compared."""
 
     oldest: str
     below: str
@@ -38,9 +38,9 @@ class Range(NamedTuple):
         return f">={self.oldest},<{self.below}"
 
 
-# Which versions a bundle asks for. Equal: Glulam's, and its kernels' sources. Within a range: the two run-time
-# libraries, whichever version it was built with; the oldest and the newest are tested, with others between them.
-# Information only: the versions of the two that it was built with.
+# The versions that a bundle needs. EQUAL: this package must have the version that built the bundle; so must the sources
+# of the kernels. RUNS_WITH: any version in the range, whichever built the bundle; the oldest and the newest are tested,
+# with others between them. The manifest records the versions of these two that built the bundle, for information only.
 EQUAL = ("glulam",)
 RUNS_WITH = {DSL: Range("4.7.1", "4.9"), TVM_FFI: Range("0.1.9", "0.2")}
 
@@ -58,13 +58,13 @@ _DSL_WHEELS = ("nvidia-cutlass-dsl-libs-cu13", DSL, "nvidia-cutlass-dsl-libs-bas
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (0, 1, 15) of "0.1.15.post2"; empty where it begins with none."""
+    """Return the leading numbers of a version: (0, 1, 15) for "0.1.15.post2". Empty if it begins otherwise."""
     numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version, re.ASCII)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def package_folders(name: str) -> list[Path]:
-    """The folders of top-level package `name`, found without importing it; empty where there is none."""
+    """Return the folders of the top-level package `name` without importing it; empty if it is not installed."""
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -73,10 +73,10 @@ def package_folders(name: str) -> list[Path]:
 
 
 def runtime_library() -> Path:
-    """The DSL's run-time library (CUDA 13), inside its wheel.
+    """Return the path of the DSL's run-time library (CUDA 13), which is in its wheel.
 
     Raises:
-        ToolchainError: the wheel is not installed, only its CUDA 12 half is, or its version is not of RUNS_WITH.
+        ToolchainError: the wheel is not installed, has only the CUDA 12 part, or its version is not in RUNS_WITH.
     """
     folders = package_folders("nvidia_cutlass_dsl")
     for folder in folders:
@@ -89,10 +89,10 @@ def runtime_library() -> Path:
 
 
 def tvm_ffi_library() -> Path:
-    """libtvm_ffi.so, which a bundle is linked against.
+    """Return the path of libtvm_ffi.so, which bundles are linked with.
 
     Raises:
-        ToolchainError: TVM-FFI is not installed, or its version is not of RUNS_WITH.
+        ToolchainError: TVM-FFI is not installed, or its version is not in RUNS_WITH.
     """
     for folder in package_folders("tvm_ffi"):
         library = folder / "lib" / "libtvm_ffi.so"
@@ -103,14 +103,17 @@ def tvm_ffi_library() -> Path:
 
 
 def _check_range(package: str) -> None:
-    """An unknown version (a package that is a bare folder) passes: the symbols decide."""
+    """Raise ToolchainError if a package's version is not in RUNS_WITH.
+
+    An unknown version (the package is a folder without metadata) passes: the loader checks the symbols.
+    """
     version, wanted = versions()[package], RUNS_WITH[package]
     if version and version not in wanted:
         raise ToolchainError(f"{package} {version} is installed, Glulam runs with {wanted}; {INSTALL[package]}")
 
 
 def tvm_ffi_headers() -> Path:
-    """The folder of TVM-FFI's C headers. Raises ToolchainError where TVM-FFI is not installed, or without them."""
+    """Return the folder of TVM-FFI's C headers. Raises ToolchainError if TVM-FFI, or its headers, are not installed."""
     for folder in package_folders("tvm_ffi"):
         if (folder / "include" / "tvm" / "ffi" / "c_api.h").is_file():
             return folder / "include"
@@ -118,10 +121,10 @@ def tvm_ffi_headers() -> Path:
 
 
 def dsl_packages() -> Path:
-    """The folder that holds `cutlass`.
+    """Return the folder in the DSL's wheel that has the package `cutlass`.
 
     Raises:
-        ToolchainError: the compiler's part of the DSL is missing, or its version is not of COMPILES_WITH.
+        ToolchainError: the compiler's part of the DSL is missing, or its version is not in COMPILES_WITH.
     """
     for folder in package_folders("nvidia_cutlass_dsl"):
         if (folder / "dsl_packages" / "cutlass").is_dir():
@@ -136,16 +139,21 @@ def dsl_packages() -> Path:
 
 
 def code_versions() -> dict[str, str | None]:
-    """The versions that compiled code depends on: what is kept of it, and what was measured, holds for these.
+    """Return the versions, by distribution name, that compiled code and measurements depend on: Glulam's and the DSL's.
 
-    Where the compiler here is none of COMPILES_WITH, it is their first: what that one compiled runs here, too.
+    If the installed DSL is not in COMPILES_WITH, its first version there is returned: code compiled by it runs here,
+    too.
     """
     tested, installed = COMPILES_WITH[DSL], versions()[DSL]
     return {"glulam": __version__, DSL: installed if installed in tested else tested[0]}
 
 
 def runtime_stub(machine: Host) -> Path:
-    """A library of the DSL's to link another machine's bundle with, in place of its own. Raises ToolchainError."""
+    """Return the DSL's library that stands in for its run-time library when linking for another machine.
+
+    Raises:
+        ToolchainError: the DSL has no such library.
+    """
     stub = runtime_library().parent / "stubs" / machine.triple / "libcute_dsl_runtime.so"
     if not stub.is_file():
         raise ToolchainError(f"{DSL} has nothing to link with for {machine.machine}; {INSTALL_COMPILER}")
@@ -153,10 +161,15 @@ def runtime_stub(machine: Host) -> Path:
 
 
 def c_compiler(machine: Host | None = None) -> list[str]:
-    """A C compiler for a machine, by default this one, as an argument list: $CC where set, else what systems call it.
+    """Return the command of the C compiler as an argument list: $CC if set, otherwise a usual name.
+
+    The usual name is `cc`; for another machine it is that machine's cross compiler.
+
+    Args:
+        machine: the machine that the code is for. None: this one.
 
     Raises:
-        ToolchainError: there is none.
+        ToolchainError: there is no such program, or $CC is not a command.
     """
     is_other = machine is not None and machine != here()
     usual = machine.compiler if machine is not None and is_other else "cc"
@@ -174,10 +187,14 @@ def c_compiler(machine: Host | None = None) -> list[str]:
 
 
 def binary_tool(name: str, machine: Host | None = None) -> str:
-    """`nm` or `objdump` as the C compiler for a machine finds them: they come with its linker.
+    """Return the path of a program of binutils (`nm` or `objdump`) that belongs to the C compiler for a machine.
+
+    Args:
+        name: the program.
+        machine: see `c_compiler`.
 
     Raises:
-        ToolchainError: there is none.
+        ToolchainError: there is no such program, or no C compiler.
     """
     asked = subprocess.run([*c_compiler(machine), f"-print-prog-name={name}"], capture_output=True, text=True)
     found = shutil.which(asked.stdout.strip() or name)
@@ -187,7 +204,7 @@ def binary_tool(name: str, machine: Host | None = None) -> str:
 
 
 def _assigned_version(file: Path) -> str | None:
-    """`__version__` as a Python file assigns it, read without running the file."""
+    """Return the `__version__` that a Python file assigns, without running the file; None if it assigns none."""
     try:
         tree = ast.parse(file.read_text())
     except (OSError, SyntaxError, UnicodeDecodeError):
@@ -200,7 +217,12 @@ def _assigned_version(file: Path) -> str | None:
 
 
 def _installed_version(wheels: tuple[str, ...], sources: list[Path]) -> str | None:
-    """The version that any of `wheels` declares; where none does (a folder on sys.path), what its source says."""
+    """Return a package's version: the first that one of `wheels` declares, or else the first that `sources` assign.
+
+    Args:
+        wheels: distribution names.
+        sources: Python files that assign `__version__`, for a package that is a folder on sys.path.
+    """
     for wheel in wheels:
         try:
             return importlib.metadata.version(wheel)
@@ -211,7 +233,7 @@ def _installed_version(wheels: tuple[str, ...], sources: list[Path]) -> str | No
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """The installed versions, by distribution name; None where a package is absent or does not say."""
+    """Return the installed versions of Glulam, the DSL and TVM-FFI by distribution name; None: absent or unknown."""
     cutlass = [f / "dsl_packages" / "cutlass" / "__init__.py" for f in package_folders("nvidia_cutlass_dsl")]
     tvm_ffi = [f / "_version.py" for f in package_folders("tvm_ffi")]
     return {
@@ -222,7 +244,13 @@ def versions() -> dict[str, str | None]:
 
 
 class Source(NamedTuple):
-    """A Python file: its name within the package, where it is, and what tells whether it was written since."""
+    """A Python file as it was listed.
+
+    Attributes:
+        name: path within the package.
+        path: path on disk.
+        mtime_ns, size: time of the last write and bytes, which tell whether the file was written since.
+    """
 
     name: str
     path: str
@@ -231,7 +259,10 @@ class Source(NamedTuple):
 
 
 def _sources_in(folder: str, prefix: str = "") -> Iterator[Source]:
-    """Every Python file below a folder; of strings, since this is most of what finding a cached kernel takes."""
+    """Yield every Python file below a folder, with names that begin with `prefix`.
+
+    Paths are strings, not Path objects: this is most of the time that finding a cached kernel takes.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".py"):
@@ -242,7 +273,7 @@ def _sources_in(folder: str, prefix: str = "") -> Iterator[Source]:
 
 
 def sources_of(package: str) -> list[Source]:
-    """Every Python file of a top-level package or module."""
+    """Return every Python file of a top-level package or module, sorted. Raises ToolchainError if there is none."""
     if folders := package_folders(package):
         return sorted(source for folder in folders for source in _sources_in(str(folder)))
     found = importlib.util.find_spec(package)
@@ -256,9 +287,9 @@ _hashes: dict[str, tuple[list[Source], str]] = {}
 
 
 def sources_hash(package: str) -> str:
-    """sha256 over the names and contents of a package's Python files; where they lie does not matter.
+    """Return the sha256 over the names and contents of a package's Python files; their folder does not matter.
 
-    Files are read again where one was added, removed or written since this process last asked.
+    Files are read again only if a file was added, removed or written since this process last called.
 
     Raises:
         ToolchainError: there is no such package.

@@ -22,7 +22,7 @@ class Trust:
     """Requirements on a bundle's folders and files.
 
     Attributes:
-        owners: user ids that may own them. None: any owner.
+        owners: user ids that may own the folders and files. None: any owner.
         shared: write bits of group and others that are allowed.
         follows: names below the bundle's root may be symbolic links.
     """
@@ -54,8 +54,9 @@ class Trust:
             folder: True for a folder, False for a regular file.
 
         Raises:
-            BundleForeign: another user owns it or may write it.
-            OSError: it cannot be opened, is of the other kind, or is a symbolic link in `at` that may not be followed.
+            BundleForeign: another user owns the file or folder, or may write it.
+            OSError: it cannot be opened, is not of the kind that `folder` says, or is a symbolic link in `at` that must
+                not be followed.
         """
         kind = os.O_DIRECTORY if folder else os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO would wait for a writer
         links = 0 if at is None or self.follows else os.O_NOFOLLOW
@@ -119,7 +120,9 @@ def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(file: Path, asked: Trust | None = None) -> Iterator[int]:
-    """Yield a descriptor of the file <root>/<arch>/<name>: the three are checked, each opened inside its parent.
+    """Yield a descriptor of the file <root>/<arch>/<name>, after checking the root, the folder and the file.
+
+    Each is opened inside its parent, so none can be replaced after its check.
 
     Args:
         file: the path.

@@ -1,4 +1,4 @@
-"""This end of a compile process: starts it, sends it specs, tells its failures apart."""
+"""The parent's end of a compile process: it starts the process, sends specs, and distinguishes its failures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _LAST_WORDS = 2000  # characters of the process's standard error that an error m
 
 
 def _environment(directory: Path, dump: kept_ptx.Dump | None) -> dict[str, str]:
-    """This process's environment, less what would change the code, plus what this process can import.
+    """Return the environment of a compile process: this process's, without variables that would change the code.
 
-    Temporary files go where the objects do: one disk to be full, and gone with them."""
+    The process can import all that this process can. Its temporary files lie in `directory`, where the objects are, so
+    that only one disk can become full and they are removed with the objects.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     dumping = dump.environment if dump else {}
@@ -34,17 +36,17 @@ def _environment(directory: Path, dump: kept_ptx.Dump | None) -> dict[str, str]:
 
 
 class Worker:
-    """One compile process, for one architecture. Not thread-safe: a thread owns a worker.
+    """One compile process, for specs of one architecture. Not thread-safe: each thread needs its own worker.
 
     Args:
-        directory: where objects and the process's log go; also its working directory, which it does not import from.
-        tracer: "module:function" that turns a spec into a traced function; default, the one that the kernels name
-            for each spec.
+        directory: the folder for objects and the process's log. It is the process's working directory, from which it
+            imports nothing.
+        tracer: "module:function" that turns a spec into a traced function. None: the kernels' own tracer for each spec.
         keep_ptx: write the texts of `kept_ptx` beside each object.
-        machine: which host code is for; default, this one.
+        machine: the CPUs for which host code is made. None: this machine's.
 
     Attributes:
-        sources: of the tracer's package when the process began; what it imports is as old or younger.
+        sources: the sources of the tracer's package when the process began; the process imports these or later ones.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Worker:
         self.close(kill=kind is not None)
 
     def compile(self, spec: specs.Spec, directory: Path | None = None) -> KernelArtifact:
-        """Compiles one spec into `directory`, by default the worker's own.
+        """Compile one spec into `directory`/<spec.name>.o. directory None: the worker's own.
 
-        Raises CompileError, naming the spec, where that fails or the process dies.
+        Raises:
+            CompileError: the spec does not compile, or the process died; the message names the spec.
         """
         into = str(Path(directory or self._directory).absolute())
         tracer = sources.tracer_of(spec, self._tracer)
@@ -94,11 +97,11 @@ class Worker:
         return artifact
 
     def kill(self) -> None:
-        """Ends the process at once; whoever waits for a reply gets a CompileError. `close` is still to be called."""
+        """End the process at once. A thread waiting for a reply gets a CompileError. `close` must still be called."""
         self._process.kill()
 
     def close(self, kill: bool = False) -> None:
-        """Ends the process: at once with `kill`, else when it has seen the end of its requests."""
+        """End the process and wait for it. `kill`: at once; otherwise after it has read the end of its requests."""
         if kill:
             self._process.kill()
         self._process.communicate()
@@ -107,7 +110,7 @@ class Worker:
             self._dump.remove()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The reply, or None where the process ended instead."""
+        """Send a request and return the reply; None if the process ended instead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes
         try:
@@ -120,6 +123,7 @@ class Worker:
         return reply
 
     def _post_mortem(self) -> str:
+        """Return how the process ended, and the end of its standard error."""
         code = self._process.wait()
         self._log.seek(0)
         words = self._log.read().strip()[-_LAST_WORDS:]

@@ -1,12 +1,12 @@
-"""The gradient of grouped_mlp, and of moe: h = x w1_e^T + b1_e; m = act(h) s; y = m w2_e^T + s b2_e.
+"""The gradient of grouped_mlp, and of moe: h = x w1_e^T + b1_e; m = act(h) s; y = m w2_e^T + s b2_e; s is row_scale.
 
 Forward saves x, h and s; the kernel that computes the gradient of h recomputes m. With `recompute` forward saves x and
 s, and backward recomputes h. If only w2 is trained, forward saves m, and neither h nor a data gradient is made.
 
-A planned step has one launch for forward and one for the gradients of h, x and s, if weights lie as nn.Linear's do;
-otherwise each GEMM is a part of its own. A recipe that quantises does so with the rows of both directions and the
-weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16 bits, or of these
-tensors in MXFP8 (`wgrad_recipe`).
+A planned step (`planned`) has one launch for forward and one for the gradients of h, x and s, if weights lie as
+nn.Linear's do; otherwise each GEMM is a part of its own. A recipe that quantises rows does so in both directions, and
+also quantises the weights that these rows are multiplied with. Weight gradients are GEMMs of the tensors stored in 16
+bits, or of these tensors quantised to MXFP8 (`wgrad_recipe`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 
 
 class Tokens(NamedTuple):
-    """Functions between a layer's N tokens and its T rows; `row_of`, int32 [N, K], holds the rows of each token.
+    """Functions between a layer's N tokens and its T rows.
+
+    Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the rows of each token.
 
     Attributes:
         copies: (tokens, row_of, I) -> True if GEMMs read copies of rows instead of tokens by index.
@@ -56,17 +58,18 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPath(Path):
-    """The path in 16 bits.
+    """The path (forward and gradients, see `path.Path`) of grouped_mlp and moe in 16 bits.
 
     Attributes:
-        need_preact: arguments for whose gradients forward keeps h.
+        need_preact: arguments for whose gradients forward keeps h (the preactivation).
         copies_forward: forward reads copies of rows if backward does.
         reads_by_index: GEMMs can read tokens by index.
-        fuses: the data path of a direction may be one launch.
-        form: the activation and its numbers, as keywords of the operators.
+        fuses: all GEMMs of forward, or all of the data gradients, may be one launch.
+        gradients_kind: class of the call whose launch computes the data gradients.
+        form: the activation, its layout and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`.
-        tokens: functions of a layer. None: a call of grouped_mlp.
-        kind: the kind of call, in a planned step.
+        tokens: functions of a layer (moe). None: a call of grouped_mlp.
+        kind: class of the call, in a planned step.
         problem: the problem, in a planned step.
         is_copied: GEMMs of a planned step read copies of a layer's rows.
         is_small: forward's activation has at most SMALL_BYTES, in a planned step.
@@ -121,6 +124,8 @@ class DataPath(Path):
     def _forward_launch(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Compute the result and the preactivation h with one launch."""
+
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
             options = {**self.form, "step": self.problem, "is_large": not self.is_small, "trained": trained}
@@ -130,6 +135,7 @@ class DataPath(Path):
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        """Return whether backward reads an argument, by name; see `Path.reads`."""
         behind = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (behind or "w2" in wanted)
         return {
@@ -180,19 +186,30 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True if GEMMs read a copy of each row's token; never without w2 (no data gradient needs it)."""
+        """Return True if GEMMs read a copy of each row's token.
+
+        Without w2, which is saved only if a data gradient is needed, they do not.
+        """
         if self.tokens is None or w2 is None:
             return False
         return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def reads_copies(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """Return True if GEMMs read copies; `given`: arguments or saved tensors. A planned step has decided it."""
+        """Return True if GEMMs read a copy of each row's token; a planned step has decided this when it was made.
+
+        Args:
+            x: the tokens.
+            given: arguments or saved tensors by name.
+        """
         if self.launches is None:
             return self.copies(x, given.get("row_of"), given.get("w2"))
         return self.is_copied and given.get("w2") is not None
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """Return dy as the GEMMs read it, copied if they read copies; then also replace the saved x by copies."""
+        """Return dy as the GEMMs read it: with a copy of each row's token if they read copies, otherwise unchanged.
+
+        If they read copies, saved["x"] is also replaced by copies, and saved["rows"] by None.
+        """
         if self.tokens is None or not self.reads_copies(dy, saved):
             return dy
         saved["rows"] = None
@@ -203,7 +220,15 @@ class DataPath(Path):
     def _data_gradients(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients. `d_result`: the incoming gradient; `dy`: the result of `_gathered` for it."""
+        """Compute the data gradients by single GEMMs; for a layer, also sum the gradients of each token's rows.
+
+        Args:
+            saved: saved tensors by name.
+            targets: buffers for gradients.
+            d_result: the incoming gradient.
+            dy: the result of `_gathered` for it.
+            wanted: names of the arguments that require a gradient.
+        """
         if self.tokens is None:
             return self._gradients(saved, targets, dy, wanted)
         made = self._gradients(saved, None, dy, wanted)
@@ -215,6 +240,7 @@ class DataPath(Path):
     def _gradients_launch(
         self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
+        """Compute the data gradients with one launch. Arguments: see `_data_gradients`."""
         for_x = "x" in wanted
         dx = targets.given_grad_input(d_result) if for_x else None
 
@@ -240,7 +266,16 @@ class DataPath(Path):
     def _forward(
         self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the results [T, .] of rows, and the tensors to keep for backward."""
+        """Compute FC1 with its activation, and FC2, in two parts.
+
+        Args:
+            given: arguments by name.
+            keep_preact, keep_act: the tensor to keep for backward: h, or else the activation.
+            out: buffer for the result. None: a new tensor.
+
+        Returns:
+            The result [T, .], one row for each of T rows; the kept tensor by its name, "preact" or "act".
+        """
         made = self._glu("glu", given, keep_preact)
         act, *preact = made if keep_preact else (made,)
         bias = given["b2"]
@@ -250,6 +285,8 @@ class DataPath(Path):
         return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
 
     def _glu(self, part: str, given: dict[str, Any], return_preact: bool = False) -> Any:
+        """Compute FC1 and its activation as the part of a given name; with `return_preact`, also return h."""
+
         def call() -> Declared:
             return GroupedGluCall, {**self.form, "return_preact": return_preact, "transpose_w": self.transpose_w}
 
@@ -264,6 +301,7 @@ class DataPath(Path):
         return act
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
+        """Recompute the preactivation h from saved tensors."""
         if self.in_halves:  # only grouped_glu multiplies a GateUp in one call
             preact: Tensor = self._glu("preact", saved, return_preact=True)[1]
             return preact
@@ -275,9 +313,13 @@ class DataPath(Path):
     def _gradients(
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        """Compute the data gradients of rows.
+        """Compute the data gradients of rows: of h, x and row_scale.
 
-        The gradient of x is written as `targets` says. None: to a new tensor, uninitialised after the last group.
+        Args:
+            saved: saved tensors by name; h is removed.
+            targets: buffers for gradients. None: x's gradient is a new tensor, uninitialised after the last group.
+            dy: the gradient of the rows' results.
+            wanted: names of the arguments that require a gradient.
         """
         groups, dx = saved["groups"], None
 
@@ -298,10 +340,10 @@ class DataPath(Path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """The path in MXFP8. Forward quantises each token once.
+    """The path of grouped_mlp and moe in MXFP8. Forward quantises each token once.
 
     Attributes:
-        form: as in `DataPath`, plus `recipe`, the recipe's name, and `trained`: a weight requires a gradient.
+        form: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`: a weight requires a gradient.
     """
 
     need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # forward never has the activation in 16 bits
@@ -315,6 +357,7 @@ class QuantisedPath(DataPath):
         return y, {"preact": preact} if keep_preact else {}
 
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
+        """Compute forward as the part of a given name; return the result and the preactivation h."""
         tensors = {name: given[name] for name in self.inputs}
         made = self.part(part, lambda: (Mxfp8ForwardCall, self.form))
         return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)

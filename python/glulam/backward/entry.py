@@ -44,15 +44,15 @@ def requires_grad(call: Call) -> bool:
 
 
 def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) -> Any:
-    """Return the result of a call that has an argument that requires a gradient; the result has a backward.
+    """Return the result of a call with an argument that requires a gradient; autograd can differentiate the result.
 
     Args:
         call: a call of any operator.
-        key: see `Call.answer`.
+        key: key for keeping the planned step, see `Call.answer`. None: keep none.
         targets: buffers of the result and gradients; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
-        GradientNotSupported: the operator has no gradient, or `out` is given.
+        GradientNotSupported: the operator is not differentiable, or not for these arguments, or `out` is given.
         ValueError, TypeError: an argument does not fit.
     """
     if call.indices is not None and not call.of_tokens:

@@ -1,6 +1,6 @@
-"""Gradients of rows, row scales and biases through quantised weights, which are frozen.
+"""Gradients of rows, row scales and biases through quantised weights, which are frozen (never trained).
 
-Both directions decode the same bytes, and no weight is ever stored in 16 bits: dx = dy W is `grouped_mm` with
+Forward and backward decode the same bytes, and no weight is ever stored in 16 bits: dx = dy W is `grouped_mm` with
 transpose_w. A grouped_mlp with frozen weights computes h = x w1^T + b1, the activation and y in three calls and keeps
 h; with `recompute` forward is one call that keeps x, and backward recomputes h.
 """
@@ -34,22 +34,27 @@ from .path import Declared, Path
 
 @functools.cache
 def part_names(name: str) -> tuple[str, ...]:
-    """Return the names of the arguments that hold a weight's parts."""
+    """Return the names of the arguments that hold a quantised weight: its elements, scales and global scale."""
     return tuple(name + suffix for suffix in SUFFIXES)
 
 
 def parts_of(given: dict[str, Any], name: str) -> Parts:
+    """Return a weight's elements, scales and global scale from arguments by name; None: absent."""
     return Parts(*[given.get(part) for part in part_names(name)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frozen(Path):
-    """GEMMs of 16-bit rows and quantised weights. `recipe`: the recipe's name."""
+    """The base of paths whose GEMMs multiply 16-bit rows with quantised weights.
+
+    Attributes:
+        recipe: the recipe's name.
+    """
 
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return the arguments that backward reads: if the 16-bit path reads a weight, all parts of that weight."""
+        """Return the arguments that backward reads (`Path.reads`): of each weight that it reads, also the scales."""
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 
@@ -57,7 +62,16 @@ class Frozen(Path):
         self, part: str, x: Tensor, w: Parts, groups: Tensor, over_rows: bool = False, bias: Any = None,
         bias_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute x w_e^T plus the bias; with `over_rows`, x w_e plus the bias."""
+        """Compute x w_e^T plus the bias; with `over_rows`, x w_e plus the bias.
+
+        Args:
+            part: name of this GEMM in the step.
+            x: [T, K].
+            w: the weight's elements, scales and global scale.
+            groups: group sizes.
+            over_rows: the sum is over the weight's rows (transpose_w).
+            bias, bias_scale, out: see `grouped_mm`.
+        """
 
         def call() -> Declared:
             absent = dict.fromkeys(QuantizedMmCall.names)
@@ -73,9 +87,12 @@ class Frozen(Path):
     def input_gradient(
         self, targets: Targets | None, dy: Tensor, w: Parts, groups: Tensor, over_rows: bool
     ) -> Tensor:  # fmt: skip
-        """Compute the `product` of dy in the tensor for x's gradient, with zeros after the last group.
+        """Compute x's gradient from dy, see `product`, with zeros after the last group.
 
-        Without targets the rows after the last group are uninitialised: nobody reads them.
+        Args:
+            targets: has the buffer to write. None: write a new tensor, uninitialised after the last group, where nobody
+                reads.
+            dy, w, groups, over_rows: see `product`.
         """
         if targets is None:
             return self.product("x", dy, w, groups, over_rows)
@@ -92,6 +109,7 @@ class FrozenMm(Frozen, MmPath):
 
     @classmethod
     def of(cls, call: Any) -> FrozenMm:
+        """Return the path of a QuantizedMmCall."""
         return cls(recipe=call.recipe, transpose_w=call.transpose_w)
 
     def forward(
@@ -107,12 +125,16 @@ class FrozenMm(Frozen, MmPath):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenPath(Frozen, DataPath):
-    """The gradient of grouped_mlp with 16-bit rows and quantised weights; GEMMs read copies of a layer's rows."""
+    """The gradient of grouped_mlp with 16-bit rows and quantised weights.
+
+    In a layer (moe), GEMMs read a copy of each row's token, not tokens by index.
+    """
 
     need_preact = BEHIND_THE_ACTIVATION - {"w1"}
     reads_by_index = fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
+        """Return True in a layer: GEMMs then always read copies of rows."""
         return self.tokens is not None
 
     def _forward(
@@ -158,14 +180,14 @@ class FrozenPath(Frozen, DataPath):
 
 
 def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
-    """Separate the global scales of w1's two halves from w1.
+    """Separate the global scales of w1's two halves (gate and up-projection) from w1, if each half has its own.
 
     Returns:
-        w1 and None; if each half of w1's rows has a global scale: w1 with the global scale 1, and the scales, float32
-        [E, 2].
+        w1, and None if there is at most one global scale. Otherwise w1 with the global scale 1, and the global
+        scales of the two halves, float32 [E, 2].
 
     Raises:
-        GradientNotSupported: each half has its own grid of scales, which no GEMM can read alone.
+        GradientNotSupported: each half has its own grid of block scales, which no GEMM reads without the activation.
     """
     data, scale, global_scale = w1
     if scale is not None and scale.dim() > data.dim():
@@ -179,7 +201,7 @@ def without_factors(w1: Parts) -> tuple[Parts, Tensor | None]:
 
 
 def times_factors(rows: Tensor, factors: Tensor, groups: dict[str, Any], bias: Any = None) -> Tensor:
-    """Multiply the halves of rows [T, 2I] by their expert's two factors and add the expert's bias.
+    """Multiply the two halves of each row by the row's expert's two factors, and add the expert's bias.
 
     Args:
         rows: [T, 2I].

@@ -1,7 +1,8 @@
-"""The torch.autograd.Function of the grouped operators, and the step that it runs.
+"""The torch.autograd.Function of the grouped operators, and the step (one forward and its backward) that it runs.
 
-A step goes through an operator's `Path` in both directions: by public operators here, so that a backward runs, is
-traced and is checked like any other call, and by launches of its own where it is kept (`planned`).
+A step computes an operator's `Path`. Here the path's parts are calls of public operators, so that a backward runs, is
+traced and is checked like any other call; in kept steps they are launches (`planned`).
+Autograd takes a flat list of tensors, so a `Layout` says which flat inputs make up which argument.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SINGLE, PAIR = -1, -2
 
 @functools.cache  # equal steps have the same
 def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that picks these places of a sequence as a tuple, a single one included."""
+    """Return a function that picks the elements at `places` of a sequence as a tuple, even a single one."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
@@ -39,12 +40,19 @@ MAX_LAYOUTS = 1024
 
 
 class Layout:
-    """Which arguments lie where among flat inputs. `sizes`: tensors of a list, SINGLE for a tensor or None, PAIR for a
-    GateUp. `absent`: names of arguments that are None and no inputs.
+    """The places of arguments among flat inputs, in which lists and GateUps are spread out.
+
+    Args:
+        names: the arguments' names.
+        sizes: for each argument, the number of tensors of a list, SINGLE for a tensor or None, PAIR for a GateUp.
+        absent: names of further arguments, which are None and have no input.
 
     Attributes:
-        several: of arguments of several tensors the place, name, size and first input, from the last to the first.
-        named: returns the arguments by name, of flat inputs; lists as lists.
+        names: the arguments' names.
+        slices: name, size and index of the first input of each argument.
+        several: for each list or GateUp, from the last to the first: its index among the arguments, name, size, and
+            index of its first input.
+        named: function that returns the arguments by name, given the flat inputs.
     """
 
     __slots__ = ("named", "names", "several", "slices")
@@ -58,7 +66,10 @@ class Layout:
         self.named = self._namer(absent)
 
     def _namer(self, absent: tuple[str, ...]) -> Callable[[Sequence[Any]], dict[str, Any]]:
-        """Return a generated function: a dict display takes 0.2 us, and `dict(zip(..., strict=True))` 0.5 us."""
+        """Generate the function `named`.
+
+        A generated dict display takes 0.2 us, `dict(zip(..., strict=True))` 0.5 us.
+        """
         inputs: list[str] = []
         items: list[str] = []
         for name, size, begin in self.slices:
@@ -72,7 +83,7 @@ class Layout:
         return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
-        """The inputs that arguments, in their order, are made of."""
+        """Return the flat inputs. `values`: the arguments, in the order of `names`."""
         inputs = [*values]
         for place, *_ in self.several:
             value = inputs[place]
@@ -80,7 +91,7 @@ class Layout:
         return inputs
 
     def wanted(self, needs_grad: Sequence[bool]) -> frozenset[str]:
-        """Names of the arguments of which a tensor needs a gradient."""
+        """Return the names of arguments with a tensor that needs a gradient. `needs_grad`: for each flat input."""
         if not self.several:
             return frozenset(itertools.compress(self.names, needs_grad))
         return frozenset(name for name, size, begin in self.slices if any(needs_grad[begin : begin + abs(size)]))
@@ -88,10 +99,12 @@ class Layout:
     def flat_gradients(
         self, gradients: dict[str, Any], needs_grad: Callable[[], Sequence[bool]]
     ) -> list[Tensor | None]:
-        """Gradients by name, those of lists and GateUps packed or as lists, one for each flat input.
+        """Return one gradient for each flat input; None: the input needs none.
 
         Args:
-            needs_grad: tells which inputs need one, for tensors of several that do not all.
+            gradients: by argument name; the gradient of a list or GateUp is packed in one tensor, or a list.
+            needs_grad: returns one flag for each flat input; called only if there is a list or GateUp, since not all of
+                its tensors may need a gradient.
         """
         flat: list[Tensor | None] = [*map(gradients.get, self.names)]
         if self.several:
@@ -110,7 +123,12 @@ layout_of = functools.lru_cache(MAX_LAYOUTS)(Layout)
 
 
 def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[Layout, list[Any]]:
-    """The layout of arguments, and the flat inputs."""
+    """Return the layout of arguments, and the flat inputs.
+
+    Args:
+        arguments: by name.
+        absent: names of arguments that are None and have no input.
+    """
     sizes = [
         (PAIR if isinstance(value, GateUp) else len(value)) if isinstance(value, (list, tuple)) else SINGLE
         for value in arguments.values()
@@ -120,12 +138,13 @@ def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[La
 
 
 class Step:
-    """Both directions of a call, whose parts are calls of public operators.
+    """Forward and backward of one call, computed by calls of public operators.
 
     Attributes:
-        op: what errors name.
-        path: what is computed; `layout`: which argument is where among the function's inputs.
-        invariant: whether both directions are to be batch-invariant.
+        op: the operator that errors name.
+        path: forward and gradients.
+        layout: the places of arguments among the function's inputs.
+        invariant: both directions must be batch-invariant.
     """
 
     def __init__(self, op: str, path: Path, layout: Layout) -> None:
@@ -133,6 +152,7 @@ class Step:
         self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, made = self.path.forward(dict(given), wanted, targets.out)
@@ -143,10 +163,18 @@ class Step:
         return result
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
+        """Compute the gradients of the flat inputs. `dy`: the gradients of the results."""
         return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
 
     def differentiate(self, ctx: Any, targets: Targets, saved: dict[str, Any], dy: tuple[Tensor, ...]) -> Any:
-        """The gradients of the inputs, of incoming gradients as they come; errors name the operator."""
+        """Compute the gradients of the flat inputs; errors name the operator.
+
+        Args:
+            ctx: autograd's context of the forward.
+            targets: buffers for gradients.
+            saved: saved tensors by name.
+            dy: the gradients of the results, in whatever layout autograd passes.
+        """
         needed = ctx.needs_input_grad[2:]
         wanted = self.layout.wanted(needed)
         with backward_of(self.op), held(self.invariant):
@@ -156,7 +184,7 @@ class Step:
 
 
 class Differentiable(torch.autograd.Function):
-    """Inputs: the step, where the result and gradients go, and the step's tensors."""
+    """The autograd function of all grouped operators. Its inputs: the step, its targets, and the step's flat inputs."""
 
     @staticmethod
     def forward(ctx: Any, step: Any, targets: Targets, *inputs: Any) -> Any:
@@ -170,11 +198,11 @@ class Differentiable(torch.autograd.Function):
 
 
 apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differentiable).apply
-"""Differentiable.apply without its look at every argument for what functorch left behind, which takes 2 us."""
+"""Differentiable.apply without its search of every argument for functorch's leftovers, which takes 2 us."""
 
 
 def apply(call: Any, path: Path, targets: Targets) -> Any:
-    """The result of a call, differentiable, by public operators."""
+    """Return the result of a call, differentiable, computed by public operators."""
     (groups,) = tensor_groups(call.op, call.offs, call.splits, call.x).values()
     arguments = {name: getattr(call, name) for name in (*path.inputs, *call.beside_weights, *call.of_tokens)}
     layout, flat = flatten({**arguments, "groups": groups})

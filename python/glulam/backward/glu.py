@@ -1,4 +1,4 @@
-"""The gradient of grouped_glu: act = activation(h) s, h = x w1_e^T + b_e.
+"""The gradient of grouped_glu: act = activation(h) s, h = x w1_e^T + b_e, where s is the row's row_scale.
 
 Forward keeps h. The gradient of the activation is a separate kernel; in grouped_mlp, where it follows a GEMM, it is
 fused into that GEMM.
@@ -21,7 +21,12 @@ from .path import Declared, Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GluPath(Path):
-    """The path of grouped_glu. `form`: activation, glu_layout and numbers, as keywords of the operators."""
+    """The path (forward and gradients, see `path.Path`) of grouped_glu.
+
+    Attributes:
+        form: activation, glu_layout and the activation's numbers, as keywords of the operators.
+        return_preact: the call returns h, too.
+    """
 
     inputs: ClassVar = ("x", "w1", "bias", "row_scale")
     form: dict[str, Any]
@@ -29,6 +34,7 @@ class GluPath(Path):
 
     @classmethod
     def of(cls, call: Any) -> GluPath:
+        """Return the path of a GroupedGluCall."""
         in_halves, form = isinstance(call.w1, GateUp), call.function.keywords
         return cls(transpose_w=call.transpose_w, in_halves=in_halves, form=form, return_preact=call.return_preact)
 

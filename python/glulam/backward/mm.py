@@ -1,4 +1,4 @@
-"""The gradient of grouped_mm: y = x w_e^T + s b_e."""
+"""The gradient of grouped_mm: y = x w_e^T + s b_e, where e is a row's expert, b the bias and s the row's bias_scale."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from .path import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MmPath(Path):
+    """The path (forward and gradients, see `path.Path`) of grouped_mm."""
+
     inputs: ClassVar = ("x", "w", "bias", "bias_scale")
 
     @classmethod
     def of(cls, call: Any) -> MmPath:
+        """Return the path of a GroupedMmCall."""
         return cls(transpose_w=call.transpose_w)
 
     def forward(
@@ -43,4 +46,5 @@ class MmPath(Path):
         return result
 
     def gradient_of_x(self, saved: dict[str, Any], targets: Targets, dy: Tensor) -> Tensor:
+        """Return dx = dy w_e. `saved`: saved arguments by name."""
         return self.data_gradient(targets, dy, saved["w"], saved["groups"])

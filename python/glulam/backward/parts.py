@@ -1,4 +1,4 @@
-"""Shared by the backward passes: buffers of gradients, group sizes, bias sums, and operator names in errors."""
+"""Helpers of all backward passes: buffers of gradients, group sizes, bias sums, and operator names in errors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from ..host.plans import Plans
 from ..ops.grouped_mm import grouped_mm
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
-"""(dy, x, keywords of `grouped_wgrad`: groups, indices of rows, recipe) -> a weight's gradient as `grouped_wgrad`
-returns it, or None."""
+"""A function (dy, x, keywords of `grouped_wgrad`) -> a weight's gradient as `grouped_wgrad` returns it, or None.
+
+The keywords are group sizes, indices of rows and the recipe.
+"""
 
 
 def contracted(w: Any, transpose_w: bool) -> int:
-    """Return the number of columns of the x that a weight is multiplied with."""
+    """Return K, the number of columns of the x that a weight is multiplied with."""
     columns: int = (w[0] if isinstance(w, (list, tuple)) else w).shape[-2 if transpose_w else -1]
     return columns
 
@@ -44,12 +46,12 @@ BIAS_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Buffers for the result and gradients of a call, instead of new tensors.
+    """Buffers into which a call writes its result and gradients instead of into new tensors.
 
     Attributes:
         out: buffer for the result. None: a new tensor.
         grad_input: buffer for x's gradient, with the layout of x. None: a new tensor.
-        weights: functions that compute weight gradients in another way, by the weight's name.
+        weights: functions that compute weight gradients instead of `grouped_wgrad`, by the weight's name.
     """
 
     out: Tensor | None = None
@@ -72,13 +74,13 @@ ORDINARY = Targets()
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()
-"""Addresses of calls whose buffers passed the checks, by the layouts of all tensors; compare `memory.check_apart`."""
+"""For each key of a call with buffers (`key_of`), the tuples of addresses that passed the checks of `check_targets`."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
-    """Return a key of all that checks of a call and its buffers depend on, except addresses and plainness of tensors.
+    """Return a key, structured like `Plans.look_up`'s, of everything that checks of a call and its buffers depend on.
 
-    The key has the structure of `Plans.look_up`'s keys.
+    The key does not have the tensors' addresses, nor whether they are plain (`memory.check_plain`).
     """
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
@@ -92,6 +94,7 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
 
 
 def _layout(value: Any) -> Hashable:
+    """Return the part of a key for a value: a tensor's metadata, a list's as a tuple, any other value itself."""
     if isinstance(value, Tensor):
         return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
     return tuple([_layout(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -100,7 +103,7 @@ def _layout(value: Any) -> Hashable:
 def check_targets(call: Any, targets: Targets) -> None:
     """Check the buffers in `targets` as an operator checks `out`, and that they do not require gradients.
 
-    Layouts are checked once per key, addresses if they are new.
+    Layouts are checked once for each key (`key_of`), addresses whenever they are new.
 
     Raises:
         ValueError, TypeError: a buffer does not fit.
@@ -136,6 +139,7 @@ def check_targets(call: Any, targets: Targets) -> None:
 
 
 def _check_layouts(call: Any, targets: Targets) -> None:
+    """Check the buffers by metadata alone. Raises ValueError or TypeError if a buffer does not fit the call."""
     op, x, grad_input = call.op, call.x, targets.grad_input
     for name in ("out", "grad_input"):
         buffer = getattr(targets, name)
@@ -153,7 +157,7 @@ def _check_layouts(call: Any, targets: Targets) -> None:
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
-    """Return group sizes as a keyword with a tensor on x's device, so that host splits are copied once per step."""
+    """Return group sizes as the keyword offs or splits, as a tensor on x's device: host splits are copied once."""
     if (offs is None) == (splits is None):
         check_groups(op, offs, splits, x, experts=0)  # raises
     if offs is not None:
@@ -168,9 +172,17 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
 
 
 def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
-    """Sum dy[row] * bias_e over columns for each row: [T], float32 or dy's wider dtype; zero after the last group.
+    """Return the gradient of bias_scale: for each row, the sum of dy[row] * bias_e over columns.
 
-    The sum is a GEMM with the bias as a weight row, so that no copy of dy or of biases for each row is needed.
+    The sums are a GEMM with the bias as a weight row, which needs no copy of dy and no bias for each row.
+
+    Args:
+        dy: [T, N]; with `rows` among the groups, [num_tokens, N].
+        bias: [E, N], or a list of E tensors.
+        groups: keywords of `grouped_mm`: offs or splits, and `rows`, the indices of dy's rows.
+
+    Returns:
+        [T] in float32, or in dy's dtype if that is wider; zero after the last group.
     """
     tensors = bias.tensors if isinstance(bias, ExpertList) else bias
     packed = bias if isinstance(bias, Tensor) else torch.stack(tuple(tensors))
@@ -184,7 +196,7 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def backward_of(op: str) -> Iterator[None]:
-    """Context of a backward: no graph is recorded, and errors of the operators in it name `op`."""
+    """Context of a backward: autograd records no graph, and errors of operators called in it name the operator `op`."""
     with without_graph(), group_sizes.part_of(op):
         try:
             yield

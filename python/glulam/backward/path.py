@@ -1,8 +1,8 @@
-"""How a differentiable operator computes: parts of a step, each a launch of its own or a call of a public operator.
+"""How a differentiable operator computes forward and backward: as parts, each one launch or one call of an operator.
 
-A path describes both directions of an operator once. On the common way its parts are launches, which a plan keeps
-(`planned`); elsewhere (on the CPU, in traces, of a single row) each part is a call of a public operator, which runs, is
-traced and is checked like any other call.
+A path describes both directions of an operator once. For common calls on a GPU its parts are launches, which a kept
+plan holds (`planned`). For other calls (on the CPU, in traces, of a single row) each part is a call of a public
+operator, which runs, is traced and is checked like any other call. A step is one forward together with its backward.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from .parts import Targets, WeightGrad, contracted
 LISTS = (list, tuple)
 """Classes of lists of experts' tensors."""
 Part = Callable[..., Any]
-"""A part of a step. It takes a call's tensors by name, group sizes as `groups`, and returns the call's results."""
+"""A function that computes one part of a step. It takes a call's tensors by name and group sizes as `groups`, and
+returns the call's results.
+"""
 Declared = tuple[type[Call], dict[str, Any]]
-"""The kind of a part's call, and the call's options that have no default."""
+"""The class of a part's call, and those of the call's options that have no default."""
 
 
 def grouped_by(call: Call) -> str:
@@ -41,10 +43,14 @@ def grouped_by(call: Call) -> str:
 
 
 def with_table(op: str, name: str, tensors: Any) -> Any:
-    """Return a list of experts' tensors on a table of addresses, ready for the current stream.
+    """Return a list of experts' tensors as an `ExpertList` with a table of addresses, ready for the current stream.
+
+    If no table of these addresses is known, the tensors' memory and alignment are checked and a table is made.
 
     Args:
-        tensors: whose shapes were checked; at addresses of which no table is known memory and alignment are, now.
+        op: the operator, for errors.
+        name: the argument.
+        tensors: the list, whose shapes were checked.
     """
     kind = TABLES[name]
     found = experts.known(kind, tensors)
@@ -58,21 +64,33 @@ def with_table(op: str, name: str, tensors: Any) -> Any:
 
 
 class Launches:
-    """The launches of one step, each planned when it is first made, from the very tensors that it takes.
+    """The launches of one step. Each is planned when it is first needed, from the tensors that it then takes.
 
     Attributes:
-        plans: by the name of a part, its plan and the problem of that.
+        plans: by the name of a part, its plan and the problem of its call.
     """
 
     def __init__(self, grouped_by: str, problem: Problem, like: Launches | None = None) -> None:
-        """`problem`: the step's. `like`: those of a step that differs in its rows alone."""
+        """Make launches without plans.
+
+        Args:
+            grouped_by: the argument that has group sizes, "offs" or "splits".
+            problem: the problem of the step's call.
+            like: the launches of a step that differs only in its number of rows; their plans are resized. None: there
+                are none.
+        """
         self.plans: dict[str, tuple[Plan, Problem]] = {}
         self._grouped_by, self._world_experts = grouped_by, problem.world_experts
         self._invariant = problem.invariant
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def first(self, part: str, declared: Callable[[], Declared]) -> Part:
-        """Return a part that has no plan yet: it makes one when it is called."""
+        """Return a part that has no plan yet; calling it makes the plan and runs it.
+
+        Args:
+            part: name of the part.
+            declared: returns the class and options of the part's call.
+        """
 
         def planned(**tensors: Any) -> Any:
             kind, options = declared()
@@ -82,6 +100,13 @@ class Launches:
         return planned
 
     def _planned(self, part: str, kind: type[Call], given: dict[str, Any]) -> tuple[Plan, Problem]:
+        """Make a part's plan. Return it and the problem of its call.
+
+        Args:
+            part: name of the part.
+            kind: class of the part's call.
+            given: arguments of the call; this function may change the dict.
+        """
         given[self._grouped_by] = given.pop("groups")
         given.pop("out", None)  # each launch looks whether it is given one
         if "numbers" in kind.names and "numbers" not in given:
@@ -98,15 +123,16 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
-    """An operator's forward and its gradients.
+    """An operator's forward and gradients.
 
     Attributes:
-        inputs: of the operator's arguments, those that are tensors, group sizes left out.
-        grouped_by: the argument that gives group sizes, "offs" or "splits".
-        launches: of a planned step; None: parts are calls of public operators.
-        transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
+        inputs: names of the operator's tensor arguments, except group sizes.
+        grouped_by: the argument that has group sizes, "offs" or "splits".
+        launches: the launches of a planned step. None: parts are calls of public operators.
+        transpose_w: weights are [E, K, N].
+        in_halves: w1 is a GateUp.
         wide: names of weights whose gradients are float32 although x is 16-bit.
-        wgrad_recipe: the recipe of weight gradients, by name.
+        wgrad_recipe: name of the recipe of weight gradients.
     """
 
     inputs: ClassVar[tuple[str, ...]]
@@ -120,39 +146,60 @@ class Path:
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
-        """The results, and what is saved besides arguments.
+        """Compute the results.
 
         Args:
-            given: the arguments, group sizes as "groups"; it takes them over. wanted: the names of what is trained.
+            given: arguments by name, group sizes as "groups"; this method may change the dict.
+            wanted: names of the arguments that require a gradient.
+            out: buffer for the result. None: a new tensor.
+
+        Returns:
+            The results; by name, the tensors besides arguments to save for backward.
         """
         raise NotImplementedError
 
     def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """By name, whether backward reads an argument; those that are left out it does."""
+        """Return, by argument, whether backward reads it. Arguments that are not in the result are read.
+
+        Args:
+            wanted: names of the arguments that require a gradient.
+        """
         raise NotImplementedError
 
     def gradients(
         self, saved: dict[str, Any], targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:  # fmt: skip
-        """Gradients by name, those of lists packed or as lists.
+        """Compute the gradients of the arguments in `wanted`.
 
         Args:
-            saved: arguments, group sizes as "groups", and what forward made, by name; it may be emptied.
-            wanted: names of what is trained. dy: the results' gradients.
+            saved: by name, saved arguments (group sizes as "groups") and tensors that forward made; this method may
+                remove entries.
+            targets: buffers for gradients.
+            wanted: names of the arguments that require a gradient.
+            dy: the gradients of the results.
+
+        Returns:
+            Gradients by name; the gradient of a list is packed or a list.
         """
         raise NotImplementedError
 
     def planned(self, call: Call, problem: Problem, like: Path | None) -> Path:
-        """Return this path by launches, for calls like one that was checked. `like`: of a call with other rows."""
+        """Return this path with launches instead of operator calls.
+
+        Args:
+            call: a checked call.
+            problem: the call's problem.
+            like: the planned path of a call that differs only in its number of rows. None: there is none.
+        """
         launches = Launches(self.grouped_by, problem, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches)
 
     def part(self, name: str, declared: Callable[[], Declared]) -> Part:
-        """Return a part: a launch, or a call of the public operator.
+        """Return a part of the step: a launch, or a call of the public operator.
 
         Args:
-            name: of the part; one name, one way to call it.
-            declared: asked where the part is planned, or the operator called; a warm launch is found by the name alone.
+            name: name of the part. Within a step all calls with one name have the same class and options.
+            declared: returns the class and options of the part's call; asked only when no plan of this name exists.
         """
         if self.launches is None:
             return functools.partial(self._by_operator, declared)
@@ -160,6 +207,7 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
+        """Compute a part by calling the public operator."""
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 
@@ -168,11 +216,11 @@ class Path:
         return {self.grouped_by: groups}
 
     def times_w(self, part: str, transpose_w: bool) -> Part:
-        """Return a part that computes x w_e^T, or with transpose_w x w_e."""
+        """Return the part of a given name that computes x w_e^T, or with transpose_w x w_e."""
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: Tensor) -> Tensor:
-        """dy w_e, where x's gradient goes."""
+        """Compute x's gradient dy w_e, zero after the last group, in the buffer of `targets` or a new tensor."""
         dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
         made: Tensor = self.times_w("x", not self.transpose_w)(x=dy, w=w, groups=groups, out=dx)
         return made
@@ -181,7 +229,16 @@ class Path:
         self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: Tensor, dy_rows: Any = None,
         x_rows: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the gradient as the weight lies, for a GateUp two. `dy_rows`, `x_rows`: see `grouped_wgrad`."""
+        """Compute a weight's gradient, in the layout of the weight; for a GateUp, a list of two.
+
+        Args:
+            targets: `targets.weights` may replace the computation.
+            name: the weight's name.
+            dy: gradient of the product x w_e^T.
+            x: the rows that the weight was multiplied with.
+            groups: group sizes.
+            dy_rows, x_rows: indices of the rows of dy and of x, see `grouped_wgrad`.
+        """
         if self.transpose_w:
             dy, x, dy_rows, x_rows = x, dy, x_rows, dy_rows
         part = self.part(name, lambda: self.weight_gradient_call(name))
@@ -193,9 +250,10 @@ class Path:
         return part(dy=dy, x=x, dy_rows=dy_rows, x_rows=x_rows, groups=groups)
 
     def _write(self, write: WeightGrad, dy: Tensor, x: Tensor, groups: Tensor, **rows: Any) -> Any:
-        """Make a weight's gradient another way; see `Targets.weights`."""
+        """Compute a weight's gradient with the function `write` of `Targets.weights`."""
         return write(dy, x, {**self.sizes(groups), **rows, "recipe": self.wgrad_recipe})
 
     def weight_gradient_call(self, name: str) -> Declared:
+        """Return the class and options of the call that computes a weight's gradient."""
         out_dtype = torch.float32 if name in self.wide else None
         return GroupedWgradCall, {"out_dtype": out_dtype, "accumulate": False, "recipe": self.wgrad_recipe}

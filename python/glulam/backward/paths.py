@@ -1,4 +1,4 @@
-"""Which data path a grouped_mlp's backward takes, by its recipe."""
+"""Choose how a grouped_mlp's forward and backward compute (the path), by the call's recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .frozen import FrozenPath
 
 
 def path_of(call: Any) -> DataPath:
-    """Return the data path of a GroupedMlpCall or QuantizedMlpCall."""
+    """Return the data path of a GroupedMlpCall or QuantizedMlpCall.
+
+    It is `FrozenPath` for quantised weights, `QuantisedPath` for training in MXFP8, otherwise `DataPath`.
+    """
     check_flag(call.op, "recompute", call.recompute)
     form, common = call.function.keywords, {"recompute": call.recompute, "tokens": call.tokens}
     if not isinstance(call, QuantizedMlpCall):
@@ -33,5 +36,6 @@ def path_of(call: Any) -> DataPath:
 
 
 def _dtype(w: Any) -> torch.dtype:
+    """Return the dtype of a weight that is a tensor or a list of tensors."""
     dtype: torch.dtype = (w if isinstance(w, Tensor) else w[0]).dtype
     return dtype

@@ -1,7 +1,7 @@
-"""Steps that are kept: common differentiable calls, whose tensors are in GPU memory.
+"""Planned steps: the launches of common differentiable calls, kept by the call's signature. All tensors are on a GPU.
 
-A planned step settles once for a signature what is saved and what is computed, and holds the launches of both
-directions. What is done here less often than a step is kept for takes the public operators, in either direction.
+A step (one forward and its backward) decides once for a signature which tensors are saved and which gradients are
+computed, and holds the launches of both directions. Rare cases are left to the public operators, in either direction.
 """
 
 from __future__ import annotations
@@ -32,29 +32,45 @@ has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transform
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 PLANS: Plans[Any] = Plans()
-"""Of calls with targets, which come from modules and not through an operator."""
+"""The kept steps of calls with targets (buffers for gradients), which come from modules and not through an operator."""
 
 
 class PlannedStep(Step):
-    """A step of launches.
+    """A step that holds its own kernel launches (plans) for one signature.
 
     Attributes:
-        general: the same step of public operators.
-        kind: of the call; `names`: its tensors, which `run` takes in this order; `present`: those that are there, and
-            `there` picks them. absent: the others, which are None.
-        listed: names of those that are lists of experts.
-        saved: names of arguments that backward reads; saved_layout: of what is saved, once forward ran.
-        wanted: names of tensors that require a gradient.
-        arguments: those of the call that are no tensors. is_frozen: whether weights are quantised.
-        index, only: the device, and whether the process sees no other.
-        rows, extents, out_extents, apart: see `memory.check_apart`.
+        general: the same step computed by public operators.
+        kind: class of the call.
+        names: the call's tensor arguments, in the order in which `run` takes them.
+        present: those of `names` that are not None.
+        absent: those of `names` that are None.
+        there: function that picks the present arguments from a tuple of all.
+        listed: names of arguments that are lists of experts' tensors.
+        wanted: names of arguments that require a gradient.
+        saved: names of arguments that are saved since backward reads them.
+        read: function that picks the saved arguments' tensors from the flat inputs.
+        saved_layout: layout of all saved tensors. None: forward has not run yet.
+        arguments: the call's options by name.
+        is_frozen: weights are quantised and not trained.
+        index: the device's index.
+        only: the process sees one GPU.
+        rows: T of the call.
+        extents, out_extents, apart: see `memory.check_apart`.
     """
 
     out_extents: tuple[int, ...] = ()
     saved_layout: Layout | None = None
 
     def __init__(self, call: Call, problem: Problem, path: Path, like: PlannedStep | None = None) -> None:
-        """`like`: of a call that differs in its rows alone."""
+        """Make the step of a checked call.
+
+        Args:
+            call: the call, with weights as kernels read them.
+            problem: its problem.
+            path: its path, without launches.
+            like: the step of a call that differs only in its number of rows; its plans are resized. None: there is
+                none.
+        """
         names = call.reads
         given = {name: value for name in names if (value := getattr(call, name)) is not None}
         self.absent = tuple(name for name in names if name not in given)
@@ -80,26 +96,31 @@ class PlannedStep(Step):
 
     @property
     def parts(self) -> dict[str, Plan]:
-        """The launches that were planned so far."""
+        """The plans made so far, by the name of the part."""
         assert self.path.launches is not None
         return {name: plan for name, (plan, _) in self.path.launches.plans.items()}
 
     def run(self, *given: Any) -> Tensor:
-        """`given`: the call's tensors and `out`, which is None."""
+        """Return the call's result, differentiable. `given`: the tensors of `names`, then `out`, which is None."""
         return self.run_into(ORDINARY, self._as_read(given[:-1]) if self.is_frozen else given[:-1])
 
     def _as_read(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Tensors with quantised weights as kernels read them."""
+        """Return the call's tensors, with quantised weights prepared as kernels read them."""
         call = with_parts_as_read(self.call_of(dict(zip(self.names, given, strict=True))))
         return tuple([getattr(call, name) for name in self.names])
 
     def call_of(self, named: dict[str, Any]) -> Call:
-        """`named`: the call's tensors, which it takes over."""
+        """Return the call with these tensors. `named`: by name, group sizes as "groups"; this changes the dict."""
         groups = {"offs": None, "splits": None, self.path.grouped_by: named.pop("groups")}
         return self.kind(**{**self.arguments, **groups, "out": None, **named})
 
     def run_into(self, targets: Targets, given: tuple[Any, ...]) -> Tensor:
-        """The same, with the result and gradients where `targets` says."""
+        """Return the call's result, differentiable, with the result and gradients written where `targets` says.
+
+        Args:
+            targets: buffers for the result and gradients.
+            given: the tensors of `names`.
+        """
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, given)
@@ -117,13 +138,14 @@ class PlannedStep(Step):
         return apply_untransformed(self, targets, *flat)
 
     def _with_tables(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, lists of experts' tensors on tables of addresses, in place."""
+        """Replace lists of experts' tensors in `named`, arguments by name, by `ExpertList`s. Return the dict."""
         for name in self.listed:
             if named.get(name).__class__ in LISTS:
                 named[name] = with_table(self.op, name, named[name])
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
         named = self.layout.named(flat)
         result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
@@ -134,18 +156,22 @@ class PlannedStep(Step):
         return result
 
     def _layout_saved(self, made: dict[str, Tensor]) -> Layout:
+        """Return the layout of saved tensors. `made`: those that forward made for backward, by name."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
-        """By launches; or by public operators, which look at everything anew: with a graph of the backward, from a dy
-        that is traced, a view or misaligned, or after hooks gave back tensors that lie otherwise."""
+        """Compute the gradients of the flat inputs, by launches or by public operators, which check all tensors anew.
+
+        Public operators compute if autograd records a graph of the backward; if dy is traced, a view or misaligned; or
+        if hooks returned saved tensors with another layout.
+        """
         kept = taken(ctx)
         assert self.saved_layout is not None  # forward ran
         saved = self.saved_layout.named(kept)
         lie_the_same = ctx.layouts is None or ctx.layouts == _layouts(kept)  # hooks may give back something else
         is_common = lie_the_same and are_usual(dy) and are_in_memory(*dy, *kept)
-        del kept  # what leaves `saved` is free then
+        del kept  # so that a tensor removed from `saved` is freed
         if not is_common:
             return self.general.differentiate(ctx, targets, saved, dy)
         if self.listed:
@@ -155,12 +181,17 @@ class PlannedStep(Step):
 
 
 def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) -> Any:
-    """The result of a call for which no step is kept yet, or that has targets; NotImplemented where it is not a common
-    one. Then its tensors were found plain.
+    """Return the result of a call for which no step is kept yet, or that has targets; keep the step for later calls.
 
     Args:
-        key: where to keep the step; None where the call did not come through its operator.
-        asked: the call that the key is of: its weights may have other parts than those that kernels read.
+        call: the call, with weights as kernels read them.
+        key: the key for keeping the step. None: the call did not come through its operator.
+        targets: buffers for the result and gradients.
+        path: the call's path, without launches.
+        asked: the call to which the key belongs; its weights may not be prepared yet.
+
+    Returns:
+        The result; NotImplemented if the call is not common (`is_common`), after its tensors passed `check_plain`.
     """
     steps: Plans[Any] = call.plans
     if targets is not ORDINARY:
@@ -188,8 +219,10 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
 
 
 def is_common(call: Call) -> bool:
-    """Return True if tensors are plain and in GPU memory, weights of x's dtype or quantised, lists of experts of a
-    16-bit operator, and rows or tokens more than one: torch leaves the stride of a single row arbitrary.
+    """Return True if a planned step can serve the call.
+
+    Its tensors are plain and on the GPU; weights have x's dtype or are quantised and frozen; lists of experts belong to
+    a 16-bit operator; and there is more than one row or token, since torch leaves the stride of a single row arbitrary.
     """
     lead, takes_lists = call.lead, not isinstance(call, Quantized)
     is_frozen = isinstance(call, Quantized) and call.is_frozen
@@ -207,8 +240,11 @@ def is_common(call: Call) -> bool:
 
 
 def are_usual(gradients: tuple[Tensor, ...]) -> bool:
-    """Return True if kernels take incoming gradients as they are, and nobody makes a graph of this backward or watches
-    its operators."""
+    """Return True if a planned backward can take the incoming gradients.
+
+    Kernels can read them as they are, autograd records no graph of the backward, and nobody watches its operators
+    (`device.is_watched`).
+    """
     if is_grad_enabled() or gpus.is_watched():
         return False
     for dy in gradients:
@@ -220,9 +256,10 @@ def are_usual(gradients: tuple[Tensor, ...]) -> bool:
 
 
 def are_in_memory(*tensors: Tensor) -> bool:
-    """Whether no storage was freed since it was saved, as FSDP does with parameters that it gathers again."""
+    """Return True if no storage was freed since its tensor was saved (FSDP frees parameters that it gathers again)."""
     return min(map(Tensor.data_ptr, tensors)) >= LOWEST_ADDRESS
 
 
 def _layouts(tensors: Collection[Tensor]) -> list[Any]:
+    """Return the metadata that hooks of saved tensors might change."""
     return [(t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride()) for t in tensors]

@@ -1,6 +1,7 @@
-"""The mechanism of every operator: code generated from the operator's parameters and its class.
+"""The mechanism of every operator: code generated from the operator's parameters and its class of calls.
 
 Read in this order: `front` writes the public function; `arguments` derives the meaning of parameters from their names;
 `checks` and `memory` check arguments; `planning` and `launch` make the launch of a checked call; `call` handles calls
-without a plan; `addressed` has calls of kernels that take only addresses; `autograd` is shared by backwards.
+without a plan (a launch kept for calls of equal metadata); `addressed` has calls of kernels that take only addresses;
+`autograd` has helpers of all backwards.
 """

@@ -1,7 +1,7 @@
-"""Operators whose kernels take nothing but addresses and numbers, as those of hyper-connections and of the layer do.
+"""Operators whose kernels take only addresses and numbers, such as those of hyper-connections and of the layer.
 
-Their fronts, plans and launches are those of every operator (`front`, `launch`, `call`); what the arguments are is told
-by their annotations: "Tensor", "Tensor | None" or a number.
+Fronts, plans and launches are the same as for every operator (`front`, `launch`, `call`). The annotations of the
+parameters define the arguments: "Tensor", "Tensor | None" or a number.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ WIDTH_MULTIPLE = 8
 would take several times as long: better to pad C than to be slow in silence."""
 
 IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
-"""Keyed by the annotations of tensors."""
+"""The annotations of tensor parameters, and whether the tensor may be None."""
 
 _SCHEMA_TYPES = {"Numbers": "float[]"}
-"""Types of torch's schemas that annotations spell otherwise."""
+"""Types in torch's schemas for annotations that are spelled differently."""
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a result."""
+"""A result's shape and dtype."""
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+    """Return the float32 memory, [1, size], that the kernel needs, if the size "workspace" is not 0."""
     size = call.own_sizes.get("workspace", 0)
     return {"workspace": ((1, size), torch.float32)} if size else {}
 
 
 def _before(call: Any, problem: Problem) -> Before:
+    """Return the expressions for the stream and for absent tensors, whose addresses are 0."""
     absent = [name for name in call.reads if getattr(call, name) is None]
     if not call.own_sizes.get("workspace"):
         absent.append("workspace")
@@ -65,7 +67,11 @@ def _before(call: Any, problem: Problem) -> Before:
 
 
 class Serving(kernels.Fixed):
-    """The one function for calls that differ in their rows alone, and the shapes of its launches with their code."""
+    """The one function that serves calls of all numbers of rows.
+
+    Attributes:
+        launches: by number of the lead's row dimensions and presence of a workspace, the launch's shape and code.
+    """
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -73,21 +79,24 @@ class Serving(kernels.Fixed):
 
 
 class AddressedCall(Call):
-    """A call of an operator that is one kernel, or one chain, and its reference.
+    """A call of an operator that is one kernel, or one chain of kernels, and a reference.
 
-    A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
-    (`on_cpu`), and by its `definition` what the kernel takes besides addresses and numeric options. The size
-    "workspace" is float32 elements of memory.
+    A subclass defines what its tensors and options mean (`check_inputs`), its results (`likes`), how the CPU computes
+    them (`on_cpu`), and in its `definition` what the kernel takes besides addresses and numeric options. There, the
+    size named "workspace" is the number of float32 elements of scratch memory.
 
     Attributes:
-        family, kernel: of the spec, and of the name of torch's operator.
-        leads: the argument that gives dtype and device; its dimensions before the last `trailing` are those of tokens,
-            which all tensors have but `shared`.
-        returns: what the kernel writes, by its names; parameters of these names are buffers.
-        unaligned: inputs that need no alignment.
-        saves: inputs and results that backward needs; `integers`: results without a gradient.
-        when_recorded: options where a gradient is recorded.
-        on_cpu: the reference, of inputs and options but for those that say what is wanted ("of_...").
+        family, kernel: the spec's family and kernel, which also make the name of torch's operator.
+        leads: the argument that determines dtype, device and number of tokens.
+        trailing: the number of the leading argument's last dimensions that are not dimensions of tokens.
+        shared: names of tensors without the dimensions of tokens; all others have them.
+        returns: the kernel's names of its results; parameters with these names are buffers for them.
+        unaligned: names of inputs that need no alignment.
+        saves: names of inputs and results that backward needs.
+        integers: names of results that have no gradient.
+        when_recorded: by name, options that replace the call's if a gradient is recorded.
+        on_cpu: the reference. It takes inputs and options, except options "of_...", which say which results are wanted.
+        numeric: by option that kernels may take as a number, its type.
     """
 
     family: ClassVar[str]
@@ -107,41 +116,49 @@ class AddressedCall(Call):
     has_torch_out = False
 
     def check_inputs(self) -> None:
-        """Raises ValueError or TypeError. Of most backward operators nothing: their callers are `backward` methods."""
+        """Check the arguments. Raises ValueError or TypeError.
+
+        Most backward operators check nothing, since only `backward` methods call them.
+        """
 
     def likes(self) -> Sequence[Like | None]:
-        """What each result is like: by default d_... like the input of that name."""
+        """Return the shape and dtype of each result; by default those of the input x for a result d_x."""
         return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
-        """Which results there are: all but those whose option `of_...` is False."""
+        """Return whether each result is wanted: False only if its option `of_...` is False."""
         return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """The results by the reference, all or those that are wanted."""
+        """Compute the results by the reference, either all or only those that are wanted."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
     def spec(self, arch: str) -> Spec:
+        """Return the spec of the kernel for an architecture."""
         raise NotImplementedError
 
     @classmethod
     def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
-        """What is returned where a gradient is recorded, of inputs and results."""
+        """Return what the call returns if a gradient is recorded. `held`: inputs and results by name."""
         return tuple([held[name] for name in cls.returns])
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        """Gradients of inputs, in their order; what comes behind them has none.
+        """Return the gradients of the first inputs, in their order; the inputs after them have none.
 
         Args:
-            saved: what `saves` lists. options: of the call, in their order. needed: which inputs' gradients are.
-            gradients: of what `recorded` returns, as kernels take them; None of what has none.
+            saved: the tensors that `saves` lists.
+            options: the call's options, in their order.
+            needed: for each input, whether it needs a gradient.
+            gradients: the gradients of what `recorded` returns, in a layout that kernels take; None for a result
+                without one.
         """
         raise NotImplementedError
 
     @classmethod
     def declare(cls, parameters: Any) -> None:
+        """Derive the class's lists of arguments from the parameters' annotations. `parameters`: by name."""
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
@@ -180,7 +197,7 @@ class AddressedCall(Call):
         return Problem(self.op, dtype_name(self.lead.dtype), self.num_rows, 0, self.lead.shape[-1])
 
     def check_buffers(self) -> None:
-        """Given buffers have the results' shapes and dtypes."""
+        """Check that given buffers have the shapes and dtypes of the results. Raises ValueError or TypeError."""
         given = self._buffers()
         likes: Any = self.likes() if given else ()
         for place, buffer in given:
@@ -194,6 +211,7 @@ class AddressedCall(Call):
                 )
 
     def _made_likes(self) -> list[Like | None]:
+        """Return the shape and dtype of each result; None for results that are not wanted."""
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
     def asked(self) -> list[tuple[str, bool]]:
@@ -206,12 +224,12 @@ class AddressedCall(Call):
         return results
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Those given, with the place of their results."""
+        """Return (index of the result, buffer) for each given buffer."""
         given = [getattr(self, name) if name in self.outputs else None for name in self.returns]
         return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
 
     def without_rows(self, problem: Problem) -> Any:
-        """Sums over no tokens are zero."""
+        """Return the results for no tokens, filled with zeros: sums over no tokens are zero."""
         return self.returned([None if one is None else one.zero_() for one in self.new_results(problem)])
 
     def reference(self, problem: Problem) -> Any:
@@ -230,10 +248,15 @@ class AddressedCall(Call):
     # Launches:
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> Serving:
+        """Return the object that gives the function for any number of rows."""
         return Serving(self.spec(gpu.arch))
 
     def made(self) -> tuple[Made, ...]:
-        """With a constant for each size, since torch takes 0.4 us less for numbers than for a tuple."""
+        """Return a `Made` for each result.
+
+        Each size is a constant of its own (`<name>_0`, ...): torch takes 0.4 us less for separate numbers than for a
+        tuple.
+        """
         makes = []
         for name, like in zip(self.returns, self._made_likes(), strict=True):
             shape, dtype = like or ((), self.lead.dtype)
@@ -257,11 +280,14 @@ class AddressedCall(Call):
 
     @functools.cached_property
     def own_sizes(self) -> dict[str, Any]:
-        """Values of the definition's `of_rows`, computed once."""
+        """Values of the definition's `of_rows` for this call, computed once."""
         return super().of_rows()
 
     def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
-        """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""
+        """Return the shape, and its code, of a launch with another number of rows.
+
+        The number of rows decides whether the kernel needs a workspace, and rows may have another number of dimensions.
+        """
         key, known = (constants["rank"], bool(constants["memory"])), like.serving.launches
         if key not in known:
             signature, names = like.serving.at(problem.rows).signature, constants.keys() - OWN_NAMES
@@ -273,10 +299,11 @@ class AddressedCall(Call):
 
     @staticmethod
     def with_backward(call: Any, key: Hashable = None) -> Any:
+        """Return the result of a call with a backward; keep a `Recording` for later calls under `key`."""
         tensors = [getattr(call, name) for name in call.given]
         read = tensors[: len(call.reads)]
         if not any_requires_grad(*read) or is_transformed(*read):
-            return call.settle(None, {})  # whose checks refuse it
+            return call.settle(None, {})  # its checks refuse the call
         if not call.differentiable:
             call.refuse_gradients()
         for name in call.outputs:
@@ -289,7 +316,15 @@ class AddressedCall(Call):
 
 
 class Recording:
-    """What serves calls of which a gradient is recorded, in place of a `Plan`: that of the call without."""
+    """Kept instead of a `Plan` for calls whose gradient is recorded; it runs the plan of the call without gradient.
+
+    Attributes:
+        kind: class of the calls.
+        options: the calls' options.
+        count: number of inputs.
+        launch: `run` of the plan. None: not found yet.
+        invariant: the calls must be batch-invariant.
+    """
 
     def __init__(self, kind: type[AddressedCall], options: list[Any], invariant: bool) -> None:
         self.kind, self.options = kind, options
@@ -298,10 +333,11 @@ class Recording:
         self.invariant = invariant
 
     def run(self, *tensors: Any) -> Any:
+        """Return the result, differentiable. `tensors`: inputs and buffers (None)."""
         return Recorded.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
 
     def compute(self, tensors: tuple[Any, ...]) -> Any:
-        """The results, by the plan that the operator has found before."""
+        """Return the results, by the operator's plan once there is one. `tensors`: the inputs."""
         if self.launch is not None:
             return self.launch(*tensors)
         kind = self.kind
@@ -316,7 +352,7 @@ class Recording:
 
 
 class Recorded(torch.autograd.Function):
-    """Any differentiable one."""
+    """The autograd function of all differentiable operators with addressed kernels."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
@@ -343,30 +379,48 @@ class Recorded(torch.autograd.Function):
 
 
 def like(tensor: Tensor | None) -> Like | None:
+    """Return a tensor's shape and dtype; None for None."""
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def forms(*params: Tensor | None) -> int:
-    """The dtypes of parameters as kernels take them: two bits each, the first lowest."""
+    """Return the dtypes of parameters as one kernel argument: two bits each, the first parameter's lowest. None: 0."""
     codes = (0 if p is None else PARAM_FORMS[dtype_name(p.dtype)] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
 
 
 def check_dtype(op: str, name: str, tensor: Tensor) -> None:
-    """What kernels take; on the CPU float64, too."""
+    """Check that a tensor has a dtype that kernels take; on the CPU float64 is also allowed. Raises TypeError."""
     valid = DTYPES if runs_kernels(tensor) else (*DTYPES, torch.float64)
     if tensor.dtype not in valid:
         raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
 
 
 def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """A tensor of `shape` in the dtype of `like`, on its device."""
+    """Return `value` if it is a contiguous tensor of `shape` with the dtype and device of `like`.
+
+    Args:
+        op, name: the operator and the argument, for errors.
+        value: the argument.
+        shape: the required shape.
+        like: a tensor with the required dtype and device.
+        why: the error's reason for the shape.
+
+    Raises:
+        TypeError, ValueError: see `check_tensor`.
+    """
     what = f"a tensor {shape_text(shape)}"
     return check_tensor(op, name, value, what, like, dtypes=(like.dtype,), shape=shape, why=why)
 
 
 def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
-    """Columns: on a GPU whole vectors of 16 bytes."""
+    """Check a tensor's columns: at least one, and on a GPU a multiple of 8 (vectors of 16 bytes). Raises ValueError.
+
+    Args:
+        op, name: the operator and the argument, for errors.
+        letter: the letter of the width, for errors.
+        tensor: the tensor.
+    """
     width = tensor.shape[-1]
     if width == 0 or (runs_kernels(tensor) and width % WIDTH_MULTIPLE):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Arguments of a call, by their roles, and common checks."""
+"""The arguments of a call, what their names mean (`roles`), and checks that operators share."""
 
 from __future__ import annotations
 
@@ -40,22 +40,32 @@ _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 
 
 class Arguments:
-    """The arguments of one call of an operator, by the names of its parameters.
+    """The arguments of one call of an operator, as attributes with the names of the operator's parameters.
+
+    T is the number of rows of the call. Arguments selected by indices (`rows`) have another number of rows.
 
     Attributes:
-        op: the operator.
-        leads: the argument that gives T, dtype and device to the others.
-        after_groups: what becomes of rows after the last group, for a warning where groups do not fill T; empty: there
-            is no reason for one.
-        outputs: arguments that are written; `gradients`: those of them that are packed or a list, as weights are.
-        labels: what errors call arguments, where they have other names.
-        names: of the operator's parameters; `options`: those that are no tensors, `flags`: of these.
-        given: tensors, in the order in which plans are found by them; `optional`: those that may be absent.
-        reads: those whose addresses a plan looks at, in order; matrices, weights, biases, scales, of_tokens: of these.
-        rowwise: those that have a row for each of the lead's; `of_any_rows`: what indices are of, or has tokens of it.
-        plans: of the operator's calls.
-        takes_keywords: whether the operator's function takes each of `numbers` by a keyword of its own.
-        invariant: whether the call is to be batch-invariant (`host.invariance`).
+        op: the operator's name.
+        leads: the argument that determines dtype and device of the others, and T unless `rows` is given.
+        after_groups: the fate of rows after the last group, for the warning that groups do not fill T. Empty: no
+            warning.
+        takes_keywords: the operator's function takes the activation's numbers as separate keywords.
+        outputs: names of arguments that are written.
+        gradients: those of `outputs` that are packed or a list, as weights are.
+        labels: by argument, the name in errors if it differs.
+        torch_op: the name of torch's operator.
+        names: the operator's parameters.
+        options: the parameters that are not tensors.
+        flags: the options that are True or False.
+        given: the tensor parameters, in the order in which plans are looked up by them.
+        optional: the tensor parameters that may be None.
+        reads: the tensor parameters that are read, in order; group sizes as "groups".
+        matrices, weights, biases, scales, of_tokens: parts of `reads`, by role; `matrices` may also have the outputs.
+        rowwise: the tensors that have a dimension of T rows.
+        of_any_rows: the tensors whose number of rows is free if `rows` is given: the gathered ones, or a layer's
+            tokens.
+        plans: the operator's kept plans.
+        invariant: the call must be batch-invariant (`host.invariance`).
     """
 
     op: ClassVar[str]
@@ -96,7 +106,7 @@ class Arguments:
 
     @classmethod
     def declare(cls, parameters: Iterable[str]) -> None:
-        """Let the operator have these parameters."""
+        """Derive the class's lists of arguments from the operator's parameters."""
         cls._declare_names(parameters)
         roles = roles_of(cls.op, cls.names)
 
@@ -130,22 +140,29 @@ class Arguments:
 
     @classmethod
     def parts_of(cls, name: str) -> tuple[str, ...]:
-        """A weight's argument, and those of its other parts."""
+        """Return the names of the arguments that hold a weight: its elements and, if the call has them, its scales."""
         return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
     def check(self) -> Problem:
-        """The problem, from metadata alone. Raises ValueError or TypeError."""
+        """Check the arguments' metadata and return the call's problem. Raises ValueError or TypeError."""
         raise NotImplementedError
 
     def check_lead(self, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, Tensor]:
-        """Of the leading argument: its columns, and a matrix of T rows, like which the others are."""
+        """Check the leading argument and the indices of its rows.
+
+        Args:
+            dtypes: the allowed dtypes. None: see `check_x`.
+
+        Returns:
+            The leading argument's columns; a matrix of T rows with which `check_rows_like` compares others.
+        """
         name, lead = self.leads, self.lead
         _, columns = check_x(self.op, lead, dtypes)
         check_indices(self.op, self.indices, lead, self.labels.get("rows", "rows"), name)
         return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
 
     def check_options(self) -> None:
-        """The activation, its layout and numbers, and flags."""
+        """Check the activation, its layout and numbers, and the flags."""
         if "activation" in self.options:
             check_activation(self.op, self.activation, self.glu_layout)
             check_numbers(self.op, self.numbers)
@@ -153,7 +170,14 @@ class Arguments:
             check_flag(self.op, name, getattr(self, name))
 
     def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
-        """Group sizes, biases, of which `widths` are given, and scales of rows. `counted`: what has so many experts."""
+        """Check group sizes, biases, and scales of rows.
+
+        Args:
+            experts: E.
+            counted: the argument that has E experts, for errors.
+            like: a matrix of T rows, see `check_lead`.
+            widths: the width of each bias, by its argument.
+        """
         self.check_sizes(experts, counted)
         for name, width in widths.items():
             check_bias(self.op, name, getattr(self, name), like, experts, width)
@@ -162,83 +186,92 @@ class Arguments:
                 check_scale(self.op, self.labels.get(name, name), getattr(self, name), like)
 
     def check_result(self, width: int, like: Tensor) -> None:
-        """Check a given `out` [T, width]. `like`: a matrix of T rows."""
+        """Check a given `out` [T, width]. `like`: a matrix of T rows, see `check_lead`."""
         if self.out is not None:
             check_rows_like(self.op, "out", self.out, like, width, "that is the result's shape")
 
     def check_sizes(self, experts: int, counted: str) -> None:
-        """Group sizes. `counted`: what has so many experts."""
+        """Check group sizes for `experts` groups. `counted`: the argument that has E experts, for errors."""
         check_groups(self.op, self.offs, self.splits, self.lead, experts, counted, self.labels.get("offs", "offs"))
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
-        """The problem of T rows, in the leading argument's dtype unless told otherwise."""
+        """Return the problem of this call.
+
+        Args:
+            experts: E.
+            in_features: see `Problem`.
+            fields: further fields; they may replace the operator, the leading argument's dtype and the options.
+        """
         told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
         told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
         return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
     @property
     def function(self) -> Activation:
-        """The activation with its own numbers."""
+        """The call's activation with its numbers."""
         return Activation.of(self.activation, self.glu_layout, self.numbers)
 
     @property
     def lead(self) -> Tensor:
-        """The argument that gives T, dtype and device to the others."""
+        """The argument that determines dtype and device of the others, and T unless `rows` is given."""
         lead: Tensor = getattr(self, self.leads)
         return lead
 
     @property
     def result_dtype(self) -> torch.dtype:
+        """The dtype of results: the leading argument's."""
         return self.lead.dtype
 
     @property
     def indices(self) -> Tensor | None:
-        """Which of the lead's rows each row is; None where they are its rows."""
+        """For each of T rows, the row of the leading argument. None: the rows lie in order."""
         return getattr(self, "rows", None)
 
     @property
     def may_read_fewer(self) -> bool:
-        """Whether the lead may have fewer rows than T, even one."""
+        """True if the leading argument may have fewer rows than T, even one."""
         return self.indices is not None
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Which of what is given have rows of any number: those that others are indices of."""
+        """Indices, among the present tensors of `given`, of those whose number of rows is free (`of_any_rows`)."""
         if self.indices is None:
             return ()
         return tuple(place for place, name in enumerate(self._present()) if name in self.of_any_rows)
 
     @property
     def num_rows(self) -> int:
-        """T, which a trace may have as a symbol."""
+        """T; in a trace it may be symbolic."""
         shape = (self.lead if self.indices is None else self.indices).shape
         return shape[0] if shape else 0  # a scalar, which checks refuse
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:
-        """Those of the rows' dimensions."""
+        """The sizes of the rows' dimensions; here (T,)."""
         return (self.num_rows,)
 
     @property
     def groups(self) -> Any:
-        """Group sizes, in whichever form they were given."""
+        """Group sizes: offs or splits, whichever was given."""
         return getattr(self, "offs", None) if getattr(self, "splits", None) is None else self.splits
 
     def arguments(self) -> dict[str, Any]:
+        """Return all arguments by name."""
         return {name: getattr(self, name) for name in self.names}
 
     def keywords(self) -> dict[str, Any]:
-        """Arguments as the operator's function takes them."""
+        """Return the arguments as keywords of the operator's function."""
         arguments = self.arguments()
         if self.takes_keywords:
             arguments.update(named_numbers(arguments.pop("numbers")))
         return arguments
 
     def key(self) -> Hashable:
-        """As the front makes it."""
+        """Return the key of the call's plan, equal to the one that the front makes (`Plans.look_up`)."""
         return (marked(self._options(), self.invariant), *[described(getattr(self, name)) for name in self._present()])
 
     def _options(self) -> tuple[Any, ...]:
+        """Return the part of a key that is not metadata of tensors."""
         return (
             torch.is_grad_enabled(),
             *[getattr(self, name) is None for name in self.optional],
@@ -246,8 +279,11 @@ class Arguments:
         )
 
     def judge(self) -> None:
-        """Check everything after a launch failed. Raise ValueError or TypeError if an argument is the cause, and
-        GradientNotSupported within a transform of torch.func, whose new tensors have no memory.
+        """Check everything after a launch failed, to raise an error that names the argument at fault.
+
+        Raises:
+            ValueError, TypeError: an argument is the cause.
+            GradientNotSupported: the call is within a transform of torch.func, whose new tensors have no memory.
         """
         self.check_plain()
         self.check()
@@ -259,19 +295,21 @@ class Arguments:
             )
 
     def refuse_gradients(self) -> None:
-        """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
+        """Raise GradientNotSupported if an argument requires a gradient: for operators without one."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *self.outputs)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
     def is_traced(self) -> bool:
-        """Return True if the call is torch's dispatcher's: it leads on meta, an argument is of a subclass, or somebody
-        watches (`device.is_watched`)."""
+        """Return True if torch's dispatcher must run the call.
+
+        That is so if the leading tensor is a meta tensor, if a tensor is of a subclass, or under `device.is_watched`.
+        """
         given = (*self.tensors(), *self.written())
         others = any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
         return others or gpus.is_traced(self.lead) or gpus.is_watched()
 
     def check_plain(self) -> None:
-        """Tensors that are nothing but numbers in memory."""
+        """Check that tensors are plain (`memory.check_plain`), and that outputs do not require a gradient."""
         written = self.written()
         for label, tensor in (*self.tensors(), *written):
             check_plain(self.op, label, tensor)
@@ -279,7 +317,7 @@ class Arguments:
             check_written(self.op, label, tensor)
 
     def check_addresses(self) -> None:
-        """Alignment, on a GPU, and an output that shares no memory with an input."""
+        """Check alignment (on a GPU), and that no output shares memory with an input. Raises ValueError."""
         if runs_kernels(self.lead):
             for name in (*self.matrices, *self.weights, *self.outputs):
                 for label, tensor in tensors_of(self.labels.get(name, name), getattr(self, name)):
@@ -291,33 +329,34 @@ class Arguments:
                     check_no_overlap(self.op, out_label, out, label, tensor)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """All inputs, those of lists one by one, under the names that errors give them."""
+        """Return (name in errors, tensor) for all inputs, one by one for lists."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
         return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """The outputs that were given, likewise."""
+        """Return (name in errors, tensor) for all given outputs, one by one for lists."""
         return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
-        """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
+        """Return the end row of each group; waits for sizes on the device. Raises ValueError if they are wrong."""
         return groups.ends(self.op, self.offs, self.splits, self.num_rows)
 
     def _present(self) -> list[str]:
-        """What is there of what is given."""
+        """Return the names of the tensors of `given` that are not None."""
         return [name for name in self.given if getattr(self, name) is not None]
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """The bytes that arguments reach over, as of `memory.check_apart`; 0 of one that is absent."""
+        """Return the bytes that each named argument spans, as `memory.check_apart` takes them; 0: see `extent_of`."""
         return tuple(extent_of(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:
+        """Return the bytes that each given output spans, one by one for lists."""
         values = [getattr(self, name) for name in self.outputs]
         parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         return tuple([extent_of(one) for part in parts for one in part if one is not None])
 
 
 def extent_of(value: Any) -> int:
-    """Of what has one: no list, and not None."""
+    """Return the bytes that a tensor spans; 0 for None and for lists."""
     return extent(value) if isinstance(value, Tensor) else 0

@@ -1,4 +1,4 @@
-"""Autograd's tensors in the backward of any operator: saved tensors, incoming gradients, second derivatives."""
+"""Helpers for the backward of any operator: saved tensors, incoming gradients, and refusal of second derivatives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_saved(op: str, saved: Mapping[str, Any], labels: Mapping[str, str]) ->
 
 
 def usable(dy: Tensor) -> Tensor:
-    """Return an incoming gradient as kernels take it: autograd may pass an expanded, lazy or misaligned tensor."""
+    """Return an incoming gradient as kernels can read it: autograd may pass an expanded, lazy or misaligned tensor."""
     if not gpus.is_traced(dy):
         dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
@@ -53,7 +53,7 @@ def without_graph() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again."""
+    """The identity of gradients, whose own differentiation raises GradientNotSupported."""
 
     @staticmethod
     def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
@@ -69,7 +69,7 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients; under create_graph=True, such that differentiating them raises GradientNotSupported."""
+    """Return the gradients. Under create_graph=True, differentiating them raises GradientNotSupported."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(_Once.apply(op, torch.ones((), device="cpu", requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

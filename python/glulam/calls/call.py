@@ -1,6 +1,6 @@
-"""Calls: what an operator does with arguments that no plan serves yet: route them, check them, plan them, run them.
+"""Calls that no kept plan serves: route them, check them, make their plan, run it.
 
-Nothing here is on the fast path (`front`).
+A plan is a launch that serves all calls of equal metadata. Calls with a plan run without this module (`front`).
 """
 
 from __future__ import annotations
@@ -30,23 +30,36 @@ ENV_CHECK = "GLULAM_CHECK"
 
 
 def checking() -> bool:
-    """Whether group sizes are to be read back and checked; asked when a plan is made, and then for every call."""
+    """Return True if group sizes must be read back and checked ($GLULAM_CHECK).
+
+    This is asked whenever a plan would be made; calls that are checked get no kept plan, so each of them is checked.
+    """
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
 
 
 class Call(Launching):
     """A call of an operator.
 
-    A subclass says what its arguments mean (`check`), and has a `definition`. The rest follows from the operator's
+    A subclass defines what the arguments mean (`check`) and has a `definition`. All else follows from the operator's
     parameters (`declare`).
 
     Attributes:
-        explains: whether `glulam.explain` tells which kernel serves a call. public: the function that users call, where
-            that is not the operator's own.
-        tabled: weights that kernels take as lists; None: all.
-        differentiable: whether the operator has a gradient.
-        beside_weights: arguments that hold other parts of weights, as their scales.
-        tokens: of a layer, what its gradient does with them (`backward.data_path.Tokens`).
+        explains: `glulam.explain` tells which kernel serves such a call.
+        public: the function that users call, if it is not the operator itself.
+        tabled: names of weights that kernels take as lists of experts. None: all weights.
+        differentiable: the operator has a gradient.
+        beside_weights: names of arguments that hold further parts of weights, such as scales.
+        tokens: for a layer, the functions between tokens and rows (`backward.data_path.Tokens`).
+        operator: the operator's function.
+        quantized: class of the operator's calls with quantised arguments. None: there are none.
+        with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
+            module.
+        torch_types: by argument, its type in torch's schema if that differs from its role's.
+        settled_without_out: arguments that the torch operator's form without `out` fixes, by name.
+        settled_with_out: arguments that the torch operator's form with `out` fixes, by name.
+        is_torch_op: the operator is registered with torch.
+        has_torch_out: the torch operator has forms that write a buffer.
+        through_torch: function that calls the torch operator, set by `library`.
     """
 
     explains: ClassVar[bool] = False
@@ -59,7 +72,7 @@ class Call(Launching):
     quantized: ClassVar[Any] = None  # the kind of its calls whose arguments are quantised: a `quantized.Quantized`
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 
-    # As an operator of torch's, see `library`:
+    # The call as an operator of torch, see `library`:
     torch_types: ClassVar[dict[str, str]] = {}
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
@@ -69,16 +82,26 @@ class Call(Launching):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments, of the public function's by name, which it takes over; shapes may stand for tensors."""
+        """Return a call's arguments from the public function's, by name. Shapes may stand for tensors.
+
+        `public` may be changed.
+        """
         return public
 
     def served_splits(self) -> tuple[sharding.Split, ...]:
-        """How a dimension of a mesh may split the call, where arguments are DTensors, besides replicating them."""
+        """Return the ways, besides replication, in which a dimension of a mesh may split the call's DTensors."""
         return ()
 
     def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
-        """Which kernel serves this call on an architecture and the GPU of this name, and why. Raises ValueError: none
-        does, since a width of a tensor on no GPU, whose checks are others, is no multiple of 8.
+        """Return the kernel that serves this call on an architecture, and the reason.
+
+        Args:
+            problem: the call's problem.
+            arch: the architecture.
+            gpu: the GPU's name.
+
+        Raises:
+            ValueError: a width is not a multiple of 8. Tensors on the CPU may have such widths, which no kernel serves.
         """
         for width in (problem.in_features, problem.intermediate, problem.out_features):
             if width:
@@ -86,25 +109,25 @@ class Call(Launching):
         return choose(problem, arch, gpu)
 
     def reference(self, problem: Problem) -> Any:
-        """The results, computed on the CPU."""
+        """Compute the results on the CPU."""
         results = self.new_results(problem)
         self.definition.reference(self, problem, *results)
         return self.returned(results)
 
     def without_rows(self, problem: Problem) -> Any:
-        """The result for T = 0, where that takes work that a kernel without rows would not do."""
+        """Return the result for T = 0 if a kernel that gets no rows would not write it; NotImplemented otherwise."""
         return NotImplemented
 
     def again(self) -> Any:
-        """Through the operator's front door."""
+        """Call the operator's public function with this call's arguments."""
         return type(self).operator(**self.keywords())
 
     def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
-        """The result of a call for which the front found no plan.
+        """Return the result of a call for which the front found no plan.
 
         Args:
-            key: of its plan; None where it has none.
-            known: lists that are known and weights that were prepared, by the arguments that they stand for.
+            key: key of the call's plan. None: the call has none, for example in a trace.
+            known: by argument, values to use instead of the arguments: `ExpertList`s for known lists, prepared weights.
         """
         if key is not None:  # another thread may have changed the setting since the key was made
             self.invariant = invariance.is_marked(key)
@@ -122,9 +145,10 @@ class Call(Launching):
         return self.settle(key, known)
 
     def may_be_unfound(self) -> bool:
-        """Check a call whose look-up raised, as look-ups do of what has no metadata of a tensor's. Return True if the
-        call has no plan: tensors of traced calls have no address, and group sizes may be a list of integers. False:
-        all arguments are right, so the error is not theirs.
+        """Check a call whose look-up of a plan raised an exception, and return True if the call just has no plan.
+
+        That is so for tensors of traced calls, which have no address, and if group sizes are a list of integers. False:
+        all arguments are right, so the exception has another cause.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -139,7 +163,7 @@ class Call(Launching):
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """As `settle`, for a call of which an argument requires a gradient."""
+        """Return the result of a call of which an argument requires a gradient. `key`: see `answer`."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
                 refuse_out(self.op, getattr(self, name))
@@ -147,7 +171,7 @@ class Call(Launching):
         return self.with_backward(self, key)
 
     def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
-        """As `answer`, without a gradient."""
+        """Return the result of a call that needs no gradient. Arguments: see `answer`."""
         if key is not None:
             ready = changed(self, **known)
             plan = ready.plan_alike(key)
@@ -158,7 +182,7 @@ class Call(Launching):
         return self.execute(key)
 
     def plan_alike(self, key: Hashable) -> Any:
-        """A plan, which is kept, where a call that differs in its rows alone was checked; else None."""
+        """Make and keep a plan, if a call that differs only in its number of rows was checked; return it, or None."""
         settled = self.settled(key, self.plans)
         if settled is None:
             return None
@@ -168,9 +192,13 @@ class Call(Launching):
         return plan
 
     def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """The problem, and a plan to be resized, where a call was checked that differs in its rows alone.
+        """Return the problem and an old plan to be resized, if a call that differs only in its rows was checked.
 
-        The layout of a single row is arbitrary, so that nothing is known of it.
+        None otherwise, also for a single row, whose stride torch leaves arbitrary.
+
+        Args:
+            key: the key of this call's plan.
+            plans: the plans in which to search.
         """
         rows = self.num_rows
         if not 1 < rows < MAX_ROWS or checking():
@@ -179,14 +207,14 @@ class Call(Launching):
         return None if known is None else (changed(known[0], rows=rows), known[1])
 
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
-        """Let `settled` know this call, which was checked, and its plan."""
+        """Let `settled` find this call, which passed all checks, and its plan."""
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.rowwise)
             free = self.free
             plans.settle(key, self.lead_sizes, count - len(free), (problem, plan), free)
 
     def execute(self, key: Hashable = None) -> Any:
-        """Check everything, then compute: on the CPU by the reference, else by a new plan. See `settle`."""
+        """Check everything, then compute: on the CPU by the reference, otherwise by a new plan. `key`: see `answer`."""
         self.check_plain()
         problem = self.check()
         self.check_addresses()
@@ -212,7 +240,10 @@ class Call(Launching):
         return ready.run(plan)
 
     def prepared(self) -> Any:
-        """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
+        """Return this call with tables for its lists of experts and group sizes on the device.
+
+        If nothing is to be changed, this is the call itself.
+        """
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled
         for kind, names in (("weight", weights), ("bias", self.biases), ("gradient", self.gradients)):
@@ -226,8 +257,10 @@ class Call(Launching):
 
     @classmethod
     def optional_results(cls) -> tuple[Made, ...]:
-        """Return results that an option leaves out, which torch's schemas do not have: an operator with one of them is
-        two of torch's, without it and with it; one with more returns a list of the results that are made.
+        """Return the results that a flag of the call can leave out.
+
+        Torch's schemas have no optional results: an operator with one such result becomes two torch operators, without
+        and with it; an operator with more returns a list of the results that are made.
         """
         return tuple([made for made in cls.definition.results if made.when in cls.options])
 
@@ -238,14 +271,18 @@ class Call(Launching):
 
     @property
     def form(self) -> str:
-        """The name of this call as an operator of torch's: `library.FORMS` lists them."""
+        """The name of the torch operator for this call; see `library`."""
         optional = () if self.returns_list() else self.optional_results()
         variant = "".join([made.form for made in optional if self.makes(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None
         return f"{self.torch_op}{variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
-        """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
+        """Return what the call returns.
+
+        Args:
+            returned: what its torch operator returned: the results that are not in a given buffer.
+        """
         if isinstance(out := getattr(self, "out", None), (list, tuple)):  # of all results
             return out
         fresh = iter(returned if isinstance(returned, (list, tuple)) else (returned,))
@@ -259,10 +296,11 @@ class Call(Launching):
         return self.returned([result(name) if is_wanted else None for name, is_wanted in self.asked()])
 
     def dispatch(self) -> Any:
-        """Through torch's dispatcher, as an operator that traces see as one."""
+        """Compute the call through torch's dispatcher, by its torch operator, which traces see as one node."""
         return self.through_torch(self)
 
     def _check_group_sizes(self) -> None:
+        """Read the group sizes back and check them; warn instead under graph capture."""
         if gpus.is_capturing():
             warnings.warn(f"{self.op}: {ENV_CHECK} cannot read group sizes under graph capture", stacklevel=4)
         else:
@@ -270,4 +308,5 @@ class Call(Launching):
 
 
 def _on_host(splits: Any) -> bool:
+    """Return True if row counts are in the host's memory: a list, or a CPU tensor."""
     return not isinstance(splits, Tensor) or (splits.device.type == "cpu" and gpus.KERNEL_DEVICE != "cpu")

@@ -45,14 +45,17 @@ A GateUp is a sequence of two."""
 
 
 def runs_kernels(x: Tensor) -> bool:
+    """Return True if calls with this tensor are computed by kernels, not by the CPU reference."""
     return x.device.type == gpus.KERNEL_DEVICE
 
 
 def shape_text(shape: Sequence[Any]) -> str:
+    """Return a shape as text, for example "[8, 2I, H]"."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], why: str) -> NoReturn:
+    """Raise ValueError for a wrong shape. `why`: the reason for the wanted shape."""
     raise ValueError(f"{op}: {name} has shape {shape_text(shape)}; it must be {shape_text(wanted)}, since {why}")
 
 
@@ -139,6 +142,7 @@ def check_tensor(
 
 
 def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
+    """Raise ValueError unless a tensor is on x's device."""
     if tensor.device != x.device:
         of = leading(op)
         raise ValueError(f"{op}: {name} is on {tensor.device} but {of} is on {x.device}; move it to {x.device}")
@@ -159,6 +163,7 @@ def _remedy(name: str) -> str:
 
 
 def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a tensor is contiguous."""
     if not tensor.is_contiguous():
         strides = shape_text(tensor.stride())
         raise ValueError(f"{op}: {name} is not contiguous (strides {strides}); {_remedy(name)}")
@@ -175,6 +180,7 @@ def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
 
 
 def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that gradients of weights may have: x's, and float32 if x is 16-bit."""
     return (x.dtype, torch.float32) if x.dtype.itemsize == 2 else (x.dtype,)
 
 
@@ -256,9 +262,9 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
     Args:
         op, name: the operator and the argument, for errors.
         value: the argument.
-        x: the leading operand; experts have its dtype and device.
+        x: the leading operand; experts must have its dtype and device.
         letters: names of the packed dimensions, for example "E 2I H".
-        wide: float32 is allowed if x is 16-bit.
+        wide: float32 is also allowed if x is 16-bit.
     """
     if isinstance(value, ExpertList):
         check_like_x(op, name, value, x, wide)
@@ -362,7 +368,18 @@ def _check_numbers(
     op: str, name: str, value: Any, what: str, x: Tensor, dtypes: Sequence[torch.dtype], count: int | None, why: str,
     cast: str = "cast it",
 ) -> Tensor:  # fmt: skip
-    """Check a vector on x's device and return it. count None: any shape."""
+    """Check a contiguous tensor of numbers on x's device and return it.
+
+    Args:
+        op, name: the operator and the argument, for errors.
+        value: the argument.
+        what: the error asks for this if `value` is not a tensor.
+        x: a tensor on the required device.
+        dtypes: the allowed dtypes.
+        count: the required number of elements of a vector. None: any shape.
+        why: the error's reason for the count.
+        cast: the error's advice for a wrong dtype.
+    """
     shape = None if count is None else (count,)
     tensor = check_tensor(op, name, value, what, dtypes=dtypes, cast=cast, shape=shape, why=why)
     _same_device(op, name, tensor, x)
@@ -384,8 +401,8 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
         op: the operator.
         rows: the indices. None: no indices, allowed.
         x: the matrix whose rows are selected.
-        name: errors call the indices so.
-        of: errors call x so.
+        name: the indices' name in errors.
+        of: x's name in errors.
         count: T. None: any number.
     """
     if rows is None:
@@ -427,8 +444,8 @@ def check_groups(
         offs, splits: the group sizes.
         x: the leading operand.
         experts: E.
-        counted: the argument that has E experts. Empty: E comes from the groups themselves.
-        name: errors call offs so.
+        counted: the argument that has E experts, for errors. Empty: E comes from the groups themselves.
+        name: the name of offs in errors.
     """
     if (offs is None) == (splits is None):
         got = "neither offs nor splits" if offs is None else "both offs and splits"
@@ -446,11 +463,13 @@ def check_groups(
 
 
 def check_choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:
+    """Raise ValueError unless an option is one of the valid strings."""
     if not isinstance(got, str) or got not in valid:
         raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless an option is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} is {value!r}; give True or False")
 
@@ -467,6 +486,7 @@ def check_recipe(op: str, recipe: Any) -> None:
 
 
 def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
+    """Raise ValueError unless the activation exists and the layout of gates fits it."""
     check_choice(op, "activation", activation, ACTIVATIONS)
     check_choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
     if activation not in GATED and glu_layout != "concat":
@@ -519,6 +539,7 @@ def check_w1(
 
 
 def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w: bool) -> None:
+    """Raise ValueError unless the options allow w1 to be a GateUp."""
     if activation not in GATED:
         raise ValueError(
             f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
@@ -530,7 +551,7 @@ def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
-    """Return I: w1's rows, or half of them if the activation has a gate. `of`: errors call the rows so."""
+    """Return I: w1's rows, or half of them if the activation has a gate. `of`: the rows' name in errors."""
     if activation not in GATED:
         return rows
     if rows % 2:

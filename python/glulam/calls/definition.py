@@ -1,7 +1,7 @@
-"""Definitions of operators: what each makes, what its launch takes besides arguments, how the CPU computes it.
+"""Definitions of operators: the results, what a launch needs besides the call's arguments, and how the CPU computes.
 
-A definition is data: a layer's, a training step's and that of quantised weights are made of that of the operator which
-they are variants of.
+A definition is data. Operators that are variants of another one (a layer's, a training step's, those with quantised
+weights) extend its definition.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Part = tuple[tuple[int, int], torch.dtype] | int
 
 
 class Before(NamedTuple):
-    """A step of a launch before it calls the function.
+    """A line that a launch runs before it calls the kernel's function.
 
     Attributes:
-        line: of Python.
-        values: values of kernel arguments from then on, as Python, in place of arguments of the same names.
-        names: objects that the line and the values call by name.
+        line: the line of Python. None: there is none.
+        values: by kernel argument, a Python expression for its value, instead of the call's argument of that name.
+        names: objects that the line and the expressions use, by name.
     """
 
     line: Line | None = None
@@ -34,28 +34,34 @@ class Before(NamedTuple):
 
 
 def no_reference(call: Any, problem: Problem, *results: Any) -> None:
-    """Refuse to compute on the CPU what is a launch alone."""
+    """Raise NotImplementedError: the call is only a launch of a step and cannot be computed on the CPU."""
     raise NotImplementedError(f"{call.op} is a launch of a step, and has no reference")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition:
-    """Results of an operator, and what makes them. Functions take a call, `scratch` and `before` its problem as well.
+    """The results of an operator and how they are made.
+
+    The functions take a call; those in `scratch` and `before` also take the call's problem.
 
     Attributes:
-        results: tensors that are made, in the order in which they are returned. Empty: each call tells its own
+        results: tensors that a call makes, in the order in which they are returned. Empty: each call has its own
             (`Launching.made`).
-        returns: called with the results, None for those that are not made. None: one result is returned alone, several
-            as a tuple, without those that are not made.
-        constants: return values by the names that kernels and `results` have for them, besides the problem's
-            dimensions. of_rows: likewise, of values that another number of rows may change.
-        scratch: return memory that a launch takes from the workspace, by the kernel's names.
-        before: return a step before the function is called, or None.
-        looks: check arguments at addresses that are new to a plan for what no metadata tells, besides alignment. They
-            take the kind of call, its given outputs, and the arguments that are read, by name.
-        cuts: into what a row's sums are cut besides by its GEMM, and by which numbers of the call or of the GPU, in
-            words; empty: each row is computed alone. `invariant` calls cut by sizes of the row alone.
-        reference: computes on the CPU. It takes the problem, and the results, which it writes.
+        returns: function that takes the results (None for a result that is not made) and makes the call's return value.
+            None: a single result is returned alone, several as a tuple, without those that are not made.
+        constants: functions that return values by name, as kernels and `results` use them, besides the problem's
+            dimensions; they do not depend on the number of rows.
+        of_rows: functions that return further values by name, which may depend on the number of rows.
+        scratch: functions that return the memory that a launch takes from the workspace, by the kernel's argument
+            names.
+        before: functions that return a `Before`, or None.
+        looks: checks of tensors at addresses that a plan has not seen, for properties other than alignment that
+            metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
+            read.
+        cuts: words after "it cuts" in `glulam.explain`: how sums, other than a GEMM's, are cut into partial sums, and
+            by which numbers of the call or GPU, for example "columns into slices, by the numbers of tokens and of SMs".
+            Empty: each row is computed alone. Batch-invariant calls cut by sizes of the row alone.
+        reference: function that computes on the CPU. It takes the call, the problem and the results, which it writes.
     """
 
     results: tuple[Made, ...] = ()
@@ -71,12 +77,12 @@ class Definition:
     def extended(
         self, reference: Callable[..., None] | None = None, cuts: str = "", **more: tuple[Any, ...]
     ) -> Definition:  # fmt: skip
-        """Return a definition with more of these parts, and another reference and other cuts if they are given."""
+        """Return a copy with the entries `more` added to its fields, and with another reference and cuts if given."""
         parts: dict[str, Any] = {name: (*getattr(self, name), *added) for name, added in more.items()}
         return dataclasses.replace(self, **parts, reference=reference or self.reference, cuts=cuts or self.cuts)
 
 
 def numbers_of_activation(call: Any) -> Mapping[str, Any]:
-    """Constants of kernels that serve several activations."""
+    """Return the constants by which kernels that serve several activations choose one and get its numbers."""
     params: Mapping[str, Any] = call.function.kernel_params
     return params

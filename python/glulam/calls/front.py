@@ -2,7 +2,8 @@
 
 A decorated function declares the parameters, their defaults and the docstring; the names of arguments (`arguments`) and
 the `Call` class define the arguments' meaning. The body is generated and compiled when the module is imported: it finds
-the plan of the call and runs the plan, or else leaves the call to `Call.answer`. `text_of` returns the body.
+the plan of the call (a kept launch) and runs it; if there is none, it leaves the call to `Call.answer`. `text_of`
+returns the body.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from .quantized import Quantized
 from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
-"""The kinds of calls of all operators; the kind with quantised arguments follows its operator's plain kind."""
+"""The kinds of calls (subclasses of `Call`) of all operators; a kind with quantised arguments follows its operator's
+kind.
+"""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -176,8 +179,8 @@ def operator(
     """Decorate an operator's function: replace its body by generated code, kept as text in the attribute `text`.
 
     Args:
-        kind: the kind of the operator's calls.
-        quantized: the kind of calls whose arguments are quantised or will be. These calls have a separate generated
+        kind: the class of the operator's calls.
+        quantized: the class of calls whose arguments are quantised or will be. These calls have a separate generated
             function that takes arguments in parts. None: the operator has no such calls.
         when: a Python expression that is true for a call with quantised arguments.
         recipe: a Python expression for the recipe of such a call.

@@ -21,7 +21,7 @@ def compiled(text: str, name: str) -> CodeType:
 
 
 def compiled_one_of_many(text: str, name: str) -> CodeType:
-    """Compile as `compiled` does, under "<name #number>". The lines are kept as long as the code object."""
+    """Compile as `compiled` does, under "<name #number>". The lines are kept only as long as the code object lives."""
     numbered = f"<{name} #{next(_numbers)}>"
     code = compiled(text, numbered)
     weakref.finalize(code, linecache.cache.pop, numbered, None).atexit = False

@@ -1,8 +1,9 @@
-"""Launches: generated Python that passes a call's arguments to an exported function, one text per way to call it.
+"""Launches: generated Python that passes a call's arguments to a kernel's exported function.
 
 A `Shape` says which arguments are present, which are lists, which arguments the function takes and which results are
-made. A few lines of Python without a branch or a loop are generated from a Shape and compiled once. A `Plan` is this
-code together with the constants of one signature: widths, the function, memory. `text_of` returns the lines.
+made. From a Shape a few lines of Python without loops are generated and compiled once. A `Plan` is this code together
+with the constants of one signature (the metadata of all arguments): widths, the function, memory. `text_of` returns the
+lines.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Made(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Suffix to the names of torch's operators that make this optional result."""
+        """The part of a torch operator's name that says it makes this optional result."""
         return f"_{self.kernel.removeprefix('d_')}"
 
 
@@ -80,14 +81,19 @@ GIVEN, TABLE, UP, RESULT, MATRIX, BYTES, CONSTANT, TICKETS, TEXT, ABSENT = (
 
 
 class Line(NamedTuple):
-    """A line of Python before the function's call. `addresses`: arguments whose addresses it uses, as `<name>_at`."""
+    """A line of Python before the function's call.
+
+    Attributes:
+        text: the line.
+        addresses: names of arguments whose addresses the line uses, as `<name>_at`.
+    """
 
     text: str
     addresses: tuple[str, ...] = ()
 
 
 class Shape(NamedTuple):
-    """All that the text of a launch depends on.
+    """All that the code of a launch depends on. The code is a Python function, `run`, that calls the kernel's function.
 
     Attributes:
         takes: the tensor arguments of `run`.
@@ -96,14 +102,14 @@ class Shape(NamedTuple):
         halves: the arguments that are GateUps.
         loose: the arguments that are plain lists of tensors, whose addresses are not read.
         unpacks: the argument that is a list of buffers for all results. Empty: there is none.
-        arguments: arguments of the function.
+        arguments: arguments of the kernel's function.
         values: the source of each of these arguments.
         makes: tensors that the call makes.
         scratch: names of the parts of the plan's memory.
-        before: lines before the function's call.
-        checked: new addresses are checked.
+        before: lines before the call of the kernel's function.
+        checked: addresses that the plan has not seen are checked.
         single_gpu: the process sees one GPU.
-        aligned: a matrix may have a single row with any stride.
+        aligned: a matrix may have a single row, with any stride.
         result: name of a constant that is called with the results. Empty: results are returned as they are.
     """
 
@@ -144,15 +150,17 @@ class Shape(NamedTuple):
         return str(argument.absent) if kind == ABSENT else name
 
     def addresses(self) -> set[str]:
-        """Return the arguments of `run` whose addresses are used in the function's call or a line before it."""
+        """Return the names of `run`'s arguments whose addresses the lines `before` or the function's call use."""
         pairs = zip(self.arguments, self.values, strict=True)
         used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
         return used.union(*[line.addresses for line in self.before])
 
     def returned(self, made: Made) -> str:
+        """Return the Python expression that `run` returns for a result: a list's tensors instead of its ExpertList."""
         return f"{made.name}.tensors" if made.name in self.lists else made.name
 
     def _tensor(self, name: str, argument: Argument) -> str:
+        """Return the Python expression for an argument of `run` as a kernel takes it, as a tensor."""
         if name in self.lists:
             return f"{name}.lowest"
         has_any_stride = self.aligned and name in self.present and len(argument.shape) == 2
@@ -160,7 +168,7 @@ class Shape(NamedTuple):
 
 
 def wrapped(begin: str, items: list[str], end: str) -> list[str]:
-    """Return the lines of one statement, wrapped if it is longer than LINE."""
+    """Return the lines of one statement `begin` + items + `end`, wrapped if it is longer than LINE."""
     if len(begin) + len(", ".join(items)) + len(end) <= LINE:
         return [begin + ", ".join(items) + end]
     lines = [""]
@@ -172,12 +180,13 @@ def wrapped(begin: str, items: list[str], end: str) -> list[str]:
 
 
 def indented(lines: list[str]) -> list[str]:
+    """Return lines of Python indented by one level."""
     return [f"    {line}" for line in lines]
 
 
 @functools.lru_cache(maxsize=4096)
 def text_of(shape: Shape) -> str:
-    """Return the function `run` as Python source."""
+    """Return the Python source of a plan's function `run`."""
     passed = list(map(shape.text_of, shape.arguments, shape.values))
     returned = ", ".join(shape.returned(made) for made in shape.makes if made.returned)
     lines = [
@@ -190,6 +199,7 @@ def text_of(shape: Shape) -> str:
 
 
 def _on_its_device(shape: Shape) -> list[str]:
+    """Return lines that make the plan's device current, unless the process sees only one."""
     if shape.single_gpu:
         return []
     return ["if gpus.current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
@@ -231,7 +241,7 @@ def _makes(shape: Shape) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def code_of(op: str, shape: Shape) -> CodeType:
-    """Return the compiled function `run`."""
+    """Return the compiled function `run` of a shape. `op`: the operator's name, for tracebacks."""
     return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
 
@@ -241,7 +251,7 @@ def aligned_row(matrix: Tensor) -> Tensor:
 
 
 def launch_nothing(*_: Any) -> None:
-    """The function of a plan for T = 0."""
+    """Do nothing: the function of plans for T = 0."""
 
 
 _NAMES: dict[str, Any] = {
@@ -265,10 +275,10 @@ class Bare(NamedTuple):
 
     Attributes:
         function: the plan's function.
-        arguments: the function's arguments.
-        values: their values, in order.
+        arguments: descriptions of the function's arguments.
+        values: the arguments' values, in order.
         results: the call's results.
-        memory: all other tensors that the values point to.
+        memory: all other tensors that the values point to; they must be kept alive.
     """
 
     function: Callable[..., Any]
@@ -279,13 +289,13 @@ class Bare(NamedTuple):
 
 
 class Plan:
-    """A launch that is ready once the arguments were checked. `run` launches.
+    """A launch for calls of one signature, whose arguments were checked. `run` launches.
 
     Attributes:
         op: the operator's name, for messages.
-        shape: the Shape of its text.
-        constants: the objects that the text uses by name; `run` sees nothing else.
-        serving: finds the function for another number of rows.
+        shape: the Shape from which the code was generated.
+        constants: the objects that the code uses by name; `run` sees nothing else.
+        serving: finds the kernel's function for another number of rows.
         extents, out_extents, apart: see `memory.check_apart`.
         look: checks, for arguments at new addresses, properties that metadata does not show.
     """
@@ -294,7 +304,9 @@ class Plan:
         self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """Make a plan, which owns `constants` from now on. `code`: of a plan of this shape. None: looked up."""
+        """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape;
+        None: looked up.
+        """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
@@ -307,7 +319,7 @@ class Plan:
             constants["run"] = self.run
 
     def serves(self, rows: int) -> bool:
-        """Return True if the plan also serves `rows` rows: same function, and no constant depends on rows."""
+        """Return True if this plan also serves `rows` rows: same function, and no constant depends on rows."""
         if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
             return False
         return self.serving.at(rows).function is self.constants["function"]

@@ -1,4 +1,4 @@
-"""Make the plan of a checked call: the parts of its launch."""
+"""Make the plan (a kept launch, see `launch`) of a checked call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class Launching(Arguments):
     definition: ClassVar[Definition]
 
     def made(self) -> tuple[Made, ...]:
-        """Return the tensors that this call makes; without results like an absent argument, or whose flag is unset."""
+        """Return the tensors that this call makes.
+
+        Results whose flag is unset, or whose model (`Made.like`) is absent, are left out or, if the definition's
+        `returns` takes all results, marked as not wanted.
+        """
         results, is_none = self.definition.results, self.definition.returns is not None
         made = [one if self.makes(one) else one._replace(wanted=False) for one in results]
         return tuple([one for one in made if one.wanted or is_none])
@@ -65,6 +69,7 @@ class Launching(Arguments):
 
     @property
     def gpu(self) -> gpus.Gpu:
+        """The GPU of the leading argument."""
         return gpus.gpu(self.lead.get_device())
 
     def constants(self) -> dict[str, Any]:
@@ -137,12 +142,12 @@ class Launching(Arguments):
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
-        """Return the results one by one."""
+        """Return the results that the call returns, one by one and uninitialised; None: the result is not wanted."""
         known = {**problem.dims, **self.of_rows(), **self.constants()}
         return [self._result(one, known) for one in self.made() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
-        """Return results as the call does: a single one alone, several as a tuple or as the definition says."""
+        """Return results as the call returns them: one alone, several as a tuple, or as `Definition.returns` says."""
         if self.definition.returns is not None:
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)
@@ -191,7 +196,7 @@ class Launching(Arguments):
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        """Return a plan like `like` for another number of rows, that of `problem`."""
+        """Return a plan like `like` for the number of rows of `problem`."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
         shape, code = self.resized_shape(like, problem, constants)
         return self._plan(shape, constants, like.serving, code)
@@ -201,6 +206,7 @@ class Launching(Arguments):
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
+        """Run a plan with this call's arguments. If that raises, check the arguments, whose errors come first."""
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
         except ARGUMENT_ERRORS:
@@ -208,10 +214,12 @@ class Launching(Arguments):
             raise
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+        """Return a plan with this call's extents. `code`: see `Plan`."""
         extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
         return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
+        """Return the constants of a plan that may depend on the number of rows."""
         served, memory = serving.at(problem.rows), self.scratch(problem).values()
         return {
             "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
@@ -235,6 +243,14 @@ class Launching(Arguments):
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
     def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
+        """Return the shape of this call's launch.
+
+        Args:
+            problem: the call's problem.
+            signature: the arguments of the kernel's function.
+            constants: names of the plan's constants.
+            checked: see `launch.Shape`.
+        """
         values = {name: getattr(self, name) for name in self._present()}
         makes = tuple(made for made in self.made() if made.kernel in signature.names or not made.wanted)
         scratch, before = self.scratch(problem), self.before(problem)
@@ -263,12 +279,14 @@ class Launching(Arguments):
         )
 
     def _source(self, argument: Argument, sources: dict[str, Source]) -> Source:
+        """Return the source of a kernel argument. Raises TypeError if a required argument has none."""
         if argument.name not in sources and not argument.optional:
             raise TypeError(f"{self.op}: nothing gives {argument.name}, which the function needs")
         return sources.get(argument.name, Source(ABSENT))
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one dict with the entries of all."""
     found: dict[str, Any] = {}
     for part in parts:
         found.update(part)

@@ -1,7 +1,7 @@
 """Calls whose arguments are quantised or will be: a user's single argument is split into its parts.
 
-An argument `w` becomes `w`, its elements (or a weight in 16 bits that is not prepared yet), `w_scale`, its scales, and,
-if its format has a third part, `w_global_scale`. So plans are found by tensors alone, and a call consists of arguments
+An argument `w` becomes `w` (its elements, or a 16-bit weight that is not prepared yet), `w_scale` (its scales) and, if
+its format has a third part, `w_global_scale`. So plans are found by tensors alone, and a call consists of arguments
 that torch's operators take. The public operator's generated function (`front`) splits the arguments.
 """
 
@@ -26,10 +26,10 @@ class Quantized(Call):
     """A call whose arguments are quantised or will be.
 
     Attributes:
-        in_parts: arguments that come in parts, with the number of SUFFIXES of each.
-        unwraps: names of the arguments that `unwrap` returns, in order.
+        in_parts: names of arguments that are split, with the number of parts of each (see SUFFIXES).
+        unwraps: names of the call's arguments that `unwrap` returns, in their order.
         unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
-        settles: public arguments that `unwrap` consumes: calls do not have them.
+        settles: names of public arguments that `unwrap` uses up: calls do not have them.
         recipes: recipes by name.
         classes: classes of arguments by which the public operator recognises such a call. Empty: not by class.
     """
@@ -42,7 +42,14 @@ class Quantized(Call):
 
     @classmethod
     def unwrap(cls, recipe: Any, *public: Any) -> tuple[Any, ...]:
-        """Return the parts of arguments, and other arguments that depend on them, in the order of `unwraps`.
+        """Split public arguments into their parts.
+
+        Args:
+            recipe: the call's recipe.
+            public: the public arguments `unwrap_takes`.
+
+        Returns:
+            The call's arguments `unwraps`, in their order: parts, and arguments that depend on them.
 
         Raises:
             ValueError, TypeError: the recipe does not take such an argument.
@@ -98,7 +105,7 @@ class Quantized(Call):
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments by name, from the public arguments by name; absent arguments are None."""
+        """Return the call's arguments by name, made from the public operator's, by name; absent ones are None."""
         recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}

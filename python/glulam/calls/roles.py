@@ -48,7 +48,7 @@ class Role(NamedTuple):
 
 
 SUFFIXES = ("", "_scale", "_global_scale")
-"""Suffixes to a quantised argument's name that give the names of its parts."""
+"""Suffixes that turn the name of a quantised argument into the names of its elements, scales and global scale."""
 
 
 def _roles(kind: Kind, schema: str, *names: str, dtype: torch.dtype | None = None) -> dict[str, Role]:
@@ -99,4 +99,4 @@ def names_of(*kinds: Kind) -> tuple[str, ...]:
 
 GROUPS, WEIGHTS, BIASES = names_of(Kind.GROUPS), names_of(Kind.WEIGHT), names_of(Kind.BIAS)
 TABLES = {**dict.fromkeys(WEIGHTS, "weight"), **dict.fromkeys(BIASES, "bias")}
-"""Arguments that may be lists of experts' tensors, with the kind of their tables (`host.experts`)."""
+"""The arguments that may be lists of experts' tensors, and for each the kind of its address table (`host.experts`)."""

@@ -1,8 +1,8 @@
 """Calls with DTensors (torch.distributed.tensor): each rank calls the operator with its local tensors.
 
-`DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. A dimension of the mesh
-replicates all arguments, or splits them in a way that the operator lists (`Call.served_splits`); any other layout is
-refused. Group sizes may be plain: they are the same on all ranks.
+`DTensor.to_local` and `DTensor.from_local` are differentiable, so gradients are DTensors, too. Each dimension of the
+device mesh either replicates all arguments or splits them in a way that the operator lists (`Call.served_splits`); any
+other placement is refused. Group sizes may be plain tensors: they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .memory import tensors_of
 from .roles import GROUPS
 
 SUM = "sum"
-"""In the place of a dimension: each rank has an addend of the tensor. An argument may be replicated instead; then the
-first rank adds it, and the others zeros.
+"""Used instead of a dimension: each rank has an addend of the tensor. Such an argument may also be replicated; then the
+first rank uses it, and the others use zeros.
 """
 MODULE = "torch.distributed.tensor"
 
 
 class Split(NamedTuple):
-    """How one dimension of a mesh splits a call.
+    """A way in which one dimension of a mesh splits a call.
 
     Attributes:
-        dims: by argument, the dimension that is cut, of lists of experts as if they were packed, or SUM. Arguments that
-            are absent here are replicated.
-        result: the same of each result; None: replicated.
-        multiples: by argument, what a rank's part of the cut dimension is a multiple of.
-        refusal: why this call cannot be split like this; empty: it can.
+        dims: by argument, the dimension that is cut, or SUM. For lists of experts the dimensions are those of the
+            packed tensor. Arguments that are not listed are replicated.
+        result: the dimension in which each result is cut, or SUM. None: results are replicated.
+        multiples: by argument, a number that divides a rank's size of the cut dimension. Default: 1.
+        refusal: the reason why this call cannot be split so. Empty: it can.
     """
 
     dims: Mapping[str, int | str]
@@ -54,7 +54,9 @@ def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, 
     """Return the split of the inner width I: each rank has a part of w1's rows and of the matrices with I columns.
 
     Args:
-        dims, result: see `Split`. bias: the name of w1's bias.
+        call: the call.
+        dims, result: see `Split`.
+        bias: the name of w1's bias.
     """
     unit, refusal = 1, ""
     if isinstance(call.w1, GateUp):
@@ -71,7 +73,7 @@ def split_of_width(call: Any, dims: Mapping[str, int | str], result: int | str, 
 
 
 def dtensor() -> Any:
-    """Return the class DTensor; None as long as nobody has imported it."""
+    """Return the class DTensor; None if nobody has imported its module yet."""
     return getattr(sys.modules.get(MODULE), "DTensor", None)
 
 
@@ -82,7 +84,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
-    """Return a function's result of a tensor; of a DTensor, a DTensor of the function's result of the local tensor."""
+    """Return function(tensor); for a DTensor, apply the function to the local tensor and keep mesh and placements."""
     if not is_dtensor(tensor):
         return function(tensor)
     made = function(tensor.to_local())
@@ -90,7 +92,7 @@ def on_local(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
 
 
 def moved_shards(tensor: Any, old: int, new: int) -> Tensor:
-    """Return a DTensor that is sharded in dimension `new` where it was in `old`; any other tensor as it is."""
+    """Return a DTensor with its shards of dimension `old` redistributed to dimension `new`; other tensors unchanged."""
     if is_dtensor(tensor):
         before, after = _placement(old, tensor), _placement(new, tensor)
         tensor = tensor.redistribute(placements=[after if one == before else one for one in tensor.placements])
@@ -99,14 +101,14 @@ def moved_shards(tensor: Any, old: int, new: int) -> Tensor:
 
 
 def tensors_given(call: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield each tensor of a call, with its argument and the name that errors give it."""
+    """Yield (argument name, name in errors, tensor) for each tensor of a call."""
     for name in call.names:
         for label, tensor in tensors_of(call.labels.get(name, name), getattr(call, name)):
             yield name, label, tensor
 
 
 def has_dtensors(call: Any) -> bool:
-    """Return True if an argument is a DTensor, or holds one."""
+    """Return True if an argument is a DTensor, or a list or GateUp that contains one."""
     kind = dtensor()
     if kind is None:
         return False
@@ -119,18 +121,19 @@ def has_dtensors(call: Any) -> bool:
 
 
 def refuse_dtensors(call: Any, why: str) -> None:
-    """Raise TypeError, naming it, if an argument is a DTensor."""
+    """Raise TypeError if an argument is a DTensor. `why`: the error's reason, after the argument's name."""
     for _, label, tensor in tensors_given(call) if has_dtensors(call) else ():
         if isinstance(tensor, dtensor()):
             raise TypeError(f"{call.op}: {label} is a DTensor, and {why}; leave that out, or give {label}.to_local()")
 
 
 def run(call: Any) -> Any:
-    """Return the result of a call with DTensors, as DTensors.
+    """Compute a call with DTensors by calling the operator with each rank's local tensors; return DTensors.
 
     Raises:
-        TypeError: a tensor is none, or an `out` is given.
-        ValueError: DTensors are of several meshes, or the operator does not serve how they are placed.
+        TypeError: a tensor is not a DTensor, or an output buffer is given.
+        ValueError: DTensors are on several meshes, or the operator does not serve their placements.
+        NotImplementedError: ranks would add results, and the call must be batch-invariant.
     """
     for name in call.outputs:
         if getattr(call, name) is not None:
@@ -144,7 +147,12 @@ def run(call: Any) -> Any:
 
 
 def _mesh(call: Any) -> Any:
-    """Return the mesh that all tensors are on. Raises TypeError, ValueError where they are not."""
+    """Return the mesh of all DTensors.
+
+    Raises:
+        TypeError: a tensor other than group sizes is not a DTensor.
+        ValueError: DTensors are on several meshes.
+    """
     kind = dtensor()
     given = list(tensors_given(call))
     leader: Any
@@ -167,7 +175,7 @@ def _mesh(call: Any) -> Any:
 
 
 def _split_of(call: Any, dim: int) -> Split:
-    """Return how a dimension of the mesh splits the call. Raises ValueError where the operator does not serve that."""
+    """Return the split that fits the placements of all arguments on dimension `dim` of the mesh. Raises ValueError."""
     served = (REPLICATED, *call.served_splits())
     for split in served:
         if not _misfits(call, split, dim):
@@ -179,7 +187,7 @@ def _split_of(call: Any, dim: int) -> Split:
 
 
 def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
-    """Return the DTensors, with their names, that are not placed as a split wants."""
+    """Return (name in errors, tensor) for each DTensor whose placement on mesh dimension `dim` does not fit a split."""
     kind = dtensor()
     return [
         (label, tensor)
@@ -189,11 +197,12 @@ def _misfits(call: Any, split: Split, dim: int) -> list[tuple[str, Any]]:
 
 
 def _served(cut: int | str | None, value: Any) -> list[Any]:
-    """Return the placements that a split has for an argument."""
+    """Return the placements of an argument that a split allows. `cut`: the split's entry for the argument, or None."""
     return [_placement(one, value) for one in ((SUM, None) if cut == SUM else (cut,))]
 
 
 def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
+    """Raise ValueError for placements on mesh dimension `dim` that fit none of the splits `served`."""
     label, tensor = min((_misfits(call, split, dim) for split in served), key=len)[0]
     ways = ["all Replicate()"]
     for split in served[1:]:
@@ -209,9 +218,7 @@ def _refuse(call: Any, served: Sequence[Split], dim: int) -> NoReturn:
 
 
 def _check_sums(call: Any, splits: Sequence[Split]) -> None:
-    """Raise NotImplementedError where ranks have addends of a result or of a gradient, and the call is to be
-    batch-invariant.
-    """
+    """Raise NotImplementedError if ranks have addends of a result or gradient, and the call must be batch-invariant."""
     if not call.invariant:
         return
     is_trained = torch.is_grad_enabled() and any(one.requires_grad for *_, one in tensors_given(call))
@@ -223,7 +230,7 @@ def _check_sums(call: Any, splits: Sequence[Split]) -> None:
 
 
 def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
-    """Raise ValueError where ranks would not have equal parts, or parts that cut a gate from its up-projection."""
+    """Raise ValueError if ranks' parts would be unequal, or would cut a gate from its up-projection."""
     parts: dict[tuple[str, Any], int] = {}
     for dim, split in enumerate(splits):
         for name, cut in split.dims.items():
@@ -239,7 +246,7 @@ def _check_parts(call: Any, splits: Sequence[Split], mesh: Any) -> None:
 
 
 def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
-    """Return an argument with the local tensors of this rank."""
+    """Return an argument with this rank's tensors instead of DTensors. `splits`: one for each dimension of the mesh."""
     if isinstance(value, dtensor()):
         return _local_tensor(value, [split.dims.get(name) for split in splits], splits)
     if isinstance(value, GateUp):
@@ -251,7 +258,13 @@ def _local(value: Any, name: str, splits: Sequence[Split]) -> Any:
 
 
 def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequence[Split]) -> Tensor:
-    """Return this rank's part of a DTensor, or its addend. `cuts`: of each dimension of the mesh."""
+    """Return this rank's part of a DTensor, or its addend; differentiable.
+
+    Args:
+        tensor: the DTensor.
+        cuts: for each dimension of the mesh, the tensor's cut dimension, SUM, or None (replicated).
+        splits: for each dimension of the mesh, its split.
+    """
     grads, is_zero = [], False
     for dim, (cut, split, placement) in enumerate(zip(cuts, splits, tensor.placements, strict=True)):
         is_whole = cut is None or (cut == SUM and placement.is_replicate())
@@ -265,7 +278,7 @@ def _local_tensor(tensor: Any, cuts: Sequence[int | str | None], splits: Sequenc
 
 
 def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
-    """Return results of this rank as DTensors."""
+    """Return this rank's results as DTensors. `splits`: one for each dimension of the mesh."""
     if isinstance(result, tuple):
         return tuple([_global(one, mesh, splits) for one in result])
     if result is None:
@@ -275,7 +288,7 @@ def _global(result: Any, mesh: Any, splits: Sequence[Split]) -> Any:
 
 
 def _placement(cut: int | str | None, value: Any) -> Any:
-    """Return how a split places an argument, or a tensor of a list."""
+    """Return the placement of an argument, `value`: Replicate for None, Partial for SUM, Shard for a dimension."""
     types = sys.modules[MODULE]
     if cut is None:
         return types.Replicate()
@@ -283,7 +296,7 @@ def _placement(cut: int | str | None, value: Any) -> Any:
 
 
 def _dim_in(cut: Any, value: Any) -> int:
-    """Return a dimension of packed experts as the tensors of an argument have it."""
+    """Return the dimension of an argument's tensors for a dimension of packed experts: one less for a list."""
     is_list = isinstance(value, (list, tuple)) and not isinstance(value, GateUp)
     return int(cut) - is_list
 

@@ -28,7 +28,7 @@ _PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 
 class _OneLineErrors(TyperGroup):
-    """Reports a mistake on the command line in one line, like other errors."""
+    """The group of commands; it reports a mistake on the command line in one line, like other errors."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
@@ -109,7 +109,14 @@ def _reported() -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """An option of a command: its type, its default, and further arguments of `typer.Option`."""
+    """An option of a command.
+
+    Attributes:
+        kind: the option's type.
+        default: the default value; REQUIRED: there is none.
+        how: further arguments of `typer.Option`.
+        positional: it is a positional argument.
+    """
 
     kind: Any
     default: Any
@@ -117,6 +124,7 @@ class Row(NamedTuple):
     positional: bool = False
 
     def parameter(self, name: str) -> inspect.Parameter:
+        """Return the parameter of a typer command for this option. `name`: the option's name in Python."""
         typed = f"{option(name)}/--no-{name}" if self.default is True else option(name)
         info = typer.Argument(**self.how) if self.positional else typer.Option(typed, **self.how)
         kind: Any = self.kind
@@ -129,14 +137,17 @@ REQUIRED = inspect.Parameter.empty
 
 
 def row(help: str, kind: Any = str | None, default: Any = None, **how: Any) -> Row:
+    """Declare an option. `how`: further arguments of `typer.Option`."""
     return Row(kind, default, {"help": help, **how})
 
 
 def flag(help: str) -> Row:
+    """Declare an option without a value, False by default."""
     return row(help, bool, False)
 
 
 def count(help: str, default: Any = None, least: int = 1) -> Row:
+    """Declare an option that takes an integer of at least `least`."""
     return row(help, int | None, default, min=least)
 
 
@@ -197,6 +208,7 @@ def show(*parts: str | Table) -> None:
 
 
 def megabytes(size: int) -> str:
+    """Return a number of bytes as text in MB."""
     return f"{size / 1e6:.1f} MB"
 
 

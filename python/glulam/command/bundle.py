@@ -1,4 +1,4 @@
-"""`glulam build` and `glulam info`: a bundle is made, or shown without loading anything of it."""
+"""`glulam build`, `hub` and `info`: make a bundle, write it for the Hugging Face hub, or show its content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items()
 
 
 def archs_here() -> list[str]:
-    """The best architecture for this machine's GPU that is not untried; without one that has kernels, Hopper's."""
+    """Return, as a list, the best architecture for this machine's GPU whose kernels were tried (`prefer_tried`).
+
+    Without a GPU that has kernels it is profiles.DEFAULT, Hopper's.
+    """
     gpu = find_gpu(installed_torch())
     return [(prefer_tried(serving(gpu.capability), gpu.name) if gpu else None) or profiles.DEFAULT]
 
@@ -60,6 +63,7 @@ def build(
 
 
 def _tile(stage: dict[str, Any]) -> str:
+    """Return a stage's tile, cluster and schedule as text. `stage`: its spec as a dict."""
     tile = stage.get("tile")
     if tile is None:
         return "-"
@@ -69,7 +73,7 @@ def _tile(stage: dict[str, Any]) -> str:
 
 
 def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
-    """What `info` shows of a function. A composed one's stages are the specs in its spec."""
+    """Return the columns that `info` prints for a function. A composed function's spec holds a spec for each stage."""
     spec = functions[name].spec
     registers, kilobytes = resources(functions, name)
     stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]

@@ -15,16 +15,18 @@ from .app import REQUIRED, command, flag, megabytes, row, say, show
 
 
 def _size(found: Sequence[cache.Entry]) -> str:
+    """Return the size of all entries as text."""
     return megabytes(sum(kept.size for kept in found))
 
 
 def _states(found: Sequence[cache.Entry]) -> str:
+    """Return the number of entries in each state as text."""
     counts = Counter(kept.state for kept in found)
     return ", ".join(f"{counts[state]} {state}" for state in cache.STATES)
 
 
 def _summary(stored: Sequence[cache.Entry]) -> str:
-    """Return one line about all objects: a build has hundreds."""
+    """Return one line about all objects (compiled, not linked), of which a build has hundreds."""
     place = records.shown(objects.folder())
     return f"{len(stored)} objects for builds in {place} ({_size(stored)}): {_states(stored)}"
 

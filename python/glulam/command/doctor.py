@@ -1,4 +1,7 @@
-"""What `glulam doctor` looks at. Each check is one finding in plain words and, where it is bad, one remedy."""
+"""`glulam doctor`: check everything that Glulam needs.
+
+Each check is one finding in plain words and, if it is bad, one remedy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,14 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor, and what classes of display co
 
 
 class Check(NamedTuple):
-    """One finding. `state` is "ok", "note" (something that this machine can do without) or "bad"."""
+    """One finding.
+
+    Attributes:
+        name: what was checked.
+        state: "ok", "note" (this machine can do without it) or "bad".
+        finding: the result in words.
+        remedy: a command or advice. Empty: none is needed.
+    """
 
     name: str
     state: str
@@ -42,7 +52,13 @@ class Check(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """The current CUDA device: its name, compute capability and the kernels' architecture, None if it has none."""
+    """The current CUDA device.
+
+    Attributes:
+        name: the GPU's name.
+        capability: the compute capability.
+        arch: the architecture whose kernels serve the GPU. None: there is none.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -50,19 +66,21 @@ class Gpu(NamedTuple):
 
     @property
     def best(self) -> str | None:
-        """The best architecture for it, whether there is a bundle of it or not."""
+        """The best architecture for the GPU, with or without a bundle; None: no architecture runs on it."""
         return next(iter(serving(self.capability)), None)
 
     @property
     def passed_over(self) -> str:
+        """See `host.device.passed_over`."""
         return passed_over(self.capability, self.arch, self.name) if self.arch else ""
 
 
 Finding = tuple[str, ...]
-"""A Check but for its name."""
+"""A `Check` without its name: state, finding and, if there is one, remedy."""
 
 
 def installed_torch() -> Any | None:
+    """Return the module torch; None if it is not installed."""
     try:
         import torch
     except ImportError:
@@ -71,6 +89,7 @@ def installed_torch() -> Any | None:
 
 
 def find_gpu(torch: Any | None) -> Gpu | None:
+    """Return the current CUDA device; None if torch sees none. `torch`: see `installed_torch`."""
     if torch is None or not torch.cuda.is_available():
         return None
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -78,7 +97,7 @@ def find_gpu(torch: Any | None) -> Gpu | None:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the installed driver runs, or None without a driver."""
+    """Return the newest CUDA version that the installed driver runs; None if there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -90,7 +109,7 @@ def driver_version() -> tuple[int, int] | None:
 
 
 def has_nvidia_card() -> bool:
-    """Whether the PCI bus shows an NVIDIA GPU, which needs no driver."""
+    """Return True if the PCI bus shows an NVIDIA GPU; this works without a driver."""
     for card in _PCI.glob("*"):
         with contextlib.suppress(OSError):
             vendor, kind = (card / "vendor").read_text().strip(), (card / "class").read_text()
@@ -127,12 +146,12 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
 
 
 def _check_untried(gpu: Gpu) -> Finding:
-    """Kernels that would come before those that serve."""
+    """Report the better kernels that are passed over since they were never run on this GPU."""
     return "note", *why_passed_over(gpu.passed_over, str(gpu.arch))
 
 
 def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
-    """A driver is of use where there is a card for it."""
+    """Check the driver's version. A missing driver is bad only if there is a GPU; its remedy needs an NVIDIA card."""
     state = "bad" if gpu else "note"
     if driver and driver >= _OLDEST_DRIVER:
         return "ok", f"runs CUDA {driver[0]}.{driver[1]}"
@@ -194,7 +213,7 @@ def _check_preferences() -> Finding:
 
 
 def _check_tables(gpu: Gpu | None) -> Finding:
-    """Tables of tuned kernels, and whether they hold for this GPU."""
+    """Check the tables of tuned kernels, and count the layers for which they hold on this GPU."""
     if not known.tables():
         return "ok", "no tables: kernels are the shipped choice"
     found = known.read_tables(gpu.name if gpu else "")
@@ -203,16 +222,16 @@ def _check_tables(gpu: Gpu | None) -> Finding:
 
 
 def _with_ignored(summary: str, ignored: tuple[str, ...]) -> Finding:
-    """Each line says what mends it."""
+    """Return a finding with the files or lines that were ignored; each of these texts says what mends it."""
     return "note" if ignored else "ok", "; ".join((summary, *ignored))
 
 
 def examine() -> Iterator[Check]:
-    """Looks at everything that Glulam needs. Loads the bundle, launches nothing, changes nothing."""
+    """Yield a finding for everything that Glulam needs. This loads the bundle, but launches and changes nothing."""
     torch, gpu = installed_torch(), None
     with contextlib.suppress(RuntimeError):  # a driver that torch cannot initialise is found by its own check
         gpu = find_gpu(torch)
-    needed = "bad" if gpu else "note"  # of what only a GPU needs
+    needed = "bad" if gpu else "note"  # the state of a failed check that concerns only GPUs
     archs = [gpu.arch] if gpu and gpu.arch else [profiles.DEFAULT]
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),
@@ -237,7 +256,7 @@ def examine() -> Iterator[Check]:
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """All findings in one sentence."""
+    """Return all findings summarised in one sentence."""
     state = {check.name: check.state for check in checks}
     if bad := [check.name for check in checks if check.state == "bad"]:
         return f"Glulam is not usable here yet: see {', '.join(bad)} above."
@@ -253,7 +272,7 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red"
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """All findings as a JSON object, in ASCII."""
+    """Return all findings as a JSON object, in ASCII."""
     usable = not any(check.state == "bad" for check in checks)
     found = {"usable": usable, "verdict": verdict(checks), "checks": [check._asdict() for check in checks]}
     return json.dumps(found, indent=2)

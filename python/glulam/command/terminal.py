@@ -9,8 +9,9 @@ from rich.text import Text
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Escape, as Python does, each unprintable character: controls, terminal escapes, direction marks, undecodable
-    bytes. Characters in `keep` stay.
+    """Escape, as Python does, each unprintable character of a text, except the characters in `keep`.
+
+    These are controls, terminal escapes, direction marks and undecodable bytes.
     """
     return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
 
@@ -27,4 +28,5 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **how: Any) -> Text:
+        """Return `printable` text as rich renders it."""
         return super().render_str(printable(text), **how)

@@ -1,4 +1,4 @@
-"""`glulam compile`, `tune`, `explain` and `tables`: kernels that do not ship, and which serve a layer."""
+"""`glulam compile`, `tune`, `explain` and `tables`: kernels that do not ship, and which kernels serve a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTERRUPTED = 130  # as shells report it
 
 
 def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
-    """Whole numbers above 0. Raises ValueError."""
+    """Parse positive integers. Raises ValueError."""
     numbers = tuple(int(part) for part in text.lower().split(separator))
     if min(numbers) < 1:
         raise ValueError
@@ -39,6 +39,7 @@ def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
 
 
 def _tile_shape(text: str) -> tuple[int, ...]:
+    """Parse a tile, for example "128x256x64". Raises ValueError."""
     m, n, k = _numbers(text, "x")
     if k != TILE_K[16]:
         raise ValueError
@@ -61,7 +62,7 @@ FLAGS = {
     "save_preact": ("no stored preactivation", "stored preactivation"),
     "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
 }
-"""What a form's flag means for calls, where it is not given and where it is."""
+"""For each flag among the options of a kernel, the words for its calls if the flag is False and if it is True."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
@@ -79,7 +80,11 @@ PROBLEM = {
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes, and what else was given of a problem. Raises ValueError where the operator has no such option."""
+    """Return the sizes, and the other options that were given, of a problem.
+
+    Raises:
+        ValueError: the operator has no such option.
+    """
     known = specs.fields_of(op)
     given = {name: value for name, value in options.items() if name in SIZES or value}
     for name in given.keys() & FORM.keys() - known:
@@ -124,7 +129,13 @@ def compile_kernel(
 
 
 def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
-    """Make a kernel and, last of all, prefer it: where anything fails, what is preferred stays as it was."""
+    """Make a kernel and, as the last step, prefer it: if anything fails, the preferences stay as they were.
+
+    Args:
+        spec: the kernel. None: `fields` describe it, see `kernels.compile`.
+        prefer: let the kernel serve all later calls of its kind.
+        fields: arguments of `kernels.compile`.
+    """
     start = time.perf_counter()
     made = kernels.compile(spec, **fields, prefer=False)
     seconds = time.perf_counter() - start
@@ -147,7 +158,7 @@ def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
 
 
 def _resources(spec: Spec) -> str:
-    """Registers and shared memory of a cached kernel; empty where it is not in the cache."""
+    """Return registers and shared memory of a cached kernel as text; empty if the kernel is not in the cache."""
     folder = cache.cache_root() / cache.cache_key(spec) / spec.arch
     if not folder.is_dir():
         return ""
@@ -156,7 +167,7 @@ def _resources(spec: Spec) -> str:
 
 
 def _calls_of(spec: Spec) -> str:
-    """Say which calls a preferred kernel serves."""
+    """Return a text that says which calls a preferred kernel serves."""
     part: Any = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     form = {name: getattr(part, name) for name in FORM if hasattr(part, name)}
     if form.get("activation") not in GATED:
@@ -230,6 +241,7 @@ def tables(merge: list[Path] | None, out: Path | None) -> None:
 
 
 def _show_tables() -> None:
+    """Print all tables of tuned kernels and where they hold."""
     if not known.tables():
         places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
         show(f"no tables in {places}; `glulam tune` makes one")
@@ -249,6 +261,7 @@ def _show_tables() -> None:
 
 
 def _layer_table(layer: table.Layer) -> Table:
+    """Return a table to print for one layer's tuned kernels."""
     grid = Table(title=report.describe(layer))
     for heading in report.HEADER[:-1]:
         grid.add_column(heading, justify="right")

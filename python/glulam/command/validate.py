@@ -28,6 +28,7 @@ def _arch_of(index: int) -> str:
 
 
 def _machine(arch: str, index: int, manifest: Manifest) -> Machine:
+    """Return the description of this machine and of the bundle that the report begins with."""
     import torch
 
     versions = {
@@ -40,6 +41,7 @@ def _machine(arch: str, index: int, manifest: Manifest) -> Machine:
 
 
 def _shown(outcome: Outcome, number: int, total: int, out: Any) -> None:
+    """Print one function's outcome. `out`: the console."""
     styles = {PASSED: "green", FAILED: "red"}
     out.print(f"{number:>4} of {total}  ", end="")
     out.print(f"{outcome.state:<9}", style=styles.get(outcome.state, "yellow"), end=" ")

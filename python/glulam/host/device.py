@@ -27,14 +27,16 @@ from ..errors import UnsupportedDevice
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
 ENV_ARCH = "GLULAM_ARCH"
-"""Environment variable: the architecture whose kernels serve every GPU that can run them, tried or not."""
+"""Environment variable that names the architecture whose kernels serve every GPU that can run them, tested or not."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
-"""State of an architecture's kernels on a GPU: our tests passed; `glulam validate` passed on this machine; or nobody
-has seen their results."""
+"""States of an architecture's kernels on a GPU. TESTED: our tests passed. VALIDATED: `glulam validate` passed on this
+machine. NEVER_RUN: nobody has seen their results.
+"""
 
 
 def _raw_stream(index: int) -> int:
+    """Return the handle of torch's current stream on a device, by torch's public functions."""
     handle: int = torch.cuda.current_stream(index).cuda_stream
     return handle
 
@@ -53,6 +55,7 @@ is_capturing: Callable[[], bool] = getattr(
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
+    """Return the CUDA driver's library; None if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -77,10 +80,11 @@ Made = TypeVar("Made")
 
 
 def apart(make: Callable[[], Made]) -> Made:
-    """Call `make` on a separate thread with the current device and stream, and return its result: for kept memory.
+    """Return make(), called on a separate thread with the current device and stream: for memory that outlives the call.
 
-    A memory pool of torch takes all that a thread allocates while the pool is in use: `torch.cuda.use_mem_pool`, and
-    compiled functions that warm up for CUDA graphs, which raise an error if memory in their pool outlives a call.
+    A memory pool of torch takes all that a thread allocates while the pool is in use. Pools are in use under
+    `torch.cuda.use_mem_pool`, and in compiled functions that warm up for CUDA graphs, which raise an error if memory in
+    their pool outlives a call.
     """
     if not torch.cuda.is_initialized():
         return make()
@@ -169,6 +173,7 @@ def prefer_tried(archs: Sequence[str], gpu: str) -> str | None:
 
 
 def has_bundle(arch: str) -> bool:
+    """Return True if there is a bundle for an architecture."""
     return (loader.bundle_root() / arch / manifest.FILE).is_file()
 
 

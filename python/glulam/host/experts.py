@@ -1,15 +1,16 @@
-"""Weights, biases and gradients given as a list with one tensor an expert: a table of their addresses on the device.
+"""Address tables for experts' tensors (weights, biases, gradients) that are given as a list with one tensor an expert.
 
-Gradients have tables of their own kind, since what is written was checked for more (no two overlap) than what is read.
+There are three kinds of tables, "weight", "bias" and "gradient". Gradients have their own, since tensors that are
+written pass one more check (no two overlap) than tensors that are read.
 
 Building a table costs a host-to-device copy, so tables are kept, by the addresses that they hold. A table depends on
-addresses only; whether the tensors there still have the shapes that were checked is remembered apart from it, and
-forgotten as soon as one of the checked tensors dies, since its memory may then hold anything. A call holds the tables
-that it reads, so that another thread may drop them from the cache meanwhile.
+addresses only. Which tensors were last checked at these addresses is remembered separately (`Table.checked`), and
+forgotten as soon as one of these tensors dies, since its memory may then hold anything. A call holds the tables that it
+reads, so that another thread may drop them from the cache meanwhile.
 
 Tables and CUDA graphs: a table that a captured call used is never freed, since a replay may read it at any later
-time. That costs 8 bytes an expert for each list captured. A list that is first seen under capture gets a table of the
-graph's own, which the graph fills from pinned memory at each replay; calling once before capture spares that copy.
+time. That costs 8 bytes an expert for each list captured. A list that is first seen under capture gets a table in the
+graph's memory, which the graph fills from pinned memory at each replay; a call before the capture avoids that copy.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
 class GateUp(NamedTuple):
     """w1 of an activation with a gate in two tensors, neither of which is copied: h = [x gate_e^T, x up_e^T] + b1_e.
 
-    It stands for w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes; biases and preactivations have both halves.
+    A GateUp replaces w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes; biases and preactivations have both
+    halves.
 
     Attributes:
-        gate, up: [E, I, H], the activated and the linear half; contiguous, of one dtype, anywhere in memory.
+        gate: [E, I, H], the half whose product is activated; contiguous, anywhere in memory.
+        up: [E, I, H], the linear half, of the same dtype; contiguous, anywhere in memory.
     """
 
     gate: Tensor
@@ -51,18 +54,21 @@ class GateUp(NamedTuple):
 
     @property
     def requires_grad(self) -> bool:
+        """True if either tensor requires a gradient."""
         return self.gate.requires_grad or self.up.requires_grad
 
     def data_ptr(self) -> tuple[int, int]:
-        """What tells where it lies."""
+        """Return the addresses of both tensors."""
         return self.gate.data_ptr(), self.up.data_ptr()
 
     @property
     def begin(self) -> int:
+        """The lowest address of either tensor."""
         return min(self.data_ptr())
 
     @property
     def end(self) -> int:
+        """The address after the last byte of either tensor."""
         return max(tensor.data_ptr() + tensor.nbytes for tensor in self)
 
 
@@ -70,11 +76,11 @@ class _Checked(NamedTuple):
     """The tensors of a list as they were when they were checked; see `Table.checked`.
 
     Attributes:
-        shape, dtype: of each tensor.
+        shape, dtype: the shape and dtype of each tensor.
         lowest: index of the tensor at the lowest address.
         begin, end: addresses between which all tensors lie.
-        ids: of the tensors, valid while all of them live.
-        alive: weak references, whose callbacks end the validity.
+        ids: the tensors' ids, valid while all tensors live.
+        alive: weak references to the tensors; when a tensor dies, a callback resets `Table.checked`.
     """
 
     shape: torch.Size
@@ -86,23 +92,26 @@ class _Checked(NamedTuple):
     alive: tuple[weakref.ref[Tensor], ...]
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return True for plain data of the shape and dtype that were checked."""
+        """Return True if a tensor is plain and contiguous and has the checked shape and dtype."""
         is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
         return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
 
 
 class Table:
-    """The addresses of a list, on the device: int64 [E], valid as long as this object lives.
+    """The addresses of a list of experts' tensors, on the device: int64 [E], valid as long as this object lives.
 
-    The table holds none of the tensors, so that weights die when they would. Whoever passes its address to a kernel
-    holds the table until the kernel is enqueued: another thread may drop it from the cache at any time.
+    The table does not keep the tensors alive. Code that passes its address to a kernel must hold the table until the
+    kernel is enqueued: another thread may drop it from the cache at any time.
 
     Attributes:
-        address: of the table. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
-            for biases, addresses.
+        values: int64 [E]: for weights and gradients, offsets from the lowest expert in 16-byte units; for biases,
+            addresses.
+        address: the address of `values`.
+        index: the device's index.
         mark: a number that no other table has.
-        checked: the tensors that were last checked at these addresses; None before the first check, and once one of
-            them has died. Replaced as a whole, so that another thread sees all of it or nothing.
+        streams: handles of the streams on which the table was used.
+        checked: the tensors that were last checked at these addresses. None: none yet, or one of them has died. The
+            object is replaced as a whole, so that another thread never sees a partial change.
     """
 
     __slots__ = ("__weakref__", "address", "checked", "index", "mark", "streams", "values")
@@ -117,7 +126,7 @@ class Table:
         self.checked: _Checked | None = None
 
     def note(self, tensors: Sequence[Tensor]) -> _Checked:
-        """Remember tensors that were just checked."""
+        """Remember tensors that were just checked, and return them as `_Checked`."""
         addresses = list(map(_data_ptr, tensors))
         begin, end = min(addresses), max(addresses) + tensors[0].nbytes
         this = weakref.ref(self)
@@ -128,7 +137,7 @@ class Table:
         return checked
 
     def use(self) -> None:
-        """Keep the table alive for the current stream's work, and for good where that work is being captured."""
+        """Keep the table's memory until the current stream's work is done, or forever if this work is captured."""
         if gpus.is_capturing():
             _kept_for_graphs[self.address] = (self.values,)
         stream = gpus.raw_stream(self.index)
@@ -138,22 +147,24 @@ class Table:
 
 
 def _forget(table: weakref.ref[Table]) -> None:
-    """One of the tensors has died: its memory may hold anything from now on."""
+    """Reset the checked tensors of a table, of which one has died: its memory may hold anything from now on."""
     if (found := table()) is not None:
         found.checked = None
 
 
 class ExpertList:
-    """A list of experts' tensors that was checked, with its table: stands in for a packed tensor during one call.
+    """A checked list of experts' tensors with its table; it replaces a packed tensor during one call.
 
     Attributes:
-        shape: ("list", E, *the shape of one): never equal to a packed tensor's, so no plan serves both.
+        shape: ("list", E, *shape of one expert). It never equals a packed tensor's shape, so no plan serves both.
+        dtype: the dtype of all experts.
+        device, index: the device and its index.
         tensors: the experts.
-        lowest: weights and gradients: the expert at the lowest address as [1, N, K]; None for biases.
-        address: of the table.
+        lowest: for weights and gradients, the expert at the lowest address as [1, N, K]. None for biases.
+        address: the address of the table.
         begin, end: addresses between which all experts lie.
-        mark: a number of this list of addresses and no other, where a packed tensor has its address.
-        table: held here, so that it lives until the call's kernels are enqueued.
+        mark: a number that no other list of addresses has, used where a packed tensor has its address.
+        table: the table, which so lives until the call's kernels are enqueued.
     """
 
     __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "table", "tensors")
@@ -170,21 +181,33 @@ class ExpertList:
         self.lowest = None if kind == "bias" else tensors[checked.lowest].unsqueeze(0)
 
     def is_contiguous(self) -> bool:
+        """Return True: all experts passed this check."""
         return True
 
     @property
     def requires_grad(self) -> bool:
+        """True if any expert requires a gradient."""
         return True in [tensor.requires_grad for tensor in self.tensors]
 
     def get_device(self) -> int:
+        """Return the device's index."""
         return self.index
 
     def data_ptr(self) -> int:
+        """Return the mark of the list instead of an address."""
         return self.mark
 
 
 def known(kind: str, tensors: Sequence[Tensor]) -> Any:
-    """An ExpertList, ready for the current stream, if the list is known at these addresses; else the list itself."""
+    """Return an ExpertList, ready for the current stream, if tensors at these addresses passed the checks before.
+
+    Args:
+        kind: "weight", "bias" or "gradient".
+        tensors: the list.
+
+    Returns:
+        The ExpertList, or `tensors` itself.
+    """
     first = tensors[0]
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
         return tensors
@@ -199,16 +222,21 @@ def known(kind: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
-    """The list, whose tensors were just checked, on a known table or a new one.
+    """Return an ExpertList with a known or a new table, ready for the current stream.
+
+    Args:
+        kind: "weight", "bias" or "gradient".
+        tensors: the list, whose tensors were just checked.
 
     Raises:
-        CaptureError: pinned memory cannot be had under this capture.
+        CaptureError: a table must be made under graph capture, and pinned memory cannot be allocated there.
     """
     table = _table(kind, tuple(map(_data_ptr, tensors)), tensors[0].device)
     return ExpertList(kind, tensors, table, table.note(tensors))
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
+    """Return the table for addresses, known or new, ready for the current stream."""
     if table := _tables.get((kind, addresses)):
         table.use()
         return table
@@ -229,7 +257,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
 
 
 def _captured_table(values: list[int], device: torch.device) -> Table:
-    """A table in the graph's memory, filled by a copy that the graph makes; its host side is kept for good."""
+    """Return a table in the graph's memory, which the graph fills by a copy. The copy's host memory is never freed."""
     try:
         host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
     except RuntimeError as error:

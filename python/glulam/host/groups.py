@@ -1,4 +1,4 @@
-"""Group sizes in their forms: `offs` or `splits`, on the device, or `splits` on the host."""
+"""Group sizes in their forms: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""The fate of rows after the last group; see `declare`."""
+"""Texts for `declare`: the fate of rows after the last group, if an operator has a result row for each row
+(UNINITIALISED), or if it only sums over rows (REACH_NO_RESULT).
+"""
 
 
 class _Grouped(NamedTuple):
@@ -65,10 +67,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 class part_of:
-    """Context in which operators are parts of `op`, the operator that the user called.
+    """Context in which operators are called as parts of `op`, the operator that the user called.
 
-    Errors and warnings about groups name `op`. With `OF_A_TRACE`, operators keep their own names and do not warn. Of
-    nested contexts the outermost counts.
+    Errors and warnings about groups name `op`. If `op` is OF_A_TRACE, operators keep their own names and do not warn.
+    In nested contexts the outermost one counts.
     """
 
     __slots__ = ("_op", "_outer")
@@ -95,20 +97,28 @@ def leading(op: str) -> str:
 
 
 def _after_groups(op: str) -> str:
+    """Return the operator's text for `declare` on rows after the last group; empty: do not warn."""
     return _operators[op].after_groups if op in _operators else ""
 
 
 def form(groups: Tensor, is_offs: bool) -> int:
+    """Return the code of group sizes' form. `is_offs`: they are offs, not splits."""
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32
 
 
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
-    """Return the end row of each group as a checked list, read on the host or copied from the device.
+    """Return the end row of each group, checked, on the host; sizes on the device are copied, which waits.
 
-    Warns once if the groups end before `rows`: this is allowed, but typical of mistaken offs. Groups of a Routing never
-    warn.
+    If the groups end before `rows`, this warns once: such offs are allowed, but are often a mistake. Groups of a
+    Routing never warn.
+
+    Args:
+        op: the operator.
+        offs: ends, [E]. None: `splits` is given.
+        splits: row counts, [E] or a list. None: `offs` is given.
+        rows: T.
 
     Raises:
         ValueError: a negative size, falling offs, or groups that need more than `rows` rows.
@@ -123,6 +133,7 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
 
 
 def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
+    """Return the end row of each group as a checked list; errors as in `ends`."""
     if offs is not None:
         told, values = "offs end at", offs.tolist()
     else:
@@ -145,6 +156,7 @@ def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> lis
 
 
 def _integer(op: str, value: object) -> int:
+    """Return an element of splits as an integer. Raises TypeError."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -152,9 +164,11 @@ def _integer(op: str, value: object) -> int:
 
 
 def is_after_groups(rows: Tensor, offs: Tensor | None = None, splits: Any = None) -> Tensor:
-    """Return bool [T], True for rows [T, ...] after the last group, which operators do not write.
+    """Return bool [T], True for rows after the last group, which operators do not write.
 
-    Either offs or splits is given, as a tensor.
+    Args:
+        rows: [T, ...].
+        offs, splits: the group sizes; one of the two, as a tensor.
     """
     end = splits.sum() if offs is None else offs[-1]
     return torch.arange(rows.shape[0], device=rows.device) >= end

@@ -1,6 +1,6 @@
 """The switch for batch invariance: a setting of the process, which calls read when they look for a plan.
 
-Backward keeps the setting of its forward: a step that is planned holds it in its plans, any other reads it by `held`.
+A backward has the setting of its forward: a planned step has it in its plans, any other backward sets it with `held`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.compiler import is_dynamo_compiling
 
 NAME = "batch_invariant"
 MARK = "batch-invariant"
-"""The last of the options in keys of plans that were made with the switch on."""
+"""Added to the options in keys of plans that were made with the switch on."""
 
 _lock = threading.Lock()
 _blocks: list[batch_invariant] = []
-"""Settings that are open as context managers, in the order in which they were entered."""
+"""Settings that are active as context managers, in the order in which they were entered."""
 _statements: list[tuple[bool, weakref.ref[batch_invariant]]] = []
-"""Settings that were not entered. The last one holds where no block is open."""
+"""Settings that were never entered as context managers. The last one counts if no block is active."""
 _setting = False
 is_used = False
-"""False until the switch is on for the first time: calls then read nothing else."""
+"""True once the switch has been on; until then calls read nothing else."""
 
 
 class _OfThread(threading.local):
-    """The setting that a thread holds for a backward; None: it reads the process's."""
+    """The setting that a thread has for a backward. None: it reads the process's setting."""
 
     mode: bool | None = None
 
@@ -42,18 +42,19 @@ class batch_invariant:
     """Make results of a row, and its gradient, depend on the row, its experts' weights and the options alone.
 
     A call then takes only kernels that add in one order, whatever the number of rows, their places, the tile and the
-    GPU's number of SMs. Where no such kernel exists it raises NotImplementedError, which says what to do. docs:
-    batch-invariance.md lists where that is, and where a call is invariant without the switch.
+    GPU's number of SMs. Where no such kernel exists the call raises NotImplementedError, which says what to do. docs:
+    batch-invariance.md lists these cases, and the cases in which a call is invariant without the switch.
 
-    As a statement it holds from then on; as a context manager until the block ends. Either way it is a setting of the
-    process: all threads' calls read it, those of autograd included. The block entered last decides, in whichever thread
-    it is; without one, the last statement. The gradient of a call has the setting of its forward.
+    As a statement the setting holds from then on; as a context manager until the block ends. Either way it is a setting
+    of the process: all threads' calls read it, those of autograd included. The block entered last decides, whichever
+    thread entered it; if no block is active, the last statement decides. The gradient of a call has the setting of its
+    forward.
 
         glulam.batch_invariant(True)  # for the process
         with glulam.batch_invariant():  # for a block
             y = glulam.moe(x, routing, w1, w2)
 
-    Compiled functions read it when they run, so set it outside of them.
+    Compiled functions read the setting when they run, so set it outside of them.
 
     Args:
         mode: whether the switch is on.
@@ -99,14 +100,14 @@ class batch_invariant:
 
 
 def _settle() -> None:
-    """Find the setting that holds."""
+    """Determine the process's setting from the active blocks and the statements."""
     global _setting, is_used
     _setting = _blocks[-1].mode if _blocks else bool(_statements) and _statements[-1][0]
     is_used = is_used or _setting
 
 
 def is_on() -> bool:
-    """Return True if calls of this thread are to be batch-invariant."""
+    """Return True if calls of this thread must be batch-invariant."""
     if is_dynamo_compiling():  # a trace is guarded by the global, and its operators read the setting when they run
         return _setting
     held_mode = _thread.mode
@@ -115,7 +116,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def held(mode: bool) -> Iterator[None]:
-    """Let calls of this thread have a setting: that of the forward whose backward runs."""
+    """Set batch invariance for calls of this thread while the block runs: a backward sets the mode of its forward."""
     if not is_used or is_dynamo_compiling():
         yield
         return
@@ -127,7 +128,7 @@ def held(mode: bool) -> Iterator[None]:
 
 
 def marked(options: Hashable, mode: bool) -> Hashable:
-    """Return the options of a plan's key, so that a plan serves calls with its own setting alone."""
+    """Return the options of a plan's key, marked if the switch is on: a plan serves only calls with its setting."""
     return (options, MARK) if mode else options
 
 
@@ -138,7 +139,12 @@ def is_marked(key: Any) -> bool:
 
 
 def refuse(op: str, why: str, remedy: str) -> None:
-    """Refuse a call that has no kernel which adds in one order.
+    """Refuse a call for which no kernel adds in one order.
+
+    Args:
+        op: the operator.
+        why: the reason.
+        remedy: what the user can do.
 
     Raises:
         NotImplementedError: always.
@@ -147,7 +153,7 @@ def refuse(op: str, why: str, remedy: str) -> None:
 
 
 def refuse_on_cpu(op: str, device: torch.device) -> None:
-    """Refuse a product that torch computes. Raises NotImplementedError."""
+    """Refuse a product that torch computes on a device without kernels. Raises NotImplementedError."""
     refuse(
         op, f"tensors are on {device}, where torch multiplies, in an order of its own for each shape",
         "move them to a GPU, or set it to False",

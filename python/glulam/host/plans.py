@@ -1,13 +1,13 @@
-"""Where plans are kept, and how a call finds the one that serves it.
+"""Kept plans (launches, see `calls.launch`), and how a call finds the plan that serves it.
 
 A call is looked up by its tensors' metadata and its options. Plans that were used before are found by torch's own
 guards, which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch
-keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others, and those of lists of
-experts, are found by a key of the same metadata, whose making and hashing takes 0.35 us a tensor.
+keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Other plans, and plans of calls
+with lists of experts, are found by a key made of the same metadata, whose making and hashing takes 0.35 us a tensor.
 
-A call with a row count not seen before has no plan. If a call that is identical but for its rows has passed all checks
-(`settled`), its plan is copied and only the fields that depend on rows are recomputed. The one check that remains is
-that all tensors with a row dimension have the same number of rows.
+A call with a new number of rows has no plan. If a call that is identical except for its rows has passed all checks
+(`settled`), its plan is copied and only the values that depend on rows are recomputed. Only one check remains: all
+tensors with a dimension of rows must have the same number of rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from .invariance import marked
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
 MAX_GUARDED = 1024
-"""Plans of an operator that guards find."""
+"""Largest number of an operator's plans that are found by guards."""
 MAX_ALIKE = 4
-"""Of these, that differ neither in their options nor in the shape of the first tensor: they are tried in turn."""
+"""Largest number of these plans with equal options and equal shape of the first tensor: their guards are
+tried in turn.
+"""
 PATIENCE = 64
-"""Calls that none of those serves before others take their places."""
+"""Calls that no guard of such a group matches before newer plans replace the group."""
 
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -46,18 +48,20 @@ Given = Sequence[Any]
 
 
 def unplanned() -> bool:
-    """Return True if calls pass by the plans: in traces, which end in torch's dispatcher; in dispatch modes, since
-    guards do not see make_fx's; and in forward-mode AD, whose tangents are no metadata that a look-up sees.
+    """Return True if calls must not use plans.
+
+    That is so in traces, which end in torch's dispatcher; in dispatch modes, since guards do not see make_fx's mode;
+    and in forward-mode AD, whose tangents are not part of the metadata.
     """
     return is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes() > 0
 
 
 UNPLANNED = "is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()"
-"""The same as an expression, for fronts, which save the call."""
+"""The expression of `unplanned` as Python source, which fronts contain to save the call."""
 
 
 def described(value: Any) -> Hashable:
-    """The metadata of a tensor, an ExpertList, a GateUp or a list of tensors."""
+    """Return the metadata of a tensor, an ExpertList, a GateUp or a list of tensors, as a part of a key."""
     kind = value.__class__
     if kind is ExpertList:
         return kind, value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
@@ -70,20 +74,25 @@ def described(value: Any) -> Hashable:
 
 
 class _Guarded(NamedTuple):
-    """A plan, and the check of what is given that a call must pass for it."""
+    """A plan and its guard.
+
+    Attributes:
+        check: function of a call's tensors that returns True if the plan serves them.
+        plan: the plan.
+    """
 
     check: Callable[..., bool]
     plan: Any
 
 
 def _shape(told: Any) -> tuple[Any, ...]:
-    """In what `described` told; empty for a list of tensors."""
+    """Return the shape in the result of `described`; empty for a list of tensors."""
     shape: tuple[Any, ...] = told[1] if isinstance(told[0], type) else ()
     return shape
 
 
 def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A check for calls whose tensors are like these."""
+    """Return a guard: a function that returns True for tensors with the same metadata as these."""
     sizes, strides = ([list(of(t)) for t in tensors] for of in (Tensor.size, Tensor.stride))
     check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
@@ -94,7 +103,7 @@ _all_plans: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
 
 
 class Plans(Generic[PlanType]):
-    """One operator's plans. Looking up takes no lock."""
+    """The kept plans of one operator. Looking up takes no lock."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
@@ -113,14 +122,19 @@ class Plans(Generic[PlanType]):
         return iter(list(self._plans.values()))
 
     def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
-        """The plan of a call, or None; and the key to keep one by, where no guard found it and nobody watches.
+        """Find the plan of a call.
 
         Args:
-            given: tensors, ExpertLists or lists of tensors.
-            options: all else, which of the optional tensors are absent, and whether grad mode is on.
+            given: the call's tensors, ExpertLists or lists of tensors, without absent ones.
+            options: all else that a plan depends on: options, which optional tensors are absent, whether grad mode is
+                on.
+
+        Returns:
+            A key for keeping a plan; None if a guard found the plan, or if somebody watches (`device.is_watched`).
+            The plan, or None.
 
         Raises:
-            Exception: something is given that has no metadata of a tensor's.
+            Exception: something in `given` does not have the metadata of a tensor.
         """
         if invariance.is_used and invariance.is_on():
             options = marked(options, True)
@@ -137,7 +151,7 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Let guards find a plan from now on."""
+        """Let a guard find a plan from now on."""
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1
@@ -153,16 +167,20 @@ class Plans(Generic[PlanType]):
                 self._guarded[place] = [*alike, guarded]
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
-        """Remember a plan; the oldest quarter goes where there are too many."""
+        """Keep a plan under a key; if there are too many plans, the oldest quarter is dropped."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
     def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, free: tuple[int, ...] = ()) -> None:
-        """Remember what was found of a call that is right, for all that differ in their rows alone (`settled`).
+        """Remember that a call passed all checks, for `settled` calls that differ from it only in their number of rows.
+
+        If other tensors happen to have a dimension of that size, nothing is remembered.
 
         Args:
-            lead: the sizes of the rows' dimensions, with which shapes of tensors that have rows begin.
-            count: of such tensors among what was given.
-            free: which of what was given may have rows of any number, told by others.
+            key: the call's key.
+            lead: the sizes of the rows' dimensions, with which the shapes of tensors with rows begin.
+            count: the number of these tensors, without those in `free`.
+            found: what `settled` returns for such calls.
+            free: indices, among the call's tensors, of those that may have any number of rows.
         """
         rowwise: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
         for place in free:
@@ -174,11 +192,11 @@ class Plans(Generic[PlanType]):
             self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
 
     def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
-        """What `settle` was told of a call that differs from this one in its rows alone; else None."""
+        """Return what `settle` remembered for a call that differs from this one only in its rows; None: nothing."""
         return self._settled.get(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
-        """The key without the rows, where all tensors that have some have as many; else None."""
+        """Return the key without the number of rows; None if tensors have different numbers of rows."""
         options, *given = key
         signature = [options]
         for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
@@ -191,6 +209,7 @@ class Plans(Generic[PlanType]):
         return tuple(signature) if len(signature) == len(key) else None
 
     def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
+        """Store a value; if there are `most` values, the oldest quarter is dropped first."""
         with self._lock:
             if len(kept) >= most:
                 for old in list(kept)[: most // 4]:
@@ -198,6 +217,7 @@ class Plans(Generic[PlanType]):
             kept[key] = value
 
     def forget(self) -> None:
+        """Drop all plans of the operator."""
         with self._lock:
             self._plans.clear()
             self._guarded.clear()
@@ -206,6 +226,6 @@ class Plans(Generic[PlanType]):
 
 
 def forget_plans() -> None:
-    """Let every operator choose its kernels anew."""
+    """Drop all plans, so that every operator chooses its kernels anew."""
     for plans in _all_plans:
         plans.forget()

@@ -1,5 +1,7 @@
 """Ticket counters of a call's kernels: int32, zero between calls, never shared by two calls that may overlap.
 
+The clusters of a persistent kernel draw tickets (numbers from a counter) for their next tiles.
+
 Calls on one stream by one thread run one after the other, so they share counters. Calls of different threads do not:
 launching releases the GIL, and another thread's launch may fall between the two launches of a call.
 
@@ -29,7 +31,12 @@ MAX_GRAPH_SETS = 8192
 
 
 class _Kept(threading.local):
-    """Addresses of counters by (device, stream), each with its memory; if captured, with the capture's identifier."""
+    """The calling thread's counters.
+
+    Attributes:
+        eager: by (device, stream), the address of counters and their memory.
+        captured: by (device, stream), the address of counters (0: none) and the identifier of the stream's capture.
+    """
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], tuple[int, Tensor]] = {}
@@ -37,7 +44,12 @@ class _Kept(threading.local):
 
 
 class _OfGraphs(NamedTuple):
-    """Counters for a device's captures. `unused`: addresses that no stream has yet."""
+    """Counters for a device's captures.
+
+    Attributes:
+        memory: all counters, [MAX_GRAPH_SETS, NUM_COUNTERS].
+        unused: iterator over the addresses of counters that no stream has yet.
+    """
 
     memory: Tensor
     unused: Iterator[int]
@@ -64,6 +76,7 @@ _lock = threading.Lock()
 
 
 def stats() -> Stats:
+    """Return the numbers of counters that are kept."""
     of_graphs = {index: counters.memory for index, counters in _of_graphs.items()}
     return Stats(len(_kept.eager), len(_kept.captured), of_graphs)
 
@@ -106,6 +119,7 @@ def prepare(device: torch.device, index: int) -> None:
 
 
 def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
+    """Return the address and memory of counters for calls on a stream outside of captures."""
     prepare(device, index)
     make_room(_kept.eager, index)
     memory = gpus.apart(lambda: new_counters(device))
@@ -114,6 +128,7 @@ def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
 
 
 def _captured(index: int, stream: int) -> int:
+    """Return the address of counters for calls on a captured stream; 0: there are none."""
     capture = gpus.capture_id()
     address, of = _kept.captured.get((index, stream), (0, None))
     if of == capture:

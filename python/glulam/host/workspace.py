@@ -32,7 +32,16 @@ GRANULE = 2 << 20
 
 
 class Layout:
-    """A row-major matrix in a workspace on a device. Equal only to itself, so that looking it up is cheap."""
+    """A row-major matrix that lies in a buffer. An object equals only itself, which makes looking it up cheap.
+
+    Args:
+        shape: rows and columns.
+        dtype: the dtype of the elements.
+        device, index: the device and its index.
+
+    Attributes:
+        num_bytes: bytes of the matrix.
+    """
 
     __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
 
@@ -79,6 +88,7 @@ class Layouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
+        """Return the parts in a buffer, matrices in the type that kernels take."""
         return self._placed(buffer, Layout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
@@ -86,6 +96,7 @@ class Layouts:
         return self._placed(buffer, Layout.tensor)
 
     def _placed(self, buffer: Tensor, matrix: Callable[[Layout, Tensor, int], Any]) -> Several:
+        """Return the parts in a buffer, matrices as `matrix` makes them."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
@@ -95,6 +106,8 @@ Several = tuple[Any, ...]
 
 
 class _Kept(threading.local):
+    """The calling thread's buffers by (device, stream), and views of them by (layout, stream)."""
+
     def __init__(self) -> None:
         self.views: dict[tuple[Layout | Layouts, int], Any] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
@@ -111,6 +124,7 @@ class Stats(NamedTuple):
 
 
 def stats() -> Stats:
+    """Return what the calling thread keeps."""
     return Stats(dict(_kept.buffers), len(_kept.views))
 
 
@@ -133,13 +147,19 @@ def take(layout: Layout | Layouts) -> Any:
 
 
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
-    """Drop the oldest entry of a device from `kept`, by (device, stream), if there are MAX_STREAMS."""
+    """If `kept` has MAX_STREAMS entries of a device, drop the oldest of them.
+
+    Args:
+        kept: entries by (device, stream).
+        index: the device's index.
+    """
     mine = [other for other in kept if other[0] == index]
     if len(mine) >= MAX_STREAMS:
         del kept[mine[0]]
 
 
 def _view(layout: Layout | Layouts, stream: int) -> Any:
+    """Return a new view of the stream's buffer, and keep it."""
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
