@@ -1,4 +1,4 @@
-"""Views of a group's rows that TMA clips at the group's end."""
+"""Views of a group's rows that TMA clips at the group's end, although the descriptor is the same for all groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """Return the part of a ragged view from `row` to before row `end`, without the view's last two modes."""
+    """Return a ragged view's rows from `row` to before row `end`. The view's last two modes, `wrap` and `end`, are
+    gone. row_mode: the mode that counts rows."""
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)
     start = [0] * modes
