@@ -78,9 +78,9 @@ class E2m1(Element):
     read_exponent = -126
 
     def place(self, pair: int, block: int) -> int:
-        """Exchange the halves in every second pair of blocks, so that threads with neighbouring blocks read x from
-        different banks.
-        """
+        """Return the index of a pair in its block; see `Element.place`. In every second pair of blocks, a share's first
+        two pairs and its last two are exchanged, so that threads with neighbouring blocks read x from different
+        banks."""
         return pair ^ block & 2
 
     def spread(self, word: Int32, pair: int) -> Int32:

@@ -1,4 +1,5 @@
-"""The epilogue of grouped_dglu: preactivations are loaded in boxes of rows, like results are stored."""
+"""The epilogue of grouped_dglu: Hopper's, except that preactivations are loaded in boxes of 16 rows, as results are
+stored."""
 
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ class PreactRing(preact.PreactRing):
         self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
+        """Start to load one slot of preactivations, box by box. row, at, half: its first row and column and its half of
+        memory; barrier: the mbarrier that the bytes complete."""
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         for target, source in box_copies(loads.atom, self.smem, boxes_at(view, row, at, COLS), slot):
             cute.copy(loads.atom, source, target, tma_bar_ptr=barrier)
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Hopper's epilogue of grouped_dglu, on boxes of the preactivation's rows."""
+    """Hopper's epilogue of grouped_dglu, which loads preactivations in boxes of 16 rows."""
 
     ring_type = PreactRing
 
