@@ -29,7 +29,7 @@ from ..specs import BLOCK_ROWS
 from .scales import BYTE_SIGNS, byte_of
 
 GREATEST = MXFP4_ROWS.row_binades
-"""u of a block with its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
+"""u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
 # The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. They are the bytes for u = 0, except that of 0.5: half

@@ -1,4 +1,4 @@
-"""Chunks of 16 bytes in shared memory, as four words."""
+"""Chunks of 16 bytes in shared memory, read and written as four int32 words."""
 
 from __future__ import annotations
 

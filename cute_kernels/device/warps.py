@@ -31,7 +31,7 @@ def warp_sum(value: Int32) -> Int32:
 
 
 def lanes_like(value: Int32) -> Int32:
-    """Return a mask of the lanes that hold the same number as this lane."""
+    """Return a mask of the warp's lanes whose `value` is the same as this lane's."""
     return cute.arch.inline_ptx(
         "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
     )

@@ -158,6 +158,7 @@ class Epilogue(KernelEpilogue):
 
     @property
     def shape(self) -> EpilogueShape:
+        """Shared memory and other properties that the kernel reads."""
         smem: tuple[SmemField, ...] = (SmemField("bias", self.dtype, (self.tile_n,)),)
         if self.scales_columns:
             smem += (SmemField("scales", BFloat16, (self.tile_n,)),)

@@ -112,6 +112,8 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
+        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and leave its row
+        sums. prefetched: the result of `begin`."""
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)

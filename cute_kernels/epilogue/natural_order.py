@@ -85,4 +85,5 @@ NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
     "interleaved": NeighboursEpilogue,
     "interleaved32": BlocksEpilogue,
 }
-"""Epilogues by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of columns."""
+"""Epilogues for transposed weights, by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of
+columns."""

@@ -60,10 +60,12 @@ class SmemField:
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor."""
         return self.num_elements * self.dtype.width // 8
 
 
@@ -103,6 +105,7 @@ class KernelEpilogue(Invariant):
 
     @property
     def shape(self) -> EpilogueShape:
+        """Properties that the kernel reads."""
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:

@@ -67,7 +67,7 @@ class Operands:
 
 
 def weight_only(weights: Format) -> Operands:
-    """Make operands of 16-bit rows and weights that kernels decode to 16-bit numbers."""
+    """Make the operands of 16-bit rows and weights in a format that kernels decode to 16 bits."""
     return Operands(DENSE, weights, DENSE, f"{weights.name}w_")
 
 

@@ -12,12 +12,13 @@ MODE_BOUND = 2**31 - 1
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere.
+    """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere;
+    see `clipped`.
 
     TMA clips at the bounds of a mode, which a descriptor fixes, but a group may end at any row. So the row mode gets
     ROW_BOUND rows and is entered from its end: the coordinate of the group's last row is ROW_BOUND - 1. Two more modes
     correct the address. `wrap`, at coordinate ROW_BOUND, has a stride of WRAP_BYTES less a row, which cancels ROW_BOUND
-    rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end:
+    rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end. With rows of S bytes:
 
         (row + ROW_BOUND - end) S + ROW_BOUND (2^34 - S) + end S = row S   modulo 2^64
 

@@ -22,7 +22,7 @@ from .sources import row_sources, weight_sources
 from .split import is_split
 
 BLOCK_REGS = 2 * MXFP8.block // 4
-"""Results of a thread in a block of 32 columns and two rows; four threads share such a block."""
+"""Results that a thread has in a block of 32 columns and two rows; four threads share such a block."""
 
 
 class RoundingEpilogue(ActivationEpilogue):

@@ -1,4 +1,4 @@
-"""The grouped GEMM, ragged in rows, for every GPU since Ampere: y[row] = epilogue(x[row] @ w[e]^T)."""
+"""The grouped GEMM for every GPU since Ampere: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
 from typing import Any, NamedTuple
 

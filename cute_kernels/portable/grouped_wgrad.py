@@ -73,7 +73,7 @@ class WgradEpilogue(Invariant):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Return True if this tile adds to dw, False if it overwrites dw."""
+        """Return True if this tile adds to dw, False if it overwrites dw. `finish` takes the result."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0

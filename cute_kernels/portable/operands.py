@@ -33,7 +33,7 @@ from .mainloop import DEPTH
 LINE_BYTES = 128
 CHUNKS = LINE_BYTES // CHUNK_BYTES
 STEP = THREADS // CHUNKS
-"""Distance of two consecutive copies of a thread, in lines of 128 bytes."""
+"""Distance of two consecutive chunks that a thread copies, in lines of 128 bytes."""
 BLOCK = 64
 BLOCK_BYTES = DEPTH * LINE_BYTES
 

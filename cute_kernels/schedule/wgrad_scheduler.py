@@ -21,9 +21,11 @@ class SameTiles(GroupTileScheduler):
     """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles are those of its dw."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
+        """Return the cluster tiles along dw's rows, whatever the group's rows are."""
         return self.grid.num_m
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        """Return the group's first row, which all its tiles contract first."""
         return begin
 
     @cute.jit

@@ -68,9 +68,11 @@ class WorkRing(Invariant):
         self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, stages)))
 
     def producer_state(self) -> pipeline.PipelineState:
+        """Make the scheduler warp's state of the ring, before its first tile."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
     def consumer_state(self) -> pipeline.PipelineState:
+        """Make a consumer warp's state of the ring, before its first tile."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
 
     @cute.jit

@@ -138,8 +138,8 @@ class BlockScaled(TensorCoreMainloop):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for a stage's scales: an atom, 512 bytes, takes 4 columns of 32 lanes, and is
-        repeated in each warp's lanes."""
+        """Columns of tensor memory that a stage's scales take: 4 for an atom, whose 512 bytes fill 32 lanes of them and
+        are repeated in the lanes of each warp."""
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
     def smem_fields(self) -> dict[str, Any]:

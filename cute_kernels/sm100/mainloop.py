@@ -42,7 +42,7 @@ class TensorCoreMainloop(Mainloop):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory that a stage's scales take."""
+        """Columns of tensor memory that a stage's scales take; 0 without scales."""
         return 0
 
     def num_producers(self, gathers: Boolean) -> Int32:

@@ -18,14 +18,15 @@ from .store import box_copies, boxes_at
 
 
 def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
-    """Make the TMA descriptor for loading a slot's boxes, in host code."""
+    """Make the TMA descriptor for loading a slot of preactivations box by box, in host code. tensor: the
+    preactivation."""
     smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
     op = cpasync.CopyBulkTensorTileG2SOp()
     return preact.PreactLoads(*cpasync.make_tiled_tma_atom(op, layout.view(tensor), smem, (SLAB_LANES, COLS)))
 
 
 class PreactRing(preact.PreactRing):
-    """Hopper's ring of preactivations, filled box by box."""
+    """Hopper's ring of preactivations, filled by one TMA copy for each box of 16 rows."""
 
     @cute.jit
     def bring(
