@@ -98,8 +98,8 @@ class PreactPair(Invariant):
                 self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
 
     def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:
-        """Return the 8 bytes of shared memory that hold a0 u0 a1 u1, two neighbouring columns of this thread. pair:
-        number of the two columns among the thread's in the piece."""
+        """Return the 8 bytes of shared memory that hold a0 u0 a1 u1, two neighbouring columns of a row, in piece number
+        `piece` of chunk `number`. pair: a0 and a1 are the thread's registers 2 * pair and 2 * pair + 1 of the piece."""
         lane = self.slots.thread % 32
         row = self.slots.thread // 32 * 16 + lane // 4 + pair % 2 * 8
         line = self.slots.smem[row, None, self.ring.slot(number, piece // 2)]

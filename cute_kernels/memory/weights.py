@@ -169,8 +169,7 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
 
 
 def part_offset(address: ExpertAddress, part: int) -> Int64:
-    """Return the offset of a part of an expert from the part at the lower address, in units of 16 bytes. part: 0 or
-    1."""
+    """Return the offset of part 0 or 1 of an expert from the part at the lower address, in units of 16 bytes."""
     return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 

@@ -53,8 +53,8 @@ SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Multiply two bfloat16 numbers by two others; a word holds two. It is an FMA that adds -0, since sm_80 has no
-    bfloat16 multiplication."""
+    """Multiply two bfloat16 numbers by two others; a word holds two. The instruction is an FMA that adds -0, since
+    sm_80 has no bfloat16 multiplication."""
     ptx = """{
         .reg .b32 factor, zero;
         mov.b32 factor, {$r1};
