@@ -1,1 +1,5 @@
-"""Weights in a narrow format as bfloat16 numbers: what is known of elements and of scales on any GPU."""
+"""Decoding of quantised weights to 16-bit or FP8 numbers in kernels: what all architectures share.
+
+elements.py has the element types, scales.py the scale types. lines.py decodes weights that are contracted over their
+rows, rows_in_fp8.py decodes 4-bit weights to FP8.
+"""

@@ -1,7 +1,4 @@
-"""A decoder of weights: the element type of a format, and the type of the scales that multiply its elements.
-
-Elements may be read too small by a power of two, for which the scales' multipliers make up (`elements`, `scales`).
-"""
+"""A decoder of weights: the element type of a format, and the type of the scales that multiply its elements."""
 
 from __future__ import annotations
 
@@ -12,5 +9,11 @@ from .scales import Scales
 
 
 class Decoder(NamedTuple):
+    """The element type and the scale type of a format.
+
+    Elements may be read as a power of two times their value (`Element.read_exponent`); the scales' multipliers then
+    include the inverse (`Scales.multipliers`).
+    """
+
     element: Element
     scales: Scales

@@ -1,4 +1,4 @@
-"""Element types of weights that are decoded. Each class is completed by an architecture, which defines `decoded`.
+"""Element types of weights that are decoded. An architecture completes each class by a method `decoded`.
 
 E4M3: NaN stays NaN when it is decoded, and turns its whole output column, for all rows of x, into NaN.
 
@@ -21,11 +21,13 @@ PLACES = -0x7E3F7E40
 
 
 class Element:
-    """An element type.
+    """An element type of weights. A *share* is the unsigned integer that a thread reads at once; a *pair* is two of its
+    elements, which are decoded together.
 
     Attributes:
-        dtype: the type by which rows are loaded.
-        share: the unsigned integer that a thread reads at once; it holds `pairs` pairs of elements.
+        dtype: the type with which rows are loaded.
+        share: the type of a share.
+        pairs: pairs in a share.
         greatest_exponent: floor(log2) of the greatest element.
         read_exponent: elements are read as 2^read_exponent times their value.
     """
@@ -38,24 +40,28 @@ class Element:
 
     @property
     def share_bytes(self) -> int:
+        """Bytes of a share."""
         return int(self.share.width // 8)
 
     def read(self, address: Int32) -> Int32:
-        """Read a share from shared memory."""
+        """Read a share from an address in shared memory."""
         pointer = cute.make_ptr(self.share, address, cute.AddressSpace.smem, assumed_align=self.share_bytes)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
     def place(self, pair: int, block: int) -> int:
-        """Return the index that a share's pair has among the thread's pairs of a block of 32 elements. block: the
-        block's number in the row."""
+        """Return the index that pair number `pair` of a share has among the thread's pairs of a block of 32 elements.
+        block: the block's number in the row."""
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """Decode a pair of a share to two bfloat16 numbers, times a multiplier; defined by each architecture."""
+        """Decode pair number `pair` of a share to two bfloat16 numbers, times a multiplier. Each architecture defines
+        this."""
         raise NotImplementedError
 
 
 class E4m3(Element):
+    """E4M3 elements; a share is two of them."""
+
     dtype = Float8E4M3FN
     share = Uint16
     pairs = 1
@@ -63,6 +69,8 @@ class E4m3(Element):
 
 
 class E2m1(Element):
+    """E2M1 elements; a share is a word of eight."""
+
     dtype = Int32
     share = Uint32
     pairs = 4
@@ -70,13 +78,13 @@ class E2m1(Element):
     read_exponent = -126
 
     def place(self, pair: int, block: int) -> int:
-        """Exchange the halves in every second pair of blocks, so that threads with neighbouring blocks read x from
-        different banks.
-        """
+        """Return the index of a pair in its block; see `Element.place`. In every second pair of blocks, a share's first
+        two pairs and its last two are exchanged, so that threads with neighbouring blocks read x from different
+        banks."""
         return pair ^ block & 2
 
     def spread(self, word: Int32, pair: int) -> Int32:
-        """Return a pair's two elements as bfloat16 numbers, times 2^-126."""
+        """Return the two elements of pair number `pair` of a word as bfloat16 numbers, times 2^-126."""
         bits = Uint32(word)
         down = bits >> 4
         turned = bits << 10 | bits >> 22

@@ -1,4 +1,4 @@
-"""Bits of two bfloat16 numbers in a 32-bit word."""
+"""Bits of two equal bfloat16 numbers in the two halves of a 32-bit word."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
 
 An MMA's registers hold neighbours along the contraction, which here belong to different weight rows, but a word of
-narrow elements holds neighbours of one row. So a tile of 64 weight rows by 128 columns is decoded to 16-bit numbers in
+narrow elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in
 shared memory, from where MMAs read it transposed, like weights of 16 bits.
 
 A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. Each of 128 threads has two or four chunks of
-every k-tile. A thread copies its chunks to shared memory some k-tiles ahead, with a word of scales for each. No other
-thread reads them, so the thread waits only for its own copies. Threads of a quarter warp write to different banks.
+every k-tile, and a word of scales for each. It copies them to a slot in shared memory some k-tiles ahead. No other
+thread reads them, so the thread waits only for its own copies. When threads of a quarter warp write decoded numbers,
+they write to different banks.
 """
 
 from __future__ import annotations
@@ -30,18 +31,25 @@ from .decoder import Decoder
 DEPTH = 64
 """Weight rows of a k-tile."""
 BLOCK = 64
-"""Columns of a block of a decoded k-tile in shared memory: lines of 128 bytes."""
+"""Columns of a block of a decoded k-tile in shared memory, whose rows are lines of 128 bytes."""
 LINE_BYTES = 128
 BLOCK_BYTES = DEPTH * LINE_BYTES
 WORD_BYTES = 4
 VECTOR = 8
-"""16-bit numbers that are stored at once."""
+"""16-bit numbers that a thread stores at once."""
 SCALE_DTYPES = {1: Uint8, 2: Uint16, 4: Int32}
 
 
 class Experts(NamedTuple):
-    """Quantised weights [E, rows, columns] at `address`; `units` times 16 bytes from expert to expert, `pitch` times 16
-    bytes from row to row. scales: the address of scales, `scale_rows` rows an expert, `scale_pitch` bytes a row.
+    """Quantised weights [E, rows, columns] in global memory.
+
+    Attributes:
+        address: the first expert's weights.
+        units, pitch: distances in units of 16 bytes, from expert to expert and from row to row.
+        rows, columns: sizes of an expert's weight, in elements.
+        scales: the address of the scales, [E, scale_rows, scale_pitch] bytes.
+        scale_pitch: bytes of a row of scales.
+        scale_rows: rows of scales of an expert.
     """
 
     address: Int64
@@ -58,8 +66,9 @@ class LineSources(NamedTuple):
     """Addresses of a thread's chunks of one tile, and of their scales.
 
     Attributes:
-        chunks: for each block of 64 columns, the address of its chunk of weight row 0, and whether w has the columns.
-        scales: for each block of 64 columns, the address of this chunk's scales.
+        chunks: for each block of 64 columns, the address of the thread's chunk of weight row 0, and whether w has its
+            columns.
+        scales: for each block of 64 columns, the address of the scales of this chunk.
         pitch, rows, scale_pitch: see `Experts`.
     """
 
@@ -71,8 +80,8 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Describe weights in host code. w: [E, rows, words or bytes of a row]; scales: the address of contiguous
-    scales."""
+    """Describe quantised weights, in host code. w: [E, rows, words or bytes of a row]; scales: the address of
+    contiguous scales; weights: the format; columns: elements of a row."""
     element_bytes = w.element_type.width // 8
     units = Int64(w.stride[0]) * element_bytes // CHUNK_BYTES
     pitch = Int32(w.shape[2]) * element_bytes // CHUNK_BYTES
@@ -83,9 +92,16 @@ def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -
 
 
 class DecodedLines(Invariant):
-    """Decoder of k-tiles of `width` columns, by 128 threads. Each architecture completes it by `pair`.
+    """Decoder of k-tiles of 64 weight rows by `width` columns, by 128 threads. Each architecture completes it by a
+    method `pair`.
 
-    A slot is `slot_bytes` bytes of shared memory that hold a k-tile's chunks and scales.
+    Attributes:
+        slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
+        lines_at_once: weight rows of which the 128 threads have one chunk each, in every block of 64 columns.
+        times: a number for each group of `lines_at_once` weight rows of a k-tile.
+        blocks: blocks of 64 columns.
+        count: chunks of a thread in a k-tile.
+        pending: the scales that the thread is loading.
     """
 
     def __init__(self, weights: Format, decoder: Decoder, width: int):
@@ -111,11 +127,12 @@ class DecodedLines(Invariant):
         self.lane = self.thread % self.lanes_a_line
 
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
-        """Decode a pair of a word's elements, times a scale's value (`Scales.value`), to two 16-bit numbers."""
+        """Return a pair of a word's elements as two 16-bit numbers, times the value of their scale (`Scales.value`)."""
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
-        """Find a thread's chunks of a tile."""
+        """Return the addresses of a thread's chunks and scales of a tile. n_tile: number of the tile along the
+        columns."""
         first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
         scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch
         chunks, at = [], []
@@ -126,7 +143,8 @@ class DecodedLines(Invariant):
         return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
 
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
-        """Start to copy the thread's chunks of 64 weight rows to a slot; zeros outside of w."""
+        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`;
+        write zeros for what is outside of w."""
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
             line = first_row + self.line + time * self.lines_at_once
@@ -140,8 +158,8 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def ask(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load the scales of 64 weight rows. The scales of the call before are written to their rows' slot,
-        `slot_before`."""
+        """Start to load the scales of 64 weight rows, from `first_row` on. First write the scales that the previous
+        call loaded to their own slot, `slot_before`."""
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
             words[i * THREADS] = self.pending[i]
@@ -159,11 +177,12 @@ class DecodedLines(Invariant):
                 self.pending[time * self.blocks + block] = word
 
     def read(self, slot: Int32, times: Sequence[int]) -> tuple[list[cute.Tensor], list[Int32]]:
-        """Return the thread's chunks of a slot's k-tile, as words, and their scales. Called before `write`, so that all
-        loads are under way before the first store: the compiler moves no load past a store.
+        """Return the thread's chunks of a slot, as words, and the words of their scales. Called before `write`, so that
+        all loads are under way before the first store: the compiler moves no load past a store.
 
         Args:
-            times: which parts of `lines_at_once` weight rows to read; `self.times` has all parts.
+            slot: the slot's address.
+            times: which groups of `lines_at_once` weight rows to read; `self.times` has all.
         """
         scales = self._scale_words(slot)
         numbers = [time * self.blocks + block for time in times for block in range(self.blocks)]
@@ -171,7 +190,8 @@ class DecodedLines(Invariant):
         return chunks, [scales[number * THREADS] for number in numbers]
 
     def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
-        """Decode what `read` returned to a stage: blocks of 64 columns, lines with a 128-byte swizzle."""
+        """Decode what `read` returned, and write it to `target`, the address of a decoded k-tile: blocks of 64 columns,
+        in lines with a 128-byte swizzle. times: as for `read`."""
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
         for i, time in enumerate(times):
@@ -187,7 +207,7 @@ class DecodedLines(Invariant):
                     cute.autovec_copy(store, chunk_at(line ^ Int32(vector * CHUNK_BYTES)))
 
     def _vector(self, words: cute.Tensor, block: int, vector: int, value: Int32) -> list[Int32]:
-        """Decode eight numbers of a chunk, in order."""
+        """Decode vector number `vector` of a chunk: eight numbers, in order. value: the value of their scale."""
         element = self.decoder.element
         if element.pairs == 1:  # pairs are in order
             return [self.pair(words[2 * vector + i // 2] >> 16 * (i % 2), 0, value) for i in range(CHUNK_WORDS)]
@@ -196,13 +216,14 @@ class DecodedLines(Invariant):
         return [self.pair(words[i], pair, value) for i in range(CHUNK_WORDS)]
 
     def _values(self, word: Int32) -> list[Int32]:
-        """Return the values of a chunk's scales."""
+        """Return the values of the scales in a chunk's word of scales."""
         count = max(self.scale_dtype.width // BITS[self.format.scale], 1)
         if count == 1:
             return [self.decoder.scales.value(word)]
         return [self.decoder.scales.value(word >> 8 * i & 0xFF) for i in range(count)]
 
     def _scale_words(self, slot: Int32) -> cute.Tensor:
+        """Return the view of a slot from this thread's first word of scales on; its words are THREADS apart."""
         at = slot + self.chunk_bytes + self.thread * WORD_BYTES
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(self.count * THREADS))

@@ -1,11 +1,11 @@
 """Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs whose registers have no room for decoding.
 
 A block of 32 elements has a power of two, and so has a row. The epilogue multiplies sums by the row's power. The
-block's power relative to the row's, 2^(u - 6) with u = 0 .. 12, multiplies the elements: an E2M1 number times it is an
-E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte permutation
-takes four at a time.
+block's power relative to the row's, 2^(u - 6) with u = 0 .. 12, multiplies the elements: an E2M1 number times this
+factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte
+permutation takes four at a time.
 
-A word has eight neighbouring elements, as in checkpoints. Decoding it takes 9 instructions.
+A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..specs import BLOCK_ROWS
 from .scales import BYTE_SIGNS, byte_of
 
 GREATEST = MXFP4_ROWS.row_binades
-"""u of a block with its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
+"""u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
 # The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. They are the bytes for u = 0, except that of 0.5: half
@@ -45,8 +45,14 @@ FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
 
 
 class BlockScales(NamedTuple):
-    """Scale bytes of weights: [E, rows, blocks] at `blocks_at`, [E, rows] at `rows_at`. gate: order of a gated layer's
-    rows."""
+    """Scale bytes (E8M0) of weights.
+
+    Attributes:
+        blocks_at: the address of [E, rows, blocks], a scale for each block of 32 elements.
+        rows_at: the address of [E, rows], a power of two for each row.
+        rows, blocks: rows of an expert, blocks of a row.
+        gate: the order of a gated layer's weight rows.
+    """
 
     blocks_at: Int64
     rows_at: Int64
@@ -56,15 +62,23 @@ class BlockScales(NamedTuple):
 
 
 class RowsInFp8(Invariant):
-    """Decoder of k-tiles of 128 columns of a tile's weight rows, by 128 threads: four threads a row, each a block.
+    """Decoder of k-tiles (128 columns of a tile's weight rows) by 128 threads: four threads to a row, one block of 32
+    elements to each.
 
     The scales of the k-tile after the next one are loaded after the fence that ends a k-tile, not before, since a fence
     waits for all loads.
 
+    Args:
+        parts, part_n: parts of a tile (2 with a gate) and weight rows of each.
+        ahead: chunks that a thread reads before it decodes the first.
+
     Attributes:
-        times: numbers of a thread's rows of a tile, which are THREADS / 4 apart. ahead: chunks that are read before the
-            first is decoded. first: the thread's first weight row of a tile. bases: each row's own scale byte. pending:
-            scales that are being loaded. shifts: u of the next k-tile. bases and shifts are bytes, four a word.
+        times: numbers of a thread's rows of a tile, which are THREADS / 4 apart.
+        first: the thread's first weight row of a tile.
+        expert: the address of the expert's block scales.
+        bases: each row's own scale byte, four in a word.
+        pending: block scales that are being loaded, one for each row.
+        shifts: u of each row's block in the next k-tile, four in a word.
     """
 
     def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
@@ -87,8 +101,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Load a tile's scales: those of its rows, and those of their blocks in the first two k-tiles, `k_tile` and
-        `following`."""
+        """Load a tile's scales: those of the thread's rows, and those of its blocks in the tile's first two k-tiles,
+        whose numbers are `k_tile` and `following`."""
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
         self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
@@ -104,26 +118,27 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Take the scales that were loaded, and start to load those of a k-tile."""
+        """Compute the shifts of the next k-tile from the block scales that were loaded, and start to load those of
+        k-tile `k_tile`."""
         for word in cutlass.range_constexpr(cute.size(self.shifts)):
             self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
         self._ask(k_tile)
 
     def _row(self, i: int) -> Int32:
-        """Return the weight row of a thread's i-th row; it may be past the last weight row."""
+        """Return the number, in its expert, of a thread's i-th weight row; it may be past the last row."""
         part, in_part = divmod(i * self.rows_at_once, self.part_n)
         return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
 
     def _shift(self, i: int) -> Int32:
+        """Return u of the block in the thread's i-th row."""
         word, place = divmod(i, BYTES_A_WORD)
         below = (self.pending[i] & 0xFF) - byte_of(self.bases[word], place)
         return cutlass.max(below + (GREATEST - EXPONENT), Int32(0))
 
     @cute.jit
     def _ask(self, k_tile: Int32):
-        """Start to load the scales of a k-tile. Past a row's last block and past the last row, any scale will do, since
-        elements are zeros there.
-        """
+        """Start to load the block scales of a k-tile. Past a row's last block and past the last row any scale will do,
+        since elements are zeros there."""
         rows, blocks = self.scales.rows, self.scales.blocks
         block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
         scales = vector_at(Uint8, self.expert[0])
@@ -131,16 +146,19 @@ class RowsInFp8(Invariant):
             self.pending[i] = Int32(scales[cutlass.min(self._row(i) * blocks + block, rows * blocks - 1)])
 
     def _of_word(self, word: int) -> range:
+        """Return the numbers of the rows whose bytes are in word `word` of bases or shifts."""
         return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
 
     def _packed(self, numbers: list[Int32]) -> Int32:
+        """Return up to four bytes in one word."""
         first, *others = numbers
         for place, number in enumerate(others, 1):
             first |= number << 8 * place
         return first
 
     def decode(self, narrow: Int32, wide: Int32) -> None:
-        """Decode a k-tile at `narrow`, rows of 64 bytes, to `wide`, rows of 128, both swizzled."""
+        """Decode a k-tile in shared memory from address `narrow` (E2M1 rows of 64 bytes) to address `wide` (E4M3 rows
+        of 128 bytes). Both are swizzled."""
         source = narrow + self.row * self.narrow_row
         source += (self.block ^ swizzle_of(self.row, self.narrow_row)) * CHUNK_BYTES
         target = wide + self.row * SWIZZLE_BYTES + (2 * self.block ^ self.row % 8) * CHUNK_BYTES
@@ -158,13 +176,14 @@ class RowsInFp8(Invariant):
 
 
 def _magnitudes(shift: Int32) -> tuple[Int32, Int32]:
-    """Return the eight magnitudes of E2M1 times 2^(shift - 6), as E4M3 bytes in two words."""
+    """Return the eight magnitudes of E2M1, times 2^(shift - 6), as E4M3 bytes in two words: the four smallest, then the
+    four greatest."""
     lower = shift * BINADE_BUT_OF_ZERO + LOWER
     return select(shift == 0, Int32(LOWER + HALF_OF_LEAST_NORMAL), lower), shift * BINADE + UPPER
 
 
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
-    """Decode a word to E4M3: its first four and its last four elements."""
+    """Return a word's eight elements as E4M3 bytes in two words. lower, upper: the result of `_magnitudes`."""
     indices, moved = word & MAGNITUDES, word << 4
     halves = []
     for number, signs in enumerate((FIRST_SIGNS, LAST_SIGNS)):
@@ -175,6 +194,7 @@ def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:
 
 
 def _store(address: Int32, words: list[Int32]) -> None:
+    """Store four words at an address in shared memory."""
     registers = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
     for i, word in enumerate(words):
         registers[i] = word

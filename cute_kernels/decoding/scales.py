@@ -1,7 +1,7 @@
-"""Scale types of weights that are decoded: a class for each, made for the element type that it multiplies.
+"""Scale types of weights that are decoded: a class for each type, whose objects belong to an element type.
 
-Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Bad bytes are noted, and
-NaN is written at the end of a tile.
+Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Kernels note bad bytes, and
+write NaN at the end of a tile.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ LOW_BYTES = 0x0101
 
 
 class Scales:
-    """A scale type: converts scale bytes, four a word, to bfloat16 numbers, each in both halves of a word.
+    """A scale type. Its methods convert scale bytes, four in a word, to bfloat16 numbers, each in both halves of a
+    word.
+
+    A byte's *value* is its scale. Its *multiplier* is the scale times the inverse of the power of two by which elements
+    are read too small (`Element.read_exponent`). Large bytes have multipliers beyond bfloat16's range.
 
     Attributes:
-        first_large: the least byte (128 or more) whose multiplier exceeds bfloat16's range. Its products are multiplied
-            a second time, by `rest_of_multiplier`. None: all multipliers are in range.
+        first_large: the least large byte (128 or more). Products with large bytes are multiplied a second time, by
+            `rest_of_multiplier`. None: all multipliers are in range.
         rest_exponent: products lack the factor 2^rest_exponent, by which the epilogue multiplies sums.
     """
 
@@ -41,34 +45,35 @@ class Scales:
     rest_exponent = 0
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
-        """Make the scales of an element type. product: a function that multiplies two words of two bfloat16 numbers, by
-        an instruction that the GPU has."""
+        """Make the scales of an element type. product: multiplies two words of two bfloat16 numbers each, by an
+        instruction that the GPU has."""
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
-        """Return the value of a scale byte; NaN if the byte is bad."""
+        """Return the value of one scale byte; NaN if the byte is bad."""
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
-        """Return the multipliers of `count` of four bytes, from byte `first` on: scales times the factor by which
-        elements are read too small."""
+        """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on. What a large
+        byte's multiplier lacks is in `rest_of_multiplier`."""
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
-        """Return the multipliers of the first `count` bytes, none of which is large; in reverse order if
+        """Return the multipliers of the first `count` bytes in `scales`, none of which is large; in reverse order if
         `is_turned`."""
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
-        """Return the factor that byte `index` still lacks if it is large; 1 if it is not."""
+        """Return the factor that the multiplier of byte number `index` lacks if the byte is large; 1 if it is not."""
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
-        """Return a word that is not 0 if one of four bytes is bad. Rows 0 to 7 use different bits."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is bad. Rows 0 to 7 set different bits, so
+        that words of several rows can be combined; see `is_bad`."""
         raise NotImplementedError
 
     def large(self, scales: Int32) -> Int32:
-        """Return a word that is not 0 if one of four bytes is large."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is large."""
         raise NotImplementedError
 
 
@@ -76,8 +81,8 @@ class E8m0(Scales):
     """Powers of two: byte e is 2^(e - 127), a subnormal number at e = 0. Bad bytes are NaN and scales with which the
     greatest element exceeds bfloat16's range: all bytes from `first_bad` (128 or more) on.
 
-    If elements are read as 2^-126 times their value, multipliers include 2^126. They are bfloat16 numbers for scales up
-    to 2; larger scales take a second product.
+    If elements are read as 2^-126 times their value, multipliers include 2^126. Then they are bfloat16 numbers for
+    scales up to 2; larger scales take a second product.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -93,6 +98,7 @@ class E8m0(Scales):
         return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
 
     def _multiplier(self, byte: Int32) -> Int32:
+        """Return the multiplier of one byte; that of the greatest small byte if it is large."""
         if self.first_large is None:
             return power_of(byte)
         return self._small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))
@@ -102,6 +108,7 @@ class E8m0(Scales):
         return [self._small_multiplier(scales)]
 
     def _small_multiplier(self, byte: Int32) -> Int32:
+        """Return the multiplier of one byte that is not large."""
         return byte * EXPONENT_ONE + self.shift * EXPONENT_ONE
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
@@ -117,11 +124,12 @@ class E8m0(Scales):
 
 
 class UnsignedE4m3(Scales):
-    """E4M3 numbers of at most 448. Bad bytes are NaN and bytes with a sign.
+    """E4M3 numbers of at most 448, without sign. Bad bytes are NaN and bytes with a sign.
 
     A byte moved up by four bits has its exponent and significand in bfloat16's places, and is the scale times 2^-120,
-    including subnormals. Two powers of two multiply it, by as much as elements are read too small or, if that is too
-    much, by as much as bfloat16's range allows (`rest_exponent` is the rest).
+    including subnormals. Two powers of two (`powers`) then multiply it. Together they make up for 2^-120 and for the
+    power of two by which elements are read too small; for the latter only as far as bfloat16's range allows, and
+    `rest_exponent` is the rest.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -143,8 +151,8 @@ class UnsignedE4m3(Scales):
         return self._two(scales, select(is_turned, Int32(0x4041), Int32(0x4140)))
 
     def _two(self, scales: Int32, bytes_: Int32) -> list[Int32]:
-        """Return the multipliers of two bytes. bytes_: the selector of prmt that moves each byte to its own half of a
-        word."""
+        """Return the multipliers of two of four bytes. bytes_: a selector of prmt that moves each of the two bytes to
+        its own half of a word."""
         moved = Int32(cute.arch.prmt(scales, Int32(0), bytes_)) << 4
         two = self.product(self.product(moved, Int32(power(self.powers[0]))), Int32(power(self.powers[1])))
         return [doubled(two, half) for half in ("low", "high")]
@@ -155,9 +163,8 @@ class UnsignedE4m3(Scales):
 
 
 class Float32s(Scales):
-    """float32 numbers, one a block, which multiply elements in float32. No scale is bad: a NaN or infinite scale makes
-    its weights NaN or infinite by itself.
-    """
+    """float32 numbers, one for each block, which multiply elements in float32; they are passed on unchanged. No scale
+    is bad: a NaN or infinite scale makes its weights NaN or infinite by itself."""
 
     def value(self, byte: Int32) -> Int32:
         return byte
@@ -168,41 +175,46 @@ class Float32s(Scales):
 
 
 SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3, FLOAT32: Float32s}
+"""Scale types by `Format.scale`."""
 
 
 def doubled(word: Int32, half: str) -> Int32:
-    """Return the "low" or "high" half of a word in both halves. On Hopper this is a modifier of the reading
+    """Return a word with the "low" or "high" half of `word` in both halves. On Hopper this is a modifier of the reading
     instruction."""
     ptx = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {{$r0}}; mov.b32 {{$w0}}, {{{half}, {half}}}; }}"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word]))
 
 
 def power(exponent: int) -> int:
-    """Return 2^exponent in both halves of a word."""
+    """Return the bfloat16 number 2^exponent in both halves of a word."""
     return (EXPONENT_BIAS + exponent) * EXPONENT_ONE
 
 
 def byte_of(scales: Int32, index: int) -> Int32:
+    """Return byte number `index` of a word."""
     return (scales >> 8 * index) & 0xFF
 
 
 def power_of(byte: Int32) -> Int32:
-    """Return 2^(e - 127) for scale byte e, in both halves of a word."""
+    """Return 2^(e - 127) for scale byte e, as a bfloat16 number in both halves of a word."""
     return cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
 
 
 def _from(first: Any, scales: Int32) -> Int32:
-    """Return bit 7 of each byte that is `first` or more; other bits mean nothing."""
+    """Return a word in which bit 7 of each byte says whether that byte of `scales` is `first` or more (first: 128 or
+    more); other bits mean nothing."""
     # Added to the lower 7 bits of a byte, it carries into bit 7 if the byte, with bit 7 set, is `first` or more.
     carry = Int32((256 - first) * BYTE_LANES)
     return ((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales
 
 
 def _signs_of(row: int) -> int:
+    """Return the mask of the bits by which `Scales.bad` notes bad bytes of a row, 0 to 7: the sign bits of all bytes,
+    moved down by `row`."""
     bits = BYTE_SIGNS >> row
     return bits - (bits >> 31 << 32)
 
 
 def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
-    """Return True if a bad byte of the row is noted in `bad`."""
+    """Return True if `bad`, which combines words of `Scales.bad`, notes a bad byte of the row."""
     return (bad & Int32(_signs_of(row))) != 0

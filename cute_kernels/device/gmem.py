@@ -15,13 +15,14 @@ UNBOUNDED = 1 << 30
 
 
 def vector_at(dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-    """Return a contiguous vector of `dtype` at `address`, aligned to one element."""
+    """Return the vector of `dtype` at `address`, which is aligned to one element. The vector has no length: callers
+    guard their own indices."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(UNBOUNDED))
 
 
 def offset_by(first: Int64, distance: Int32) -> Int64:
-    """Return an address plus `distance` times 16 bytes, in one instruction; a 64-bit product takes four."""
+    """Return the address `first` plus `distance` times 16 bytes, in one instruction; a 64-bit product takes four."""
     return cute.arch.inline_ptx(
         f"mad.wide.u32 {{$w0}}, {{$r0}}, {CHUNK_BYTES}, {{$r1}};",
         write_only_types=[Int64],
@@ -30,7 +31,8 @@ def offset_by(first: Int64, distance: Int32) -> Int64:
 
 
 def copy_chunk(target: Int32, source: Int64, num_bytes: Int32) -> None:
-    """Start to copy `num_bytes` (at most 16) into shared memory; the rest of 16 bytes becomes zeros."""
+    """Start to copy `num_bytes` bytes (at most 16) from global to shared memory by cp.async; the rest of 16 bytes
+    becomes zeros. target, source: addresses."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK_BYTES}, {{$r2}};",
         read_only_args=[target, source, num_bytes],
@@ -38,4 +40,5 @@ def copy_chunk(target: Int32, source: Int64, num_bytes: Int32) -> None:
 
 
 def bytes_if(wanted: Boolean) -> Int32:
+    """Return 16, the bytes for `copy_chunk` to copy, if `wanted`, else 0."""
     return select(wanted, Int32(CHUNK_BYTES), Int32(0))

@@ -1,13 +1,14 @@
-"""Objects that generated loops may use but not change."""
+"""Objects that the DSL's loops may use but not change."""
 
 from __future__ import annotations
 
 
 class Invariant:
-    """Base of classes whose compile-time choices and run-time values are never assigned again.
+    """Base of classes whose attributes are never assigned again after `__init__`, as far as loops and branches can
+    tell.
 
-    A staged loop or branch carries every object whose method it calls, because the call might change it. These objects
-    have nothing to carry: their values are defined before the loop and do not change.
+    The DSL makes a run-time loop or branch carry every object whose method it calls, because the call might change the
+    object. These objects have nothing to carry: their values are defined before the loop and do not change.
     """
 
     def __extract_mlir_values__(self) -> list:

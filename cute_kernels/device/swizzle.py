@@ -1,4 +1,4 @@
-"""The swizzle of shared memory, by which 8 rows of an operand or a slot lie in different banks."""
+"""The swizzle of shared memory, which puts 8 rows of an operand or of a slot into different banks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SWIZZLE_BYTES = 128
 
 
 def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """Make a layout (row, column, *more). The swizzle is as wide as a row of 32 or 64 bytes; longer rows are split into
-    parts of 128 bytes."""
+    """Make a shared-memory layout (row, column, *more) with a swizzle. shape: its sizes. A row of 32 or 64 bytes has a
+    swizzle of its own width; longer rows are split into parts of 128 bytes."""
     kinds = warpgroup.SmemLayoutAtomKind
     narrow = {SWIZZLE_BYTES // 4: kinds.K_SW32, SWIZZLE_BYTES // 2: kinds.K_SW64}
     kind = narrow.get(shape[1] * dtype.width // 8, kinds.K_SW128)
@@ -21,6 +21,6 @@ def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cut
 
 
 def swizzle_of(row: Int32, row_bytes: int) -> Int32:
-    """Return the number by which 16-byte chunk numbers are XORed, in a row of 32, 64 or 128 bytes with a swizzle of the
-    same width."""
+    """Return the number by which the numbers of a row's 16-byte chunks are XORed. row_bytes: 32, 64 or 128, which is
+    also the width of the swizzle."""
     return row % 8 // (SWIZZLE_BYTES // row_bytes)

@@ -14,7 +14,7 @@ HOPPER = (9, 0)
 
 
 def _target() -> str:
-    """Return the architecture of this compile process; the DSL reads the same variable."""
+    """Return the architecture that this process compiles for, for example sm_90a; the DSL reads the same variable."""
     return os.environ["CUTE_DSL_ARCH"]
 
 
@@ -24,13 +24,13 @@ def has_early_launch() -> bool:
 
 
 def has_packed_integers() -> bool:
-    """Return True if the GPU has minimum and maximum of two 16-bit integers in a word."""
+    """Return True if the GPU has instructions for minimum and maximum of two 16-bit integers in a word."""
     return capability(_target()) >= HOPPER
 
 
 def is_for_hopper_alone() -> bool:
-    """Return True if the kernel is compiled for Hopper's own kernels. Kernels that the other architectures share are
-    compiled for six of them, and none may spill."""
+    """Return True if the target is sm_90a, whose kernels are Hopper's own. Kernels that the other architectures share
+    are compiled for six of them, and may spill registers on none."""
     return ARCHS[_target()].folder == "sm90"
 
 
@@ -42,12 +42,13 @@ def has_fp8() -> bool:
 
 
 def has_float_pairs() -> bool:
-    """Return True if the GPU adds two float32 numbers in a pair of registers at once, which takes more registers."""
+    """Return True if one instruction of the GPU adds two float32 numbers to two others, in pairs of registers. Using it
+    takes more registers."""
     return capability(_target())[0] == 10
 
 
 def is_plain(construct: str) -> bool:
-    """Return True if kernels avoid a construct, one of architectures.CONSTRUCTS."""
+    """Return True if this build avoids a construct, a key of architectures.CONSTRUCTS; see plain.py."""
     return construct in plain_in(_target())
 
 
@@ -57,17 +58,19 @@ def smem_of_cta() -> int:
 
 
 def early(wanted: Any) -> Any:
-    """Return a launch's `use_pdl`: `wanted` if the GPU has programmatic dependent launch, else False."""
+    """Return the `use_pdl` of a launch: `wanted` if the GPU has programmatic dependent launch, else False."""
     return wanted if has_early_launch() else False
 
 
 def wait_for_earlier() -> None:
-    """Wait until the kernel before has ended, if this kernel may begin earlier."""
+    """Wait until the previous kernel has ended, on GPUs where this kernel may begin earlier (programmatic dependent
+    launch)."""
     if has_early_launch():
         cute.arch.griddepcontrol_wait()
 
 
 def let_next_begin() -> None:
-    """Let the next kernel begin; it waits where it needs this kernel's results."""
+    """Let the next kernel begin, on GPUs with programmatic dependent launch; that kernel itself waits where it needs
+    this kernel's results."""
     if has_early_launch():
         cute.arch.griddepcontrol_launch_dependents()

@@ -1,4 +1,4 @@
-"""Loads and stores in vectors of 16 bytes, and parameters whose dtype is a run-time value."""
+"""Loads and stores of vectors of 16 bytes, and of tensors whose dtype is a run-time value, here called parameters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ..specs import PARAM_FORMS
 
 VECTOR_BYTES = 16
 BF16, F16, F32 = PARAM_FORMS["bfloat16"], PARAM_FORMS["float16"], PARAM_FORMS["float32"]
+"""Codes of a parameter's dtype."""
 CODE_BITS = 2
 
 
 def elements(dtype: type[cutlass.Numeric]) -> int:
-    """Return the number of elements of `dtype` in a vector."""
+    """Return how many elements of `dtype` a vector of 16 bytes has."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
 def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
-    """Return `count` elements in global memory from element `first` on. `first` is a multiple of `count`, and `address`
-    is aligned to 16 bytes."""
+    """Return the view of `count` elements in global memory, from element `first` after `address` on. first is a
+    multiple of count; address is aligned to 16 bytes."""
     itemsize = dtype.width // 8
     align = min(VECTOR_BYTES, count * itemsize)
     # The alignment is assumed, since `Pointer.align` rounds at run time.
@@ -29,14 +30,16 @@ def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: in
 
 
 def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
-    """Return `count` elements in shared memory. The address is a multiple of their size in bytes, or of 16."""
+    """Return the view of `count` elements in shared memory at `pointer`, a multiple of their size in bytes or, if they
+    have more than 16 bytes, of 16."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
     first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
     return cute.make_tensor(first, cute.make_layout(count))
 
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
-    """Load a vector into registers without converting it, since a conversion would wait for the load."""
+    """Load vector number `vector` (16 bytes) after `address` into registers of `dtype`. It is not converted, since a
+    conversion would wait for the load."""
     count = elements(dtype)
     raw = cute.make_rmem_tensor(count, dtype)
     raw.store(run_at(dtype, address, vector * count, count).load())
@@ -44,7 +47,7 @@ def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> 
 
 
 def floats(raw: cute.Tensor) -> cute.Tensor:
-    """Convert registers to float32."""
+    """Return registers converted to float32; `raw` itself if it is float32."""
     if raw.element_type is Float32:
         return raw
     result = cute.make_rmem_tensor(raw.shape, Float32)
@@ -53,19 +56,21 @@ def floats(raw: cute.Tensor) -> cute.Tensor:
 
 
 def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, values: cute.Tensor) -> None:
-    """Store a vector of float32 registers, rounded to `dtype`."""
+    """Round float32 registers to `dtype` and store them as vector number `vector` (16 bytes) after `address`."""
     count = elements(dtype)
     run_at(dtype, address, vector * count, count).store(values.load().to(dtype))
 
 
 def dtype_code(forms: Int32, parameter: int) -> Int32:
-    """Return the dtype (a number of dtypes.PARAM_FORMS) of one parameter from `forms`, which holds those of several."""
+    """Return the code (dtypes.PARAM_FORMS) of the dtype of parameter number `parameter`. forms: the codes of several
+    parameters, CODE_BITS bits each."""
     return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
 
 
 @cute.jit
 def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load `count` parameters from `first` on, a multiple of `count`, as float32."""
+    """Load `count` elements of a parameter from element `first` on, a multiple of count, as float32. code: the
+    parameter's dtype, see `dtype_code`."""
     values = cute.make_rmem_tensor(count, Float32)
     if code == BF16:
         values.store(run_at(BFloat16, address, first, count).load().to(Float32))
@@ -78,7 +83,7 @@ def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Conste
 
 @cute.jit
 def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
-    """Store registers as parameters, rounded to the parameters' dtype."""
+    """Round float32 registers to a parameter's dtype and store them from element `first` on. code: see `dtype_code`."""
     count = const_expr(cute.size(values))
     if code == BF16:
         run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
@@ -90,7 +95,7 @@ def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor)
 
 @cute.jit
 def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
-    """Store one parameter, rounded to its dtype."""
+    """Round a float32 number to a parameter's dtype and store it as element `index`. code: see `dtype_code`."""
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value
     store_params(address, code, index, values)

@@ -1,12 +1,12 @@
 """MMAs of one warp (mma.sync) on 32-bit words: a word is two 16-bit elements, or one TF32.
 
-With g = lane / 4 and t = lane % 4, a 16-bit step of depth 16 (TF32: 8) takes from a lane
+With g = lane / 4 and t = lane % 4, one MMA, of depth 16 (TF32: 8), takes from a lane
 
     a   4 words: rows g and g + 8 at place t of the contraction, then rows g and g + 8 at place t + 4
     b   2 words: column g at place t, then at place t + 4
 
-and adds to four sums: row g at columns 2t and 2t + 1, then row g + 8 at the same columns. The order of the contraction
-is free if a and b agree, so a lane's "places" are whichever words it holds.
+and adds to four sums: row g at columns 2t and 2t + 1, then row g + 8 at the same columns. A place is one word's worth
+of the contraction. Which elements are at a place is free if a and b agree.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .vectors import shared_at
 
 
 class WarpMma(Invariant):
-    """MMA of a warp on elements of `dtype`. `half`: steps of depth 8 instead of 16 for 16-bit elements, which take only
-    a's first two words and b's first word."""
+    """The MMA of a warp on elements of `dtype`. half: 16-bit elements are multiplied with depth 8 instead of 16, which
+    takes only a's first two words and b's first word."""
 
     def __init__(self, dtype: type[cutlass.Numeric], half: bool = False):
         self.dtype = dtype
@@ -34,12 +34,13 @@ class WarpMma(Invariant):
         self.atom = cute.make_mma_atom(op)
 
     def add(self, sums: cute.Tensor, a: list, b: list) -> None:
-        """sums += a b, with words as in the table above; `sums`: 4 float32 registers."""
+        """Add the product of a and b to `sums`, 4 float32 registers. a, b: lists of words as in the table above."""
         left, right = (_operand(words, self.operand) for words in (a, b))
         cute.mma_atom_call(self.atom, sums, left, right, sums)
 
 
 def _operand(words: list, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Return words as a register tensor of `dtype`."""
     registers = cute.make_rmem_tensor(len(words), Int32)
     for i, word in enumerate(words):
         registers[i] = word
@@ -47,7 +48,7 @@ def _operand(words: list, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 def as_operands(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Return words as the tensor cores take them: float32 rounded to TF32, 16-bit elements unchanged."""
+    """Return words in the form that the tensor cores take: float32 rounded to TF32, 16-bit elements unchanged."""
     if const_expr(dtype is Float32):
         rounded = cute.make_rmem_tensor(words.shape, Int32)
         values = cute.recast_tensor(words, Float32)
@@ -58,8 +59,10 @@ def as_operands(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor
 
 
 def read_matrices(row: cute.Pointer, dtype: type[cutlass.Numeric], count: int, transpose: bool) -> cute.Tensor:
-    """Read `count` matrices of 8 x 8 16-bit elements, or their transposes, by ldmatrix. A lane gets a word of each: row
-    g, elements 2t and 2t + 1. `row`: the place in shared memory of row lane % 8 of matrix lane / 8.
+    """Read `count` matrices of 8 x 8 16-bit elements, or their transposes, by ldmatrix. Return a word of each: row lane
+    / 4, elements 2 (lane % 4) and the next.
+
+    row: the address in shared memory of row lane % 8 of matrix lane / 8; each lane passes a different row.
     """
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, count), dtype)
     source = cute.make_tensor(shared_at(dtype, row, 8).iterator, cute.make_layout(2 * count))

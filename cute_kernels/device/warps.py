@@ -11,6 +11,7 @@ WARP = 32
 
 @cute.jit
 def inclusive_scan(value: Int32, lane: Int32) -> Int32:
+    """Return the sum of `value` over this lane and all lower lanes of a warp. lane: this lane's index."""
     for log_distance in cutlass.range_constexpr(5):
         distance = 1 << log_distance
         below = cute.arch.shuffle_sync_up(value, distance)
@@ -20,15 +21,17 @@ def inclusive_scan(value: Int32, lane: Int32) -> Int32:
 
 
 def last_lane(value: Int32) -> Int32:
+    """Return the value of a warp's last lane to all its lanes."""
     return cute.arch.shuffle_sync(value, 31)
 
 
 def warp_sum(value: Int32) -> Int32:
+    """Return the sum of `value` over a warp's lanes to all its lanes."""
     return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
 
 
 def lanes_like(value: Int32) -> Int32:
-    """Return a mask of the lanes that hold the same number as this lane."""
+    """Return a mask of the warp's lanes whose `value` is the same as this lane's."""
     return cute.arch.inline_ptx(
         "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
     )

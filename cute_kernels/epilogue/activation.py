@@ -1,4 +1,5 @@
-"""Epilogues of the forward GEMMs: plain results, or activated ones, with or without the preactivation."""
+"""Epilogues of the forward GEMMs: y = x w^T with bias and row scale, or FC1's activation with or without its
+preactivation. Terms: base.py."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .sizes import SLOTS
 
 
 class LinearEpilogue(Epilogue):
-    """y = acc + bias * scale[row]."""
+    """Epilogue of grouped_mm: y = acc + bias * scale[row]."""
 
     @cute.jit
     def finish_slab(
@@ -36,11 +37,16 @@ class LinearEpilogue(Epilogue):
 
 
 class ActivationEpilogue(Epilogue):
-    """act = activation(acc + bias) * scale[row]; the second store, if there is one, gets the preactivation acc + bias.
+    """Epilogue of grouped_glu: act = activation(acc + bias) * scale[row]. If the spec saves the preactivation, a second
+    store receives acc + bias.
 
-    With a gate the accumulators are [a | u], so a thread holds both halves of each of its outputs. in_order: the
-    accumulators are columns of w1 in memory's order (natural_order.py), so biases and preactivations are handled as
-    without a gate.
+    With a gate, a tile's accumulators are [a | u], so a thread holds both halves of each of its outputs. in_order: the
+    columns of a and u lie in the tile as w1 has them in memory (natural_order.py), so biases and preactivations are
+    handled as without a gate.
+
+    Attributes:
+        act_n: columns of a tile's activation.
+        preact_chunks: chunks of a slab's preactivation; 0: not saved.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec, in_order: bool = False):
@@ -85,22 +91,24 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the activated outputs of a chunk of `cols` columns."""
+        """Return the activations, times the row scales, of chunk number `chunk` of `cols` columns, in the order of
+        accumulators."""
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
             outputs[i] *= scales[self.row_of_output(i)]
         return self.ordered(outputs, state.lane)
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
-        """Return the activation's arguments: a chunk's accumulators and, with a gate, those half a tile further."""
+        """Return the activation's arguments for a chunk: the accumulators of a and, with a gate, those of u, which are
+        half a tile further."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
-        """Return the row (0 or 1, of a thread's two rows) of its i-th output."""
+        """Return which of the thread's two rows (0 or 1) its i-th output of a chunk is in."""
         return i // 2 % 2
 
     def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """Return outputs in the order of accumulators."""
+        """Return a chunk's outputs in the order of accumulators; subclasses reorder them."""
         return outputs
 
     @cute.jit
@@ -108,7 +116,8 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Store the accumulators in the order that `glu_layout` gives the columns of w1."""
+        """Store a slab's preactivation, with columns in the order that `glu_layout` gives the rows of w1. target: the
+        store of the preactivation."""
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)
             if const_expr(self.parts == 2):

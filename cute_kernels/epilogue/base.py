@@ -1,4 +1,10 @@
-"""Epilogues: the work on accumulators between the last MMA and the store."""
+"""Epilogues: the work on accumulators between the last MMA and the store.
+
+Terms of this folder. A tile's columns are weight rows. A *part* is a range of these: a gated layer's tile has two parts
+of equal size, a (the activated half) and u (the linear half); other tiles have one. A *slab* is 64 rows of a tile; a
+warpgroup has one or more. A *chunk* is the columns of a slab that are stored at once, through a *slot*, a buffer in
+shared memory (slots.py). Of each slab a thread has accumulators of two rows, 8 rows apart (fragments.py).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +32,12 @@ UPPER_HALF = -(1 << 16)
 
 
 class OptionalInputs(NamedTuple):
-    """Optional inputs of an epilogue as device addresses, 0 where absent.
+    """Optional inputs of an epilogue, as device addresses; 0: not given.
 
-    Biases are packed [E, columns] at `bias`, or `bias_table` holds an address for each expert. `scale` is float32 [T].
+    Attributes:
+        bias: packed biases [E, columns].
+        bias_table: int64 [E], the address of each expert's bias; takes precedence over `bias`.
+        scale: float32 [T], by which a row's result is multiplied.
     """
 
     bias: Int64
@@ -37,24 +46,32 @@ class OptionalInputs(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """float32 factors of all weight scales, at an address. count: factors of an expert: 1, or 2 for the two parts of a
-    gated layer; 0: all experts share one factor.
+    """float32 factors that multiply all scales of the weights.
+
+    Attributes:
+        address: the address of the factors.
+        count: factors of an expert: 1, or 2 for the two parts of a gated layer; 0: all experts share one factor.
     """
 
     address: Int64
     count: Int32
 
     def of(self, expert: Int32, part: Int32 | int) -> Float32:
+        """Return the factor of a part of an expert's weights. part: 0 or 1."""
         return vector_at(Float32, self.address)[expert * self.count + (self.count >> 1) * part]
 
 
 class Inputs(NamedTuple):
     """Run-time inputs of a GEMM's epilogue.
 
-    bias_size: elements of an expert's bias, which is also the number of its weight rows. w_scale: the address of scales
-    [E, bias_size], a byte for each weight row; 0: there are none. out_scale: the address to which the scales of a
-    quantised result are written. gate: order of a gated layer's weight rows. global_scales: None if the weights' format
-    has none.
+    Attributes:
+        optional: biases and row scales.
+        params: the activation and its parameters.
+        bias_size: elements of an expert's bias, which is also the number of its weight rows.
+        w_scale: the address of scales [E, bias_size], a byte for each weight row; 0: weight rows have no scale.
+        out_scale: the address to which the scales of a quantised result are written.
+        gate: the order of a gated layer's weight rows.
+        global_scales: None if the weights' format has none.
     """
 
     optional: OptionalInputs
@@ -67,22 +84,29 @@ class Inputs(NamedTuple):
 
 
 class ColumnSmem(NamedTuple):
-    """A warpgroup's shared memory for its tile's columns: biases, and the weight rows' scales if there are any."""
+    """A warpgroup's shared memory for the columns of its tile: their biases, and the scales of their weight rows (None
+    if these have no scale)."""
 
     bias: cute.Tensor
     scales: Any = None  # cute.Tensor | None
 
 
 class Prefetched(NamedTuple):
-    """Registers that are being loaded while the mainloop runs: a thread's row scales, two a slab, and scale bytes of
-    columns."""
+    """Registers of a thread that `begin` starts to load before the mainloop: two row scales for each slab, and scale
+    bytes of some of the tile's columns (None if weight rows have no scale)."""
 
     row_scales: cute.Tensor
     column_scales: cute.Tensor | None
 
 
 class WarpgroupState(Invariant):
-    """State of one warpgroup's epilogue, made once a kernel or, in portable kernels, for each use."""
+    """State of one warpgroup's epilogue: its inputs, slots and shared memory. A kernel makes it once; portable kernels
+    make it twice for each tile.
+
+    Attributes:
+        lane: the thread's lane in its warp.
+        row_in_slab: the first of the thread's two rows in a slab; the second is 8 rows further.
+    """
 
     def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
         self.inputs = inputs
@@ -95,17 +119,25 @@ class WarpgroupState(Invariant):
         self.row_in_slab = slots.thread // 32 * slots.warp_step + self.lane // 4
 
     def has_bias(self) -> cutlass.Boolean:
+        """Return True if the call has biases."""
         return (self.optional.bias | self.optional.bias_table) != 0
 
 
 class Epilogue(KernelEpilogue):
-    """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
+    """An epilogue, as far as it is known at compile time; run-time values are in a `WarpgroupState`. A warpgroup calls
+    `begin` before a tile's mainloop and `finish` after it.
 
-    `begin` fetches the tile's other inputs while MMAs run: two row scales a thread and slab into registers, and the
-    tile's biases into the warpgroup's shared memory.
+    `begin` fetches the tile's other inputs while MMAs run: two row scales for each thread and slab into registers, and
+    the tile's biases into the warpgroup's shared memory.
 
-    weights: the format of the weights. scales_columns: each weight row has a scale. cols: columns of a chunk, which
-    fills a slot. chunks_per_slab: chunks that are stored for a slab of 64 rows, over all outputs.
+    Attributes:
+        scales_columns: True if each weight row has a scale, by which the epilogue multiplies its column.
+        has_global_scales: True if the weights' format has global scales.
+        slabs: slabs of a warpgroup in a tile.
+        parts, part_n: parts of a tile, and the columns of each.
+        layout: the order of the parts' weight rows in memory, a key of specs.LAYOUT_FORMS.
+        cols: columns of a chunk, which fills a slot.
+        chunks_per_slab: chunks that are stored for a slab, over all outputs.
     """
 
     def __init__(
@@ -126,6 +158,7 @@ class Epilogue(KernelEpilogue):
 
     @property
     def shape(self) -> EpilogueShape:
+        """Shared memory and other properties that the kernel reads."""
         smem: tuple[SmemField, ...] = (SmemField("bias", self.dtype, (self.tile_n,)),)
         if self.scales_columns:
             smem += (SmemField("scales", BFloat16, (self.tile_n,)),)
@@ -135,29 +168,41 @@ class Epilogue(KernelEpilogue):
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
-        """Return the number of columns of an output of `dtype` that are stored at a time."""
+        """Return the number of columns of an output of `dtype` that a slot holds."""
         return self.shape.slots.columns(dtype)
 
     def kernel_inputs(self, inputs: Any) -> Any:
-        """Return the epilogue's inputs as the kernel takes them; called in host code."""
+        """Return the inputs in the form that the kernel takes, for example with TMA descriptors instead of tensors;
+        called in host code."""
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
+        """Make the state of a warpgroup; see `KernelEpilogue.make_state`."""
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
-        """Return the views of the outputs from which stores are made."""
+        """Return the views of the output tensors from which the stores are made, for example a [T, 2I] tensor as two
+        halves."""
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """Return the bias element of a column of a part of the tile; bias_size or more if there is none."""
+        """Return which element of an expert's bias a column of a part has; bias_size or more if the column has no
+        weight row."""
         return column
 
     def finish_slab(
         self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: int,
     ) -> None:  # fmt: skip
-        """Turn the accumulators of the 64 rows from `row` on into stores, the first of them from `first_slot`."""
+        """Turn the accumulators of one slab into stores.
+
+        Args:
+            acc: the thread's accumulators of the slab.
+            scales: row scales of the thread's two rows.
+            stores: a store for each output tensor.
+            row: the slab's first row.
+            first_slot: the slot of the slab's first chunk; further chunks take the slots in turn.
+        """
         raise NotImplementedError
 
     @cute.jit
@@ -165,7 +210,8 @@ class Epilogue(KernelEpilogue):
         self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators into stores."""
+        """Turn a warpgroup's accumulators of a tile into stores, slab by slab. prefetched: what `begin` returned;
+        stores: a store for each output tensor; share: the warpgroup's slabs of the tile."""
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -183,7 +229,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
-        """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
+        """Fetch the tile's biases into shared memory, and return this thread's two row scales of each slab (1 without
+        row scales) and its scale bytes of columns."""
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
         if state.optional.scale != 0:
@@ -207,6 +254,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
+        """Copy the biases of the tile's columns into shared memory."""
         bias = vector_at(self.dtype, self._bias_of(state, work.expert))
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)
@@ -219,7 +267,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
-        """Load the scale bytes of the columns that this thread fetches for."""
+        """Load the scale bytes of every THREADS-th column of the tile, from this thread's number on."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         count = (self.tile_n + THREADS - 1) // THREADS
         fetched = cute.make_rmem_tensor(count, Int32)
@@ -232,6 +280,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
+        """Write the scales that `_fetch_column_scales` loaded into shared memory, as bfloat16 numbers, and wait for the
+        warpgroup."""
         for i in cutlass.range_constexpr(cute.size(fetched)):
             column = state.slots.thread + i * THREADS
             if column < self.tile_n:
@@ -239,14 +289,14 @@ class Epilogue(KernelEpilogue):
         state.slots.sync()
 
     def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
-        """Return the i-th column of the tile that this thread fetches for, and the column's weight row."""
+        """Return the i-th column of the tile whose bias or scale this thread fetches, and the column's weight row."""
         column = state.slots.thread + i * THREADS
         part, column_in_part = column // self.part_n, column % self.part_n
         return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
-        """acc *= the scales of its columns' weight rows."""
+        """Multiply the accumulators of a slab, in place, by the scales of their columns' weight rows."""
         if const_expr(self.scales_columns):
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
@@ -260,7 +310,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _scale_parts(self, state: WarpgroupState, acc: cute.Tensor, work: WorkTile):
-        """acc *= the global scale of each part of the tile's columns."""
+        """Multiply a tile's accumulators, in place, by the global scales of their parts."""
         for part in cutlass.range_constexpr(self.parts):
             scale = state.inputs.global_scales.of(work.expert, part)
             for slab in cutlass.range_constexpr(self.slabs):
@@ -270,7 +320,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """acc += bias * scale, with a scale for each of the thread's two rows."""
+        """acc += bias * scale, where scale_upper_row belongs to the thread's first row of the slab and scale_lower_row
+        to its second."""
         if state.has_bias():
             state.slots.sync()
             values = registers(acc)

@@ -2,9 +2,10 @@
 
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
-The activation is recomputed from the preactivation. A row's sum spans tiles of several CTAs: each CTA leaves its part
-in a workspace, and the next kernel adds them (layer/finish_backward.py). The alternative, counting parts so that the
-last warp adds them here, took a fence and an atomic for each warp and tile: a quarter of the time at K = 2048.
+f is the activation, s the row scale, f_a and f_u are derivatives. f is recomputed from the preactivation (a, u). A
+row's sum d_s spans tiles of several CTAs: each CTA leaves its part in a workspace, and the next kernel adds the parts
+(layer/finish_backward.py). The alternative, counting parts so that the last warp adds them here, took a fence and an
+atomic for each warp and tile: a quarter of the time at K = 2048. Terms: base.py.
 """
 
 from __future__ import annotations
@@ -29,17 +30,27 @@ from .sizes import COLS, ROWS
 
 
 class RowParts(NamedTuple):
-    """The workspace of row sums: float32 [count, T] at an address, one part a column of tiles; 0: no sums wanted."""
+    """The workspace of the row scale's gradient.
+
+    Attributes:
+        parts: the address of float32 [count, T], a partial sum for each column of tiles and row; 0: no gradient is
+            wanted.
+        count: tiles along the columns.
+    """
 
     parts: Int64
     count: Int32
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs: preact [T, 2I], or [T, I] without a gate; the row scale (`optional`), and the workspace of its
-    gradient (`sums`).
+    """Run-time inputs of grouped_dglu's epilogue; `params`, `bias_size`, `w_scale` and `gate` are those of
+    `base.Inputs`.
 
-    `kernel_inputs` replaces `preact` by the object through which an architecture loads it.
+    Attributes:
+        optional: its `scale` is the row scale.
+        preact: the preactivation [T, 2I], or [T, I] without a gate; `kernel_inputs` replaces it by the object through
+            which an architecture loads it.
+        sums: the workspace of the row scale's gradient.
     """
 
     optional: OptionalInputs
@@ -52,7 +63,12 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    """State of a warpgroup. ring: slots of preactivations (preact.py). pair_type: a thread's access to them."""
+    """State of a warpgroup's epilogue.
+
+    Args:
+        ring: the slots that hold preactivations, then their gradients (preact.py).
+        pair_type: the class by which a thread reads and writes these slots.
+    """
 
     def __init__(
         self, inputs: DgluInputs, groups: Groups, slots: Any, smem: ColumnSmem, ring: Any, pair_type: type[PreactPair]
@@ -65,11 +81,12 @@ class DgluState(WarpgroupState):
 
 
 class DgluEpilogue(Epilogue):
-    """Epilogue of grouped_dglu; its `stores` are dpreact, then act. A subclass for each architecture loads the
-    preactivations: it defines `shape`, `kernel_inputs` and `make_state`.
+    """Epilogue of grouped_dglu. Its first store is for dpreact, its second for act. Each architecture loads
+    preactivations in its own way: its subclass defines `shape`, `kernel_inputs` and `make_state`.
 
-    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each. Chunks are numbered over the
-    CTA's life; the number gives the slots of a chunk's act, preactivation and gradient in shared memory.
+    A warpgroup works through its slabs of a tile chunk by chunk, 64 x 64 outputs each. Chunks are numbered over all
+    tiles of the CTA; the number gives a chunk's slots in shared memory for act, for the preactivation and for its
+    gradient.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
@@ -83,8 +100,8 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return the number, first row and first column of a chunk. `turn`: the CTA's number of the tile; `first_slab`:
-        the first slab of the warpgroup's share."""
+        """Return the number, first row and first column of chunk number `chunk` of a warpgroup's slabs. turn: how many
+        tiles the CTA had before; first_slab: the warpgroup's first slab."""
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
         row = work.row + (first_slab + chunk // self.chunks_per_slab) * self.tile.slab_step
@@ -95,6 +112,8 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
+        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and leave its row
+        sums. prefetched: the result of `begin`."""
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -117,7 +136,8 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store a chunk's results and add to the row sums. `place`: from `_chunk_at`."""
+        """Store a chunk's dpreact and act, and add to the sums of the thread's two rows. acc: dm; scales: the two row
+        scales; place: the result of `_chunk_at`."""
         number, row, column = place
         act_slot = state.ring.act_slot(number)
         state.ring.wait(number)
@@ -136,7 +156,14 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
-        """Return a piece's scaled activation and its gradients by a and u, in 16 bits, and add to the row sums."""
+        """Compute a piece of 16 columns: return act (scaled by row) and the gradients of a and u, in 16 bits, and add
+        to `sums`.
+
+        Args:
+            dm: the thread's accumulators of the piece.
+            parts: its preactivations a and u; a alone without a gate.
+            scales, sums: row scales and sums of dm f, one for each of the thread's two rows.
+        """
         outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)
         gradients = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in parts)
         for i in cutlass.range(PIECE_REGS // 2, unroll_full=True):
@@ -155,8 +182,8 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Write the tile's part of a slab's d_row_scale, unless the tile is past the last column, as in an adaptive
-        cluster."""
+        """Write a slab's row sums to the workspace, as this tile's part of d_row_scale. row: the slab's first row. A
+        tile past the last column, as an adaptive cluster may have, writes nothing."""
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end
         if const_expr(self.tile.m < ROWS):  # the slab's other rows belong to other tiles

@@ -1,4 +1,5 @@
-"""Preactivations of a gated layer: accumulators of a and u, stored in the column order of the gate layout."""
+"""Stores the preactivation of a gated layer: accumulators of a and of u go to memory in the column order of the gate
+layout. Terms: base.py."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from .slots import Slots, narrowed
 
 
 def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
-    """Return a "concat" preactivation [T, 2I] as (T, I, half), so that each half is clipped at its own last column.
-    `layout`: the gate layout, known at run time; layouts other than "concat" give (T, 2I, 1).
-    """
+    """Return a view (T, I, half) of a preactivation [T, 2I] in layout "concat", so that a store clips each half at its
+    own last column. layout: the number of the gate layout if it is known only at run time; layouts other than "concat"
+    then give (T, 2I, 1)."""
     rows, cols = tensor.shape
     half = cols // 2
     shape = rows, half, 2
@@ -34,10 +35,15 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a slot's columns of a and of u, from `column` of a half on, as two slots in the order of the gate layout.
+    """Store a slot's columns of a and of u, in the order of the gate layout. They fill two slots.
 
-    `served`: the form of layouts that the kernel serves (specs.LAYOUT_FORMS); if it has several, `layout` chooses one
-    at run time. `target` has a mode for the half if the layout may be "concat".
+    Args:
+        served: the layouts for which the kernel is compiled, a key of specs.LAYOUT_FORMS.
+        layout: the number of the call's layout; read only if `served` has several.
+        a, u: the thread's accumulators.
+        target: the store of the preactivation; its tensor has a dimension for the half if the layout may be "concat".
+        row, column: the first row, and the first column within a half.
+        first_slot: the first of the two slots.
     """
     a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
     names = LAYOUT_FORMS[served]
@@ -59,7 +65,8 @@ def _write_one_of(
     slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
     i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Fill slot i of a pair from converted halves, in the order of the layout that `layout` chooses among `names`."""
+    """Fill slot i (0 or 1) of the pair in the layout with number `layout`, one of `names`. a, u: columns of both
+    halves, converted to the slot's dtype."""
     if const_expr(len(names) == 1):
         _write_of_pair(slots, names[0], a, u, i, slot)
     elif layout == LAYOUTS[names[0]]:
@@ -69,6 +76,8 @@ def _write_one_of(
 
 
 def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
+    """Fill slot i (0 or 1) of the pair in the layout `name`. a, u: columns of both halves, converted to the slot's
+    dtype; slot: the slot's number."""
     half = cute.size(a) // 2
     half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
     if name == "interleaved":
@@ -80,7 +89,7 @@ def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: i
 
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
-    """Join two register vectors."""
+    """Return one vector of registers that holds two."""
     both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), first.element_type)
     registers(both, 0, cute.size(first)).store(first.load())
     registers(both, cute.size(first)).store(second.load())
@@ -89,7 +98,7 @@ def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def _write_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
-    """Write a slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
+    """Write the columns a0 u0 a1 u1 ... into a slot: a thread's two a and two u of a row are 8 neighbouring bytes."""
     lane = slots.thread % 32
     for i in cutlass.range_constexpr(cute.size(a) // 2):
         quad = cute.make_rmem_tensor(4, a.element_type)

@@ -1,8 +1,9 @@
 """Epilogues of a gated FC1 of transposed weights, whose tile has the columns of a and u in memory's order.
 
-Loads copy runs of 16 bytes of a row, so they cannot separate columns that alternate. But a thread's accumulators
-(fragments.py) hold both columns of each of its outputs: registers 2 i and 2 i + 1 if a and u are neighbours; registers
-16 apart if 32 columns of a come before 32 of u. Biases and preactivations are in the order of the columns, too.
+Loads copy runs of 16 bytes of a row, so they cannot separate columns of a and u that alternate. But a thread's
+accumulators (fragments.py) hold both columns of each of its outputs: registers 2 i and 2 i + 1 if a and u are
+neighbours; registers 16 apart if 32 columns of a come before 32 of u. Biases and preactivations are in the order of the
+columns, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LOWER, UPPER = (0x5410, 0x1054), (0x7632, 0x3276)
 
 
 class BlocksEpilogue(ActivationEpilogue):
-    """Epilogue for "interleaved32": a thread has a and u of its outputs, which are in the order of accumulators."""
+    """Epilogue for layout "interleaved32". A thread has a and u of its outputs, and the outputs are in the order of
+    accumulators."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -38,7 +40,8 @@ class BlocksEpilogue(ActivationEpilogue):
 
 
 class NeighboursEpilogue(ActivationEpilogue):
-    """Epilogue for "interleaved": a thread has one of each 4 outputs of a row. Its quad exchanges them in 16 bits."""
+    """Epilogue for layout "interleaved". A thread has one of each 4 neighbouring outputs of a row, so the four lanes of
+    a quad exchange outputs, in 16 bits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -57,12 +60,12 @@ class NeighboursEpilogue(ActivationEpilogue):
 
 @cute.jit
 def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Exchange a quad's 16-bit outputs so that they are in the order of accumulators.
+    """Return a quad's 16-bit outputs in the order of accumulators; its four lanes exchange them.
 
-    A thread's output 2 j + row, row 0 or 1, is of column 4 j + lane % 4; a word holds both rows of a column. For each 8
-    columns a thread needs the two columns from 2 (lane % 4) on, and has one of the first four and one of the last four.
-    In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 receive from lanes 0, 2, 1, 3, then from
-    lanes 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
+    A thread's output 2 j + row, where row is 0 or 1, is in column 4 j + lane % 4; a word holds both rows of a column.
+    For each 8 columns a thread needs the two columns from 2 (lane % 4) on, and has one of the first four and one of the
+    last four. In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 receive from lanes 0, 2, 1,
+    3, then from lanes 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
     """
     result = cute.make_rmem_tensor(cute.size(outputs), outputs.element_type)
     words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)
@@ -82,4 +85,5 @@ NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
     "interleaved": NeighboursEpilogue,
     "interleaved32": BlocksEpilogue,
 }
-"""Epilogues by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of columns."""
+"""Epilogues for transposed weights, by gate layout. "concat" needs none of them: its a and u are loaded as two boxes of
+columns."""

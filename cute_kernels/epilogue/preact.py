@@ -1,8 +1,8 @@
 """Preactivations in the backward: they are loaded into slots, overwritten by their gradients, and stored from there.
 
-A chunk of 64 x 64 outputs has a pair of slots of preactivations (one slot without a gate), in memory's layout. An
-element's gradient has the place of the element, so a warpgroup reads the pair, overwrites it piece by piece and stores
-it. Registers never hold all of a chunk's preactivations or gradients.
+A chunk of 64 x 64 outputs has a pair of slots for its preactivations (one slot without a gate), in memory's layout. The
+gradient of an element takes the element's place, so a warpgroup reads the pair piece by piece (16 columns), overwrites
+each piece, and stores the pair. Registers never hold all of a chunk's preactivations or gradients.
 """
 
 from __future__ import annotations
@@ -25,35 +25,39 @@ PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """Order of the columns of a and u: "concat", "interleaved", "interleaved32", or a alone ("single")."""
+    """Order of the columns of a and u. name: a gate layout, or "single" without a gate; slots: slots that a chunk's
+    preactivation takes."""
 
     def __init__(self, glu_layout: str, gated: bool):
         self.name = glu_layout if gated else "single"
         self.slots = 2 if gated else 1
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """Return the view by which preactivations, or their gradients, are loaded and stored."""
+        """Return the view through which preactivations, or their gradients, are loaded and stored."""
         return halves(tensor) if self.name == "concat" else tensor
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
-        """Return the slot of a pair that holds a piece of 16 columns of a (part 0) or u (1), and the piece's index
-        there."""
+        """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot, and
+        the number of the piece in this slot."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece
 
     def column(self, column: Int32, slot: int) -> tuple[Int32, int | None]:
-        """Return the first column in memory, and the half, of a slot of the chunk that begins at output `column`."""
+        """Return the first column in memory, and the half (None if memory has no halves), of slot `slot` of the chunk
+        whose outputs begin at `column`."""
         if self.name == "concat":
             return column, slot
         return (column, None) if self.name == "single" else (2 * column + slot * COLS, None)
 
 
 class PreactPair(Invariant):
-    """A thread's access to pairs of slots, in the order of accumulators (fragments.py) within a piece of 16 columns.
+    """A thread's access to the slots of chunks. Within a piece of 16 columns its registers are in the order of
+    accumulators (fragments.py).
 
-    ring: has the `layout` and, by a chunk's number, `act_slot(number)`, the slots of the pair `slot(number, slot)`,
-    `wait(number)` until the pair is loaded and `release(number)` when it is stored.
+    ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`,
+    `slot(number, slot)` (a slot of the pair), `wait(number)` until the pair is loaded, `release(number)` once it is
+    stored.
     """
 
     def __init__(self, ring: Any, slots: Slots):
@@ -61,7 +65,8 @@ class PreactPair(Invariant):
 
     @cute.jit
     def read(self, number: Int32, piece: cutlass.Constexpr[int]) -> tuple:
-        """Return a piece of a and of u (of a alone without a gate), in 16 bits."""
+        """Return the thread's elements of a and u (of a alone without a gate) in piece number `piece` of chunk
+        `number`, in 16 bits."""
         parts = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in range(self.layout.slots))
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
@@ -75,12 +80,12 @@ class PreactPair(Invariant):
         return parts
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
-        """Load a slot's piece number `index` into registers."""
+        """Load the thread's elements of piece number `index` of a slot into the registers `target`."""
         raise NotImplementedError
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
-        """Write gradients to the places from which `read` read their elements."""
+        """Overwrite the elements that `read` returned by their gradients `parts`."""
         if const_expr(self.layout.name == "interleaved"):
             for i in cutlass.range_constexpr(PIECE_REGS // 2):
                 quad = cute.make_rmem_tensor(4, self.dtype)
@@ -93,7 +98,8 @@ class PreactPair(Invariant):
                 self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
 
     def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:
-        """Return the place of a0 u0 a1 u1, a thread's pair of columns: 8 bytes in shared memory."""
+        """Return the 8 bytes of shared memory that hold a0 u0 a1 u1, two neighbouring columns of a row, in piece number
+        `piece` of chunk `number`. pair: a0 and a1 are the thread's registers 2 * pair and 2 * pair + 1 of the piece."""
         lane = self.slots.thread % 32
         row = self.slots.thread // 32 * 16 + lane // 4 + pair % 2 * 8
         line = self.slots.smem[row, None, self.ring.slot(number, piece // 2)]
@@ -101,7 +107,8 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start to store a published pair; called by the storing warp."""
+        """Start to store a chunk's published gradients; called by the storing warp. target: the store of dpreact; row,
+        column: the chunk's first output."""
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.start(target.atom, target.tile(work, row, at, half), self.ring.slot(number, slot))

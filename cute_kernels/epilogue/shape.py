@@ -1,4 +1,5 @@
-"""The interface between a kernel and its epilogue: the shared memory that it asks for, and the methods to call."""
+"""The interface between a kernel and its epilogue: the shared memory that an epilogue asks for, and the methods that a
+kernel calls. Terms: base.py."""
 
 from __future__ import annotations
 
@@ -16,15 +17,19 @@ from .fragments import TileShare
 from .sizes import ROW_BYTES, ROWS, SLOTS
 
 Smem = dict[str, cute.Tensor]
-"""A warpgroup's small shared memory, by name."""
+"""A warpgroup's tensors in shared memory besides the slots, by the name of their `SmemField`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotShape:
-    """Size of staging slots: `count` slots of `rows` rows of `row_bytes`, which hold elements of `dtype`.
+    """Number and size of an epilogue's slots.
 
-    chunks: how many slots' worth a warpgroup stores for a tile, over all outputs. shared: all warpgroups use the same
-    slots; otherwise each has its own.
+    Attributes:
+        dtype: the type of their elements.
+        chunks: how many chunks a warpgroup stores for a tile, over all outputs.
+        count: slots of each owner.
+        rows, row_bytes: rows of a slot, and bytes of a row.
+        shared: True if all warpgroups of a CTA use the same slots, False if each owns slots.
     """
 
     dtype: Any
@@ -35,18 +40,19 @@ class SlotShape:
     shared: bool = False
 
     def columns(self, dtype: Any = None) -> int:
-        """Return the columns of a slot that holds elements of `dtype`. None: the shape's own dtype."""
+        """Return the columns of a slot if it holds elements of `dtype`. None: the shape's own dtype."""
         return self.row_bytes * 8 // (dtype or self.dtype).width
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots of an owner."""
+        """Bytes of all slots of one owner."""
         return self.count * self.rows * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class SmemField:
-    """Small shared memory of each warpgroup, under the name by which the warpgroup's state finds it."""
+    """A tensor in shared memory that each warpgroup has besides its slots, and the name by which `make_state` receives
+    it."""
 
     name: str
     dtype: Any
@@ -54,10 +60,12 @@ class SmemField:
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor."""
         return self.num_elements * self.dtype.width // 8
 
 
@@ -65,8 +73,13 @@ class SmemField:
 class EpilogueShape:
     """Properties of an epilogue that a kernel reads.
 
-    parts: ranges of weight rows in a tile. layout: their order in memory (memory/weights.py). load_barriers: barriers
-    of loads into slots. has_load_warp: a warp with this role makes these loads (`KernelEpilogue.load`).
+    Attributes:
+        slots: its slots.
+        smem: a warpgroup's tensors in shared memory besides the slots.
+        parts: parts of a tile: 2 for a gated layer, else 1.
+        layout: the order of the parts' weight rows in memory (memory/weights.py).
+        load_barriers: mbarriers for loads into slots; 0: there are no such loads.
+        has_load_warp: True if a warp of its own makes these loads (`KernelEpilogue.load`).
     """
 
     slots: SlotShape
@@ -78,12 +91,12 @@ class EpilogueShape:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of a warpgroup's small shared memory."""
+        """Bytes of shared memory that a warpgroup has besides the slots."""
         return sum(field.num_bytes for field in self.smem)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in a warpgroup's small shared memory."""
+        """Names of a warpgroup's tensors in shared memory besides the slots."""
         return tuple(field.name for field in self.smem)
 
 
@@ -92,28 +105,37 @@ class KernelEpilogue(Invariant):
 
     @property
     def shape(self) -> EpilogueShape:
+        """Properties that the kernel reads."""
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """Make the ring of loads into slots; called by all threads before roles begin, if there are such loads."""
+        """Make the pipeline of loads into slots, if the epilogue has such loads; called by all threads before warps
+        take their roles. staging: all slots of the CTA."""
         raise NotImplementedError
 
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Load the inputs that `finish` reads for the CTA's tile number `turn`; called by the load warp, if there is
-        one."""
+        """Load the inputs of one tile that `finish` reads; called by the load warp, if there is one. ring: the result
+        of `make_ring`; turn: how many tiles the CTA had before."""
         raise NotImplementedError
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
-        """Make the state that one warpgroup keeps while the kernel runs."""
+        """Make the state that one warpgroup keeps.
+
+        Args:
+            inputs: the epilogue's run-time inputs.
+            slots: the warpgroup's slots.
+            smem: its tensors in shared memory besides the slots.
+            ring: the result of `make_ring`; None: the epilogue loads nothing into slots.
+        """
         raise NotImplementedError
 
     def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
-        """Start to fetch a tile's inputs before its MMAs, which hide the latency. Return the argument `prefetched` of
-        `finish`."""
+        """Start to fetch a tile's inputs before its MMAs, which hide the latency. Return them: `finish` takes them as
+        `prefetched`."""
         raise NotImplementedError
 
     def finish(
         self, state: Any, acc: cute.Tensor, prefetched: Any, stores: Any, work: WorkTile, share: TileShare
     ) -> Any:  # fmt: skip
-        """Turn a warpgroup's accumulators into stores."""
+        """Turn a warpgroup's accumulators of a tile into stores. prefetched: the result of `begin`."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""Sizes of slabs of accumulators and of staging slots. Plain Python: no compiler is needed to know what fits."""
+"""Sizes of slabs of accumulators (64 rows) and of the slots that stage them in shared memory. Plain Python: the host
+computes with them without a compiler."""
 
 # Threads of a warpgroup, which hold the accumulators of a slab.
 THREADS = 128

@@ -1,7 +1,9 @@
-"""The interface of staging slots: 64 rows of 128 bytes in shared memory, through which epilogues store their results.
+"""The interface of slots: buffers of 64 rows of 128 bytes in shared memory, through which epilogues store their
+results.
 
-Each architecture has its own slots and stores. A store, of an epilogue's `stores`, has an `atom` and a
-`tile(work, row, column, half, cols)`, which `Slots.start` takes.
+Each architecture has its own slots and stores. A *store* stands for an output tensor. It has an `atom` (the TMA copy;
+None without TMA) and `tile(work, row, column, half, cols)`, the place in the tensor that a slot goes to; `Slots.start`
+takes both.
 """
 
 from __future__ import annotations
@@ -19,19 +21,20 @@ from .sizes import ROW_BYTES, ROWS
 
 
 def columns(dtype: type[cutlass.Numeric]) -> int:
-    """Return the columns of a slot of `dtype`."""
+    """Return the columns of a slot of 128-byte rows that holds elements of `dtype`."""
     return ROW_BYTES * 8 // dtype.width
 
 
 def smem_layout(
     dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
 ) -> cute.ComposedLayout:
-    """Make the shared-memory layout of slots, (row, column, *more)."""
+    """Make the shared-memory layout (row, column, *more) of slots, for example with the number of slots as `more`.
+    cols: columns of a slot; None: as many as fill 128 bytes."""
     return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
 
 
 def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Convert registers to `dtype`; return `values` itself if it is of `dtype`."""
+    """Return registers converted to `dtype`; `values` itself if it has this dtype."""
     if values.element_type is dtype:
         return values
     result = cute.make_rmem_tensor(values.shape, dtype)
@@ -40,10 +43,14 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Slots(Invariant):
-    """A warpgroup's staging slots. Registers are in the order of accumulators (fragments.py).
+    """A warpgroup's slots. Methods that take registers (`values`) expect them in the order of accumulators
+    (fragments.py).
 
-    smem: (row, column, slot), `cols` columns of `dtype`. thread: index in the warpgroup. is_storing_warp: this warp
-    calls `start` and `drain`. warp_step: rows of a tile between one warp's 16 rows of a slab and the next warp's.
+    Attributes:
+        smem: (row, column, slot), `cols` columns of `dtype`.
+        thread: the thread's index in its warpgroup.
+        is_storing_warp: True in the warp that calls `start` and `drain`.
+        warp_step: rows of a tile from one warp's 16 rows of a slab to the next warp's.
     """
 
     warp_step = 16
@@ -55,7 +62,7 @@ class Slots(Invariant):
     is_storing_warp: Any
 
     def sync(self) -> None:
-        """Wait for the warpgroup's other threads."""
+        """Wait for the warpgroup's other threads, at a barrier."""
         raise NotImplementedError
 
     def acquire(self) -> None:
@@ -63,11 +70,12 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def write(self, values: cute.Tensor, slot: int) -> None:
-        """Write a slot's worth of converted registers into a free slot."""
+        """Write registers of dtype `dtype`, a whole chunk, into a free slot."""
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """Write converted registers into piece number `piece` of a slot, 16 columns."""
+        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: number of these columns in the
+        slot."""
         raise NotImplementedError
 
     def publish(self) -> None:
@@ -75,23 +83,24 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
-        """Start to store a published slot."""
+        """Start to store a published slot. atom, tile: of the store, see above."""
         raise NotImplementedError
 
     def store(self, target: Any, tile: Any, slot: int) -> None:
-        """Publish a filled slot and store it into a tile of `target`."""
+        """Publish a filled slot and start to store it. tile: the place in `target`, a store."""
         raise NotImplementedError
 
     def put(self, values: cute.Tensor, target: Any, tile: Any, slot: int) -> None:
-        """Convert, stage and store a slot's worth of accumulators."""
+        """Convert a chunk of accumulators to `dtype`, write it into a slot and start to store the slot."""
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Wait until all stores have read their slots."""
+        """Wait until all started stores have read their slots."""
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Return the place of this thread's accumulators 2 * number and 2 * number + 1 in a slot."""
+        """Return the view of shared memory where this thread's accumulators 2 * number and 2 * number + 1 of a chunk
+        lie in a slot."""
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))

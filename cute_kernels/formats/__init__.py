@@ -1,8 +1,8 @@
-"""Formats of matrices, and the pairs of formats that GEMMs multiply. Plain data: the host reads it, and no compiler is
-imported.
+"""Formats of matrices, and the pairs of formats that GEMMs multiply. Plain data, which the host reads without a
+compiler.
 
-A format is a file with one or a few `Format`s, and a row of `OPERANDS` for each way to multiply it. Kernels decode it
-by its element type and its scale type (`cute_kernels/decoding/`).
+A new format takes a file with its `Format`s, and a row of `OPERANDS` for each pair in which a GEMM multiplies it.
+Kernels decode a format by its element type and its scale type (`cute_kernels/decoding/`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats: the elements of a matrix, their scales, and the tensors that hold them."""
+"""`Format`: the elements of a matrix, their scales, and the tensors that hold both."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 E4M3, E2M1, E8M0, FLOAT32 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu", "float32"
 BITS = {"": 16, E4M3: 8, E2M1: 4, E8M0: 8, FLOAT32: 32}
-"""Bits of an element or of a scale, by type; "": a spec's own 16-bit dtype."""
+"""Bits of one element or one scale, by its type. "": elements have the 16-bit dtype of the spec."""
 BYTE, WORD = "uint8", "int32"
-"""Dtypes of tensors of 4-bit elements: two elements a byte, the first in the lower half, or eight a word, in the order
-of the GEMMs."""
+"""Dtypes of tensors that hold 4-bit elements. BYTE: a byte holds two elements, the first in its lower half. WORD: an
+int32 word holds eight elements, in the order in which GEMMs decode them."""
 WORD_ELEMENTS = 8
 WORD_BITS = 32
 LOAD_BITS = 128
-"""Bits of the smallest load of elements: rows are whole loads."""
+"""Bits of the smallest load of elements; a row fills a whole number of such loads."""
 ROW = -1
-"""A block that is a whole row: weights are folded (docs/mxfp8.md)."""
+"""The value of `Format.block` if one scale serves a whole row. Such weights are called folded (docs/mxfp8.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A matrix's format.
+    """The format of a matrix: its elements, and the scales that multiply them.
 
     Attributes:
         name: the format's name in names of functions; "": 16-bit elements.
-        element: the type of its elements, a key of BITS.
-        scale: the type of its scales, a key of BITS; "": no scales.
+        element: the type of an element, a key of BITS.
+        scale: the type of a scale, a key of BITS; "": no scales.
         block: elements along the contraction that share a scale, or ROW.
-        copies: equal scales that memory holds for each block.
+        copies: how many equal copies of each block's scale memory holds, one after the other.
         has_global: float32 global scales multiply all scales: one for all experts, one for each expert, or one for each
             half of an expert.
-        row_binades: a row also has a power of two, and its blocks' scales may be this many binades apart; 0: a row has
-            no power of two.
+        row_binades: how many powers of two the scales of a row's blocks may be apart, in formats whose rows also have a
+            power of two each; 0: rows have none.
         rows: neighbouring rows that share a scale; the last group of rows may be smaller.
-        whole: rows consist of whole blocks; if False, a row's last block may be shorter.
-        holds: for 16-bit elements, the format whose values they are; None: any values.
+        whole: True if a row consists of whole blocks, False if its last block may be shorter.
+        holds: for 16-bit elements, the format to whose values they are rounded; None: any values.
     """
 
     name: str = ""
@@ -51,6 +51,7 @@ class Format:
 
     @property
     def bits(self) -> int:
+        """Bits of an element."""
         return BITS[self.element]
 
     @property
@@ -59,37 +60,40 @@ class Format:
         return dataclasses.replace(self, holds=None)
 
     def dtype(self, own: str) -> str:
-        """Return the dtype of the tensor of elements that GEMMs read. own: the spec's dtype."""
+        """Return the dtype of the tensor of elements, as GEMMs read it. own: the spec's 16-bit dtype."""
         return WORD if self.bits < 8 else self.element or own
 
     def columns(self, letter: str) -> str:
-        """Return the name of the last dimension of the tensor of elements; `letter` names a row's number of
-        elements."""
+        """Return the last dimension of the tensor of elements, as text of a signature: `letter`, or `letter/8` if a
+        word holds eight elements. letter: the name of a row's number of elements."""
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:
-        """Return the bytes of a number of elements of a row; a Python or a run-time number."""
+        """Return how many bytes `elements` elements of a row fill. elements: a Python int or a run-time number."""
         return elements * (self.bits // 8) if self.bits > 8 else elements // (8 // self.bits)
 
     @property
     def scale_step(self) -> int:
-        """Elements of a row from one scale in memory to the next, or ROW."""
+        """Elements of a row for each scale in memory; ROW if a row has one scale."""
         return self.block // self.copies
 
     def num_scales(self, elements: Any) -> Any:
-        """Return how many scales memory holds for a number of elements of a row; a Python or a run-time number."""
+        """Return how many scales memory holds for `elements` elements of a row. elements: a Python int or a run-time
+        number."""
         step = self.scale_step
         return elements // step if self.whole else (elements + (step - 1)) // step
 
     def scale_words(self, elements: int) -> int:
-        """Return how many whole 32-bit words the scales of a number of elements fill."""
+        """Return how many whole 32-bit words the scales of `elements` elements fill; 0 if they fill less than a
+        word."""
         return int(self.num_scales(elements)) * BITS[self.scale] // WORD_BITS
 
     @property
     def multiple(self) -> int:
-        """A row's number of elements is a multiple of this number: whole loads of 16 bytes, and whole blocks if the
-        format requires them."""
+        """The number of which a row's number of elements is a multiple, since a row is whole loads of 16 bytes and, if
+        the format requires them, whole blocks."""
         return max(self.scale_step if self.whole else 1, LOAD_BITS // self.bits)
 
 
 DENSE = Format()
+"""16-bit elements without scales."""

@@ -1,7 +1,7 @@
-"""FP8 with block scales, as in the checkpoints of Qwen3-FP8 and DeepSeek-V3: E4M3 elements, and a float32 scale for
-each block of 128 x 128 of a weight and for each 128 elements of a row.
+"""FP8 with block scales, as in the checkpoints of Qwen3-FP8 and DeepSeek-V3: E4M3 elements with float32 scales.
 
-A concatenated w1 has two grids of scales, one for each half, one after the other (memory/block_scales.py).
+A weight has a scale for each block of 128 x 128, and a row of x for each 128 elements. A w1 with gate layout "concat"
+has two grids of scales, one for each half, one after the other (memory/block_scales.py).
 """
 
 from __future__ import annotations
@@ -11,4 +11,6 @@ from dataclasses import replace
 from .format import E4M3, FLOAT32, Format
 
 FP8_ROWS = Format("fp8block", E4M3, FLOAT32, block=128, whole=False)
+"""Rows of x."""
 FP8_BLOCK = replace(FP8_ROWS, rows=128)
+"""Weights."""

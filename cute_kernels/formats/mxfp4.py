@@ -1,6 +1,4 @@
-"""MXFP4: E2M1 elements and a power of two for each 32. For FP8 MMAs a row also has a power of two; an element times its
-block's scale, divided by the row's power of two, is an E4M3 number (decoding/rows_in_fp8.py).
-"""
+"""MXFP4: E2M1 elements, and a power of two (E8M0) for each 32 of them."""
 
 from __future__ import annotations
 
@@ -10,3 +8,5 @@ from .format import E2M1, E8M0, Format
 
 MXFP4 = Format("mxfp4", E2M1, E8M0, block=32)
 MXFP4_ROWS = replace(MXFP4, row_binades=12)
+"""Weights of FP8 MMAs, whose rows also have a power of two each. An element times its block's scale, divided by its
+row's power of two, is an E4M3 number (decoding/rows_in_fp8.py)."""

@@ -1,4 +1,4 @@
-"""Operands of GEMMs: formats of rows and weights that kernels multiply together."""
+"""Operands of GEMMs: the formats of rows and of weights that kernels multiply together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from .nvfp4 import NVFP4
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Formats of a GEMM's rows (x), of its weights (w), and of the activation that it stores (act). prefix: their
-    prefix in names of functions."""
+    """The formats that a GEMM reads and stores.
+
+    Attributes:
+        x: the format of the rows.
+        w: the format of the weights.
+        act: the format of the activation that a fused FC1 stores.
+        prefix: the prefix of these operands in names of functions.
+    """
 
     x: Format
     w: Format
@@ -23,17 +29,19 @@ class Operands:
 
     @property
     def decodes(self) -> bool:
-        """True if kernels decode weights to 16 bits, in registers, so that weights are the rows of a swapped MMA."""
+        """True if x has 16 bits and kernels decode weights to 16 bits in registers. On Hopper, weights are then the
+        rows of a swapped MMA (y^T = w x^T)."""
         return not self.x.scale and self.w.element != self.x.element
 
     @property
     def decodes_to_fp8(self) -> bool:
-        """True if kernels decode weights to x's elements in FP8, in shared memory."""
+        """True if x is in FP8 and kernels decode weights to FP8, too, in shared memory."""
         return self.has_scaled_rows and self.w.element != self.x.element
 
     @property
     def has_data_gradients(self) -> bool:
-        """True if gradients of rows pass through decoded weights: kernels also contract over these weights' rows."""
+        """True if the gradient of x can be computed from decoded weights: kernels also contract over the rows of these
+        weights."""
         return self.decodes and self.x.holds is None
 
     @property
@@ -48,17 +56,18 @@ class Operands:
 
     @property
     def trains(self) -> bool:
-        """True if training kernels take these operands: 16-bit ones, and weights that are quantised after each step."""
+        """True if training kernels take these operands: 16-bit operands, and formats whose weights are quantised again
+        after each step of the optimizer."""
         return self.w.element == self.x.element and self.w.rows == 1
 
     @property
     def multiple(self) -> int:
-        """Widths of matrices are multiples of this number of elements."""
+        """The number of elements of which matrices' widths are multiples."""
         return max(self.x.multiple, self.w.multiple)
 
 
 def weight_only(weights: Format) -> Operands:
-    """Make operands of 16-bit rows and weights that kernels decode to 16-bit numbers."""
+    """Make the operands of 16-bit rows and weights in a format that kernels decode to 16 bits."""
     return Operands(DENSE, weights, DENSE, f"{weights.name}w_")
 
 
@@ -74,12 +83,14 @@ OPERANDS = {
     "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
     "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }
-"""Operands by a spec's `operands`. Results, biases and preactivations have the spec's dtype with all operands."""
+"""All operands, by the name in a spec's `operands`. Results, biases and preactivations always have the spec's dtype."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)
+"""Names of the operands whose weights kernels decode to 16 bits."""
 
 
 def next_operands(name: str) -> str:
-    """Return the name of the operands of FC2, given those of FC1: FC2 reads the activation that FC1 makes."""
+    """Return the name of FC2's operands if FC1 has the operands `name`: FC2's rows have the format of the activation
+    that FC1 stores, and its weights the format of FC1's weights."""
     made = OPERANDS[name]
     reads = (other for other, row in OPERANDS.items() if (row.x, row.w) == (made.act.stored, made.w))
     return next(reads)

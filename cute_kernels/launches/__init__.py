@@ -1,5 +1,8 @@
-"""The GEMMs' launches: functions that launch a kernel, called with the arguments of `cute_kernels.signatures`.
+"""Host functions that launch a GEMM's kernel. Each takes the arguments of its operator's signature in
+`cute_kernels/signatures.py`, which also describes them.
 
-`trace` takes the GEMM, and the epilogue if architectures have their own, as arguments; an architecture's `stages` pass
-them. Without rows a launch starts nothing, but its kernel is still loaded.
+A module of this folder serves all architectures. Its `trace(spec, gemm_type, ...)` makes the function that is compiled
+for a spec. An architecture's folder `stages` calls it with that architecture's kernel class (`gemm_type`) and, if its
+epilogue is its own, with the epilogue's class (`epilogue_type`). A launch without rows starts no kernel, but the kernel
+is still loaded.
 """

@@ -1,6 +1,8 @@
-"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result.
+"""The launch of grouped_dglu in 16 bits: (dpreact, act, parts of d_row_scale) = grouped_dglu(x, w, preact).
 
-FC2 contracts over I and this GEMM over H, so weights that are transposed there are not transposed here.
+x [T, H] is the gradient of FC2's result, w is FC2's weight w2, preact is the preactivation that FC1 saved. `partials`
+receives float32 [tiles of columns, T], whose sum over tiles is the gradient of the row scale. FC2 contracts over I and
+this GEMM over H, so the GEMM transposes w exactly if FC2 does not (`spec.transpose_w`).
 """
 
 from typing import Any
@@ -18,6 +20,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Dglu:
+    """The launch of a grouped_dglu without adapters. Arguments: see `signatures._dglu`."""
+
     def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
@@ -38,12 +42,15 @@ class Dglu:
     def _inputs(
         self, act: cute.Tensor, preact: cute.Tensor, scale: Int64, partials: Int64, numbers: tuple[Float32, ...]
     ) -> DgluInputs:
+        """Collect the epilogue's inputs. numbers: the activation's limit, alpha and offset."""
         sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
         optional = OptionalInputs(Int64(0), Int64(0), scale)
         return DgluInputs(optional, ActivationParams(Int32(0), numbers), act.shape[1], preact, sums)
 
 
 class DgluAdapted(Dglu):
+    """The launch of a grouped_dglu with adapters: the GEMM also contracts low [T, r] with the matrices at `low_w`."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
@@ -59,5 +66,7 @@ class DgluAdapted(Dglu):
 
 
 def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
+    class of GEMM kernels; epilogue_type: its epilogue of grouped_dglu."""
     kind = DgluAdapted if spec.adapted else Dglu
     return traced(spec, kind(spec, gemm_type, epilogue_type))

@@ -1,4 +1,5 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+"""The launch of grouped_glu, a fused FC1, in 16 bits: act = grouped_glu(x, w), or act and preact if the spec saves the
+preactivation."""
 
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
+    """The launch of a grouped_glu that stores only the activation. Arguments: see `signatures._glu`."""
+
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
         # The weights' halves may be two tensors.
@@ -43,11 +46,15 @@ class Glu:
     def _inputs(
         self, w: cute.Tensor, up: Int64 | None, optional: OptionalInputs, params: ActivationParams, glu_layout: Int32
     ) -> Inputs:
+        """Collect the epilogue's inputs. up: the address of the linear half's weights, 0 or None if w has both
+        halves."""
         n = w.shape[2] if self.transposed else weight_rows(w, up)
         return Inputs(optional, params, n, gate=gate_rows(glu_layout, n))
 
 
 class GluPreact(Glu):
+    """The launch of a grouped_glu that also stores the preactivation."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, rows: Int64, groups: Int64,
@@ -66,6 +73,9 @@ class GluPreact(Glu):
 
 
 class GluPreactAdapted(Glu):
+    """The launch of a grouped_glu with adapters, which also stores the preactivation: the GEMM also contracts low
+    [T, r] with the matrices at `low_w`."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, low: cute.Tensor, rows: Int64,
@@ -87,5 +97,7 @@ class GluPreactAdapted(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
+    class of GEMM kernels."""
     kind = GluPreactAdapted if spec.adapted else GluPreact if spec.save_preact else Glu
     return traced(spec, kind(spec, gemm_type))

@@ -1,4 +1,7 @@
-"""act = grouped_glu(x, w) with 16-bit x and weights to be decoded. In "mxfp8_exact", act is rounded to MXFP8 values."""
+"""The launch of grouped_glu with 16-bit x and quantised weights, which the kernel decodes: act = grouped_glu(x, w).
+
+With operands "mxfp8_exact", act is rounded to MXFP8 values.
+"""
 
 from typing import Any
 
@@ -15,6 +18,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Glu:
+    """The launch of a grouped_glu whose weights' format has no global scales. Arguments: see `signatures._glu`."""
+
     def __init__(self, spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
         self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), weights)
@@ -33,6 +38,8 @@ class Glu:
 
 
 class GluWithGlobalScales(Glu):
+    """The launch of a grouped_glu whose weights' format has float32 global scales (`Format.has_global`)."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
@@ -50,5 +57,7 @@ class GluWithGlobalScales(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
+    class of GEMM kernels with decoded weights; epilogue_type: its epilogue."""
     launch = GluWithGlobalScales if OPERANDS[spec.operands].w.has_global else Glu
     return traced(spec, launch(spec, gemm_type, epilogue_type))

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) in 16 bits."""
+"""The launch of grouped_mm in 16 bits: y = grouped_mm(x, w)."""
 
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
+    """The launch of a grouped_mm without adapters. Arguments: see `signatures._mm`."""
+
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
@@ -33,6 +35,9 @@ class Mm:
 
 
 class MmInHalves(Mm):
+    """The launch of y = x[:, :P/2] w + x[:, P/2:] w_up, with two weights of one shape, for x [T, P]: the data gradient
+    of a gated FC1 whose w1 is two tensors."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
@@ -46,6 +51,8 @@ class MmInHalves(Mm):
 
 
 class MmAdapted(Mm):
+    """The launch of a grouped_mm with adapters: the GEMM also contracts low [T, r] with the matrices at `low_w`."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, low: cute.Tensor, rows: Int64, groups: Int64,
@@ -60,5 +67,7 @@ class MmAdapted(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
+    class of GEMM kernels."""
     kind = MmInHalves if spec.in_halves else MmAdapted if spec.adapted else Mm
     return traced(spec, kind(spec, gemm_type))

@@ -1,4 +1,7 @@
-"""y = grouped_mm(x, w) with 16-bit x, weights to be decoded, and plain scales [E, N, K / block]."""
+"""The launch of grouped_mm with 16-bit x and quantised weights, which the kernel decodes: y = grouped_mm(x, w).
+
+The weights' scales are plain: [E, N, K / block].
+"""
 
 from typing import Any
 
@@ -14,12 +17,15 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Mm:
+    """The launch of a grouped_mm whose weights' format has no global scales. Arguments: see `signatures._mm`."""
+
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
         self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec.tile, weights=weights), weights)
         self.transposed = spec.transpose_w
 
     def _columns(self, w: cute.Tensor, y: cute.Tensor) -> Int32:
+        """Return the number of columns of y."""
         return y.shape[1] if self.transposed else w.shape[1]
 
     @cute.jit
@@ -35,6 +41,8 @@ class Mm:
 
 
 class MmWithGlobalScales(Mm):
+    """The launch of a grouped_mm whose weights' format has float32 global scales (`Format.has_global`)."""
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
@@ -50,5 +58,7 @@ class MmWithGlobalScales(Mm):
 
 
 def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
+    class of GEMM kernels with decoded weights; epilogue_type: its epilogue."""
     launch = MmWithGlobalScales if OPERANDS[spec.operands].w.has_global else Mm
     return traced(spec, launch(spec, gemm_type, epilogue_type))

@@ -1,4 +1,4 @@
-"""dw = grouped_wgrad(dy, x)."""
+"""The launch of grouped_wgrad in 16 bits: dw = grouped_wgrad(dy, x)."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from ..tracing import DTYPES, Traced, traced
 
 
 class Wgrad:
+    """The launch of a grouped_wgrad. Arguments: see `signatures._wgrad`."""
+
     def __init__(self, spec: GroupedWgradSpec, wgrad_type: Any):
         self.wgrad = wgrad_type(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
 
@@ -26,4 +28,6 @@ class Wgrad:
 
 
 def trace(spec: GroupedWgradSpec, wgrad_type: Any) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled. wgrad_type: the architecture's
+    class of weight gradient kernels."""
     return traced(spec, Wgrad(spec, wgrad_type))

@@ -26,8 +26,14 @@ SCALE_BYTES = 4
 
 
 class BlockGrid(NamedTuple):
-    """The scales of all experts at `address`: `rows` grid rows an expert, `blocks` scales a grid row; a half in layout
-    "concat" has `half` grid rows."""
+    """The scales of all experts.
+
+    Attributes:
+        address: the first expert's scales.
+        rows: grid rows of an expert.
+        half: grid rows of one half in layout "concat".
+        blocks: scales of a grid row.
+    """
 
     address: Int64
     rows: Int32
@@ -35,32 +41,41 @@ class BlockGrid(NamedTuple):
     blocks: Int32
 
     def expert(self, expert: Int32) -> Int64:
-        """Return the address of an expert's scales; for the end mark, expert < 0, that of the first expert's."""
+        """Return the address of an expert's scales. For the end mark (expert < 0), return the address of the first
+        expert's."""
         return self.address + Int64(cutlass.max(expert, Int32(0))) * (self.rows * self.blocks * SCALE_BYTES)
 
 
 def in_concat(layout: str, gate: GateRows) -> Boolean | bool:
-    """Return whether each half of the weight rows has its own grid. `layout`: one of specs.LAYOUT_FORMS."""
+    """Return True if each half of the weight rows has its own grid (layout "concat"). layout: a key of
+    specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which."""
     return layout == "concat" if layout in LAYOUTS else gate.layout == LAYOUTS["concat"]
 
 
 def block_grid(
     address: Int64, layout: str, gate: GateRows, parts: int, weight_rows: Int32, blocks: Int32
 ) -> BlockGrid:  # fmt: skip
-    """Make the grid of weights with `weight_rows` rows an expert, in `parts` halves, and `blocks` blocks a row."""
+    """Make the grid of experts' scales.
+
+    Args:
+        layout, gate: the order of weight rows, see `in_concat`.
+        parts: 2 for a gated layer, else 1.
+        weight_rows: rows of an expert's weight, of all parts.
+        blocks: scales of a grid row.
+    """
     half = cute.ceil_div(weight_rows // parts, BLOCK)
     rows = _chosen(in_concat(layout, gate), parts * half, cute.ceil_div(weight_rows, BLOCK))
     return BlockGrid(address, rows, half, blocks)
 
 
 def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
-    """Return the grid row of a column of a part, which has `half` columns."""
+    """Return the grid row of a column of part 0 (a) or 1 (u), each of which has `half` columns."""
     own = part * grid.half + column // BLOCK
     return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
 
 
 def _chosen(condition: Boolean | bool, if_true: Int32, if_false: Int32) -> Int32:
-    """Select a number by a condition that may be known at compile time."""
+    """Return `if_true` or `if_false`, by a condition that is known at compile time or at run time."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     return select(condition, if_true, if_false)

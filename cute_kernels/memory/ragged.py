@@ -1,4 +1,4 @@
-"""Views of a group's rows that TMA clips at the group's end."""
+"""Views of a group's rows that TMA clips at the group's end, although the descriptor is the same for all groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ MODE_BOUND = 2**31 - 1
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere.
+    """Make a view (row, column modes..., wrap, end) of tensor (T, column modes...) whose rows can be clipped anywhere;
+    see `clipped`.
 
     TMA clips at the bounds of a mode, which a descriptor fixes, but a group may end at any row. So the row mode gets
     ROW_BOUND rows and is entered from its end: the coordinate of the group's last row is ROW_BOUND - 1. Two more modes
     correct the address. `wrap`, at coordinate ROW_BOUND, has a stride of WRAP_BYTES less a row, which cancels ROW_BOUND
-    rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end:
+    rows modulo 2^64. `end` is a second mode of rows, whose coordinate is the group's end. With rows of S bytes:
 
         (row + ROW_BOUND - end) S + ROW_BOUND (2^34 - S) + end S = row S   modulo 2^64
 
@@ -32,7 +33,8 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """Return the part of a ragged view from `row` to before row `end`, without the view's last two modes."""
+    """Return a ragged view's rows from `row` to before row `end`. The view's last two modes, `wrap` and `end`, are
+    gone. row_mode: the mode that counts rows."""
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)
     start = [0] * modes

@@ -1,8 +1,9 @@
-"""Loads of rows of x in boxes: a tile loads only the boxes that hold rows of its group.
+"""Loads of rows of x in boxes (`TileConfig.box_rows` rows each): a tile loads only the boxes that hold rows of its
+group.
 
-The rest of the tile's shared memory keeps its old content, possibly NaN: rows of a GEMM do not mix, and rows past a
-group's end are never stored. Loading the other boxes would cost traffic from L2. Past the last row of x, where TMA
-fills with zeros, they are even slower: an SM gets 38 GB/s of such rows, 62 GB/s of others.
+The rest of the tile's shared memory keeps its old content, possibly NaN. This is harmless: rows of a GEMM do not mix,
+and rows past a group's end are never stored. Loading the rest would cost traffic from L2. Past the last row of x, where
+TMA fills with zeros, such loads are even slower: an SM gets 38 GB/s of such rows, 62 GB/s of others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,6 @@ def num_boxes(tile: TileConfig, work: WorkTile) -> Int32:
 
 
 def acquire(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, num_bytes: Int32) -> None:
-    """Wait for an empty stage and let its barrier expect `num_bytes`, a run-time value."""
+    """Wait for an empty stage, and let its full barrier expect `num_bytes` bytes, a run-time value."""
     stages.sync_object_empty.wait(state.index, state.phase)
     stages.sync_object_full.arrive_and_expect_tx(state.index, num_bytes)

@@ -1,7 +1,8 @@
 """Layout of the E8M0 scales of a matrix's columns, in bands of 128 rows; a group's first band begins at its first row.
 
 A scale is for 32 rows of a column. A column's four scales in a band are a word, and the words of 128 columns are an
-atom of 512 bytes (PTX ISA, "Scale factor layout"). Band number k of group e, whose rows begin at `begin`, has place
+atom of 512 bytes (PTX ISA, "Scale factor layout"). For each 128 columns, memory has a row of atoms, one for each place.
+Band number k of group e, whose rows begin at `begin`, has place
 
     begin / 128 + e + k
 
@@ -23,14 +24,19 @@ BAND_ROWS = 128
 
 
 class ScaleBands(NamedTuple):
-    """Address of the first atom, and the number of places for each 128 columns."""
+    """The scales of a matrix.
+
+    Attributes:
+        address: the first atom.
+        count: places, which is also the number of atoms for each 128 columns.
+    """
 
     address: Int64
     count: Int32
 
     def atom(self, columns: Int32, begin: Int32, group: Int32, band: Int32) -> cute.Tensor:
-        """Return the bytes of an atom: band number `band` of the group that begins at row `begin`, and columns from
-        128 `columns` on."""
+        """Return the 512 bytes of an atom: columns from 128 * `columns` on, in band number `band` of group `group`,
+        which begins at row `begin`."""
         place = columns * self.count + first_place(begin, group) + band
         pointer = cute.make_ptr(
             Uint8, self.address + Int64(place) * ATOM_BYTES, cute.AddressSpace.gmem, assumed_align=16
@@ -44,5 +50,5 @@ def first_place(begin: Int32, group: Int32) -> Int32:
 
 
 def num_places(rows: Int32, groups: Int32) -> Int32:
-    """Return the number of places for `groups` groups of `rows` rows together."""
+    """Return the number of places that `groups` groups need, which have `rows` rows together."""
     return rows // BAND_ROWS + groups

@@ -2,20 +2,21 @@
 
 A TMA descriptor only multiplies coordinates by strides. So the expert is not a dimension of size E but an address:
 coordinates (lo, hi) give an offset from the descriptor's base, lo in units of 16 bytes and hi in units of 1 GiB. An
-expert of a packed tensor is at offset e * stride, the offset of an expert of a list comes from a table.
+expert of a packed tensor is at offset e * stride; the offset of an expert of a list comes from a table.
 
-A gated layer's tile has equally many rows of the activated and of the linear half: `parts` = 2 loads into one
-shared-memory tile [a rows | u rows], so that both halves of an output are in the same thread's accumulators. The
-layouts differ only in the strides of a half's rows:
+A gated layer's tile has equally many rows of the activated half (h = 0) and of the linear half (h = 1): two loads
+(`parts` = 2) fill one shared-memory tile [a rows | u rows], so that both halves of an output are in the same thread's
+accumulators. The layouts differ only in the strides of a half's rows; the table shows shape : stride of dimension i:
 
     layout         row i of half h            dimension of i          distance of the halves
     concat         h I + i                    I : K                   I K
     interleaved    2 i + h                    I : 2 K                 K
     interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
 
-So a kernel for blocks of 32 rows serves every layout if a half has whole blocks (form "blocked"), and a kernel for rows
-at one stride serves the first two (form "strided"). In "concat" the halves may be two tensors, whose distance is the
-difference of their addresses; the descriptor's base is then the lower address.
+Kernels are compiled for a layout, or for one of two forms that have their strides at run time: "blocked" has blocks of
+32 rows and serves every layout if a half has whole blocks; "strided" has rows at one stride and serves the first two
+layouts. In "concat" the halves may be two tensors, whose distance is the difference of their addresses; the
+descriptor's base is then the lower address.
 
 The descriptor has the bounds of i and of k, so a tile past an edge is filled with zeros.
 """
@@ -45,10 +46,12 @@ LINE_BYTES = 128
 
 
 class ExpertAddress(NamedTuple):
-    """Offsets of experts. table: the address of int64 [E] offsets in 16-byte units; 0: weights are packed.
+    """Offsets of experts from the descriptor's base, in units of 16 bytes.
 
-    expert_units: 16-byte units between packed experts. part_units: 16-byte units from the first part to the second;
-    negative if the second part is a tensor at a lower address.
+    Attributes:
+        table: the address of int64 [E], an offset for each expert; 0: weights are packed.
+        expert_units: from a packed expert to the next.
+        part_units: from the first part to the second; negative if the second part is a tensor at a lower address.
     """
 
     table: Int64
@@ -57,10 +60,12 @@ class ExpertAddress(NamedTuple):
 
 
 class GateRows(NamedTuple):
-    """Order of a gated layer's weight rows, at run time: row i of half h is weight row
-    i % 32 * step + i / 32 * block + h * half.
+    """The order of a gated layer's weight rows, at run time: row i of half h is weight row i % 32 * step + i / 32 *
+    block + h * half.
 
-    layout: the layout's number in specs.LAYOUTS.
+    Attributes:
+        layout: the layout's number in specs.LAYOUTS.
+        step, block, half: see the formula.
     """
 
     layout: Int32
@@ -70,10 +75,12 @@ class GateRows(NamedTuple):
 
 
 NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
+"""The order of the weight rows of a layer without a gate."""
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Make the order of an expert's weight rows; `rows`: their number in both halves together."""
+    """Make the order of an expert's weight rows. layout: the layout's number in specs.LAYOUTS; rows: weight rows of
+    both halves together."""
     is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
     half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
     block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
@@ -81,13 +88,15 @@ def gate_rows(layout: Int32, rows: Int32) -> GateRows:
 
 
 def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
+    """Return how many units of 16 bytes `elements` elements fill."""
     num_bytes = elements * (dtype.width // 8) if dtype.width >= 8 else elements // (8 // dtype.width)
     return num_bytes // UNIT_BYTES
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor of packed matrices [E, width, r], or transposed [E, r, width], by which low [T, r] is
-    multiplied."""
+    """Make the tensor of an adapter's packed matrices at `address`, by which low [T, r] is multiplied: [E, width, r],
+    or [E, r, width] if transposed. The tensor's first dimension has size 1, since kernels address experts by
+    offsets."""
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
     pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
@@ -95,7 +104,7 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
 
 
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
-    """Return the number of an expert's weight rows in both parts together. `up`: as in `weight_view`."""
+    """Return the number of an expert's weight rows, of both parts together. up: as in `weight_view`."""
     rows = Int32(w.shape[1])
     return rows if up is None else select(up != 0, 2 * rows, rows)
 
@@ -107,10 +116,13 @@ def weight_view(
 ):  # fmt: skip
     """Return w [E, N, K] as (tensor (n, k, lo, hi), ExpertAddress), with n and k named as the MMA sees them.
 
-    layout: one of specs.LAYOUT_FORMS; if the form has several layouts, `gate` chooses one.
-    transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these are
-    the halves of "concat"; columns of the other layouts stay in memory's order.
-    up: the address of the second part, a tensor like w, which is then the first part; 0 or None: w has both parts.
+    Args:
+        table: the address of experts' offsets, see `ExpertAddress`.
+        parts: 2 for a gated layer, else 1.
+        layout: a key of specs.LAYOUT_FORMS; if it has several layouts, `gate` says at run time which.
+        transposed: the GEMM contracts over w's rows, so n is w's last dimension and k its rows. With two parts, these
+            are the halves of "concat"; columns of the other layouts stay in memory's order.
+        up: the address of the second part, a tensor like w, which is then the first part; 0 or None: w has both parts.
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
@@ -149,7 +161,7 @@ def weight_view(
 
 @cute.jit
 def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
-    """Return an expert's offset from the descriptor's base, in 16-byte units."""
+    """Return an expert's offset from the descriptor's base, in units of 16 bytes."""
     units = expert * address.expert_units
     if address.table != 0:
         units = vector_at(Int64, address.table)[expert]
@@ -157,12 +169,13 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
 
 
 def part_offset(address: ExpertAddress, part: int) -> Int64:
-    """Return the offset of a part of an expert from the lower of its two parts, in 16-byte units."""
+    """Return the offset of part 0 or 1 of an expert from the part at the lower address, in units of 16 bytes."""
     return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """Return the weight row of a column of part 0 (a) or 1 (u), in a gated layer with `half` rows of each."""
+    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer. layout, gate: as in `weight_view`;
+    half: columns of a part."""
     if layout not in LAYOUTS:
         return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
     rows = {
@@ -174,16 +187,16 @@ def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: 
 
 
 def lo_hi(units: Int64) -> tuple[Int32, Int32]:
-    """Return the descriptor's coordinates (lo, hi) of an offset in 16-byte units."""
+    """Return the coordinates (lo, hi) of an offset in units of 16 bytes."""
     return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)
 
 
 def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
     """Return True if a tile's weights should be the first to leave L2: the group is one row tile, so no other tile
-    reads them.
+    reads them. row_bytes: bytes of a weight row.
 
-    False if rows of weights do not begin at lines of L2, since a line that leaves half-read is read from memory again
-    (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
+    Return False if weight rows do not begin at lines of L2, since a line that leaves half-read is read from memory
+    again (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
     """
     is_read_once = (work.m_tile == 0) & (work.group_end - work.row <= tile_m)
     return is_read_once & (row_bytes % LINE_BYTES == 0)

@@ -1,1 +1,1 @@
-"""Grouped GEMMs built on cp.async and mma.sync, which every GPU since Ampere has."""
+"""Grouped GEMMs for every GPU since Ampere, built on cp.async and mma.sync, without TMA and wgmma."""

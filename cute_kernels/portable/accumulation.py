@@ -1,4 +1,4 @@
-"""The order in which each of the portable GEMMs adds."""
+"""The order in which a portable GEMM adds; kernels that agree in it give the same bits."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from .split import WARPS, is_split
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order of a GEMM, whatever its operands are."""
+    """Return the order in which a GEMM adds. It depends only on the tile, not on the operands."""
     return Accumulation("mma.sync", 16, parts=WARPS if is_split(spec.tile) else 1)

@@ -1,8 +1,9 @@
 """Weights in E4M3 with a float32 scale for each block of 128 x 128, decoded on their way to mma.sync.
 
-Elements are decoded as in narrow.py, but scales are no powers of two: a pair of elements becomes two float32 numbers,
-which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight dequantised to bfloat16,
-and takes 5 instructions a pair; a power of two takes 1. A stage is 64 deep, so each row has one scale in it.
+Elements are decoded as in narrow.py, but the scales are no powers of two: a pair of elements becomes two float32
+numbers, which are multiplied by the block's scale and rounded to bfloat16. The result equals the weight dequantised to
+bfloat16. It takes 5 instructions a pair; with powers of two it takes 1. A stage is 64 deep, so each weight row has one
+scale in a stage.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from .sources import Weights
 
 
 class PendingScales(Invariant):
-    """The float32 scales, as bits, that are being loaded: one for each k-tile of a run."""
+    """Registers for the scales that a thread is loading: the bits of one float32 number for each k-tile of a run (the
+    k-tiles between two barriers)."""
 
     def __init__(self, run: int):
         self.words = cute.make_rmem_tensor(run, Int32)
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
+        """Return the bits of the scale of k-tile number `place` of the run; `block` is 0."""
         return self.words[place]
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Load the scale of k-tile `tile`. Past the last block: 0, since a stale NaN scale would turn padding zeros
-        into NaN."""
+        """Start to load the scale of k-tile `tile`, number `place` of the run. Past the last block: use scale 0, since
+        a stale NaN scale would turn padding zeros into NaN."""
         number = tile // (BLOCK // DEPTH)
         self.words[place] = Int32(0)
         if number < sources.blocks:
@@ -43,7 +46,8 @@ class PendingScales(Invariant):
 
 
 def product_in_float32(pair: Int32, scale: Int32) -> Int32:
-    """Multiply two bfloat16 numbers by a float32 number, whose bits are `scale`, and round to bfloat16."""
+    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16. pair: the two numbers in a word; scale:
+    the bits of the float32 number."""
     ptx = """{
     .reg .b32 low, high; .reg .f32 first, second, scale;
     shl.b32 low, {$r0}, 16;
@@ -59,7 +63,8 @@ def product_in_float32(pair: Int32, scale: Int32) -> Int32:
 
 
 class BlockScaled(Narrow):
-    """Weights whose multipliers are the bits of float32 scales, in registers and in shared memory."""
+    """Weights with float32 block scales. Their multipliers, in registers and in shared memory, are the bits of these
+    scales."""
 
     def make_pending(self, weights: Format) -> PendingScales:
         return PendingScales(self.run)
@@ -69,10 +74,14 @@ class BlockScaled(Narrow):
 
 
 class BlockE4m3(BlockScaled, NarrowE4m3):
+    """E4M3 weights with float32 block scales, for tiles of many rows."""
+
     pass
 
 
 class BlockE4m3ByFours(BlockScaled, NarrowE4m3ByFours):
+    """E4M3 weights with float32 block scales, for tiles of few rows."""
+
     pass
 
 
@@ -82,8 +91,16 @@ def block_narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Make the addresses of a thread's copies and scales. Past an expert's last row, the last row's scales are read
-    again."""
+    """Return the addresses from which a thread copies weights and float32 block scales. Past an expert's last row, the
+    last row's scales are read again.
+
+    Args:
+        lines: the addresses of the thread's weight rows.
+        w_scale: the address of the scales (memory/block_scales.py).
+        depth: elements of a weight row.
+        parts, part_n: parts of a tile (2 with a gate) and columns of each.
+        layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
+    """
     thread, _, _ = cute.arch.thread_idx()
     gate, half = weights.gate, weights.count
     grid = block_grid(w_scale, layout, gate, parts, parts * half, weight_format.num_scales(depth))

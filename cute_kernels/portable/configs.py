@@ -1,4 +1,4 @@
-"""The specs that ship in bundles of architectures with portable kernels. Plain Python, which imports no compiler."""
+"""The kernels (specs) that ship for architectures with portable kernels. Plain Python, which imports no compiler."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the form of activations and of layouts that an FC1's kernel serves (`specs.ACTIVATION_FORMS`,
-    `specs.LAYOUT_FORMS`). One kernel serves all merged activations, gated or not, and all layouts, except that each
-    layout of transposed weights has its own kernel.
-    """
+    """Return the activations and the gate layouts for which an FC1's kernel is compiled: a key of
+    specs.ACTIVATION_FORMS, and one of specs.LAYOUT_FORMS. One kernel serves all merged activations, gated or not, and
+    all layouts, except that each layout of transposed weights has its own kernel. width: I."""
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:
         return form, glu_layout
@@ -36,12 +35,14 @@ def glu_form(
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """Return FC2's tile for FC1's tile `first`, or the data gradient's tile for the tile of a grouped_dglu."""
+    """Return the tile of the second GEMM of a layer, which is `first`: FC2's tile for FC1's, or the data gradient's for
+    that of grouped_dglu."""
     return first
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
-    """Return every spec of a profile, in a fixed order, so that a build of the same sources is byte-identical."""
+    """Return the specs of a profile (one of PROFILES), in a fixed order, so that a build of the same sources is
+    byte-identical."""
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
@@ -51,5 +52,5 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
 
 ALLOWED_DIAGNOSTICS = {MhcSpec("project", dtype, 8, arch="sm_90").name: ("spills",) for dtype in DTYPES}
 """Compiler diagnostics that a build accepts, by spec name. Here: 4 spilled bytes in the kernel `exact` on sm_90, which
-only our tests run. The two known remedies spill elsewhere: copies in shorter runs 8 bytes on sm_120, finding the
+only our tests run. The two known remedies spill elsewhere: copies in shorter runs spill 8 bytes on sm_120, finding the
 weight's places in each step 4 bytes on sm_80."""

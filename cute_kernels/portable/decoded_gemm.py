@@ -1,4 +1,5 @@
-"""The grouped GEMM of 16-bit rows and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), decoded on the way."""
+"""The grouped GEMM of 16-bit rows and quantised weights (MXFP8, MXFP4, NVFP4 or FP8 blocks), which are decoded on their
+way from shared memory to mma.sync."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,12 +22,15 @@ from .sources import row_sources, weight_sources
 from .split import is_split
 
 BLOCK_REGS = 2 * MXFP8.block // 4
-"""Results of a thread in a block of 32 columns and two rows; four threads share such a block."""
+"""Results that a thread has in a block of 32 columns and two rows; four threads share such a block."""
 
 
 class RoundingEpilogue(ActivationEpilogue):
-    """act = activation(acc + bias) * scale[row]. If the format's activation is in MXFP8 (`rounds`), results are rounded
-    to the values that quantising them from float32 and dequantising would give, in blocks of 32 columns."""
+    """Epilogue of a fused FC1 with decoded weights: act = activation(acc + bias) * scale[row].
+
+    If the operands' activation is in values of MXFP8 (`rounds`), results are rounded to what quantising them from
+    float32 and dequantising would give, in blocks of 32 columns.
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec)
@@ -46,7 +50,8 @@ class RoundingEpilogue(ActivationEpilogue):
 
 
 def _round(outputs: cute.Tensor, first: int) -> None:
-    """Round a thread's eight results of a block's row to MXFP8; the block's scale is of four lanes' results."""
+    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8. The row's other
+    results in the block are in three other lanes. first: the first of the eight registers."""
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)
     for place in places:
@@ -59,7 +64,7 @@ def _round(outputs: cute.Tensor, first: int) -> None:
 
 
 class DecodedGemm(GroupedGemm):
-    """The grouped GEMM of 16-bit rows and decoded weights, whose format is `weights`."""
+    """The grouped GEMM of 16-bit rows and decoded weights. weights: the weights' format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -76,7 +81,8 @@ class DecodedGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`."""
+        """Launch the kernel on `stream`. groups: the first four fields of `Groups`; inputs: the epilogue's inputs;
+        position: ignored, see `GroupedGemm.launch`."""
         GroupedGemm.launch(
             self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The grouped GEMM that contracts over quantised weights' rows, for every GPU since Ampere:
-y[row] = epilogue(x[row] @ w[e]).
+"""The grouped GEMM that contracts over quantised weights' rows, for every GPU since Ampere: y[row] = epilogue(x[row] @
+w[e]), with w [E, K, N].
 
 A stage holds weights as they lie in memory. When a k-tile has arrived, all threads decode it to 16-bit numbers in
-shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these like transposed weights of 16 bits.
+shared memory (decoding/lines.py). After a second barrier, ldmatrix reads these numbers like transposed weights of 16
+bits.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from .store import make_store
 
 
 class PortableLines(DecodedLines):
+    """Decoder of k-tiles by instructions that every GPU since Ampere has."""
+
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
         element: Any = self.decoder.element
         if self.format.element == E4M3:
@@ -40,8 +43,8 @@ class PortableLines(DecodedLines):
 
 
 class DecodedAcross(Operand):
-    """An operand of quantised weights, 64 weight rows by `width` columns a stage, and shared memory for the 16-bit
-    numbers of one decoded k-tile."""
+    """An operand of quantised weights. A stage holds 64 weight rows by `width` columns as they lie in memory. Another
+    buffer in shared memory, before the stages, holds the 16-bit numbers of the k-tile that was decoded last."""
 
     decodes = True
 
@@ -54,28 +57,33 @@ class DecodedAcross(Operand):
         self.smem = Int32(0)
 
     def _slot(self, stage: Int32) -> Int32:
+        """Return the address of a stage."""
         return self.smem + self.decoded_bytes + stage * self.stage_bytes
 
     def copy(self, sources: LineSources, stage: Int32, k: Int32, depth: Int32) -> None:
+        """Start to copy a k-tile, 64 weight rows from row `k` on, into a stage."""
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
+        """Start to load the scales of k-tile `tile`, and write those of the previous k-tile to its stage `before`."""
         self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
+        """Decode a stage that has arrived."""
         # The accumulators leave no registers for all chunks of 8-bit elements at once: sm_120 spills 144 bytes.
         for time in self.of_thread.times:
             chunks, scales = self.of_thread.read(self._slot(stage), (time,))
             self.of_thread.write(chunks, scales, self.smem, (time,))
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 columns and 16 weight rows of the k-tile that was decoded last."""
+        """Read columns 16 * `pair` to 16 * `pair` + 15, and 16 weight rows (step `k`), of the k-tile that was decoded
+        last."""
         self.numbers.smem = self.smem
         return self.numbers.columns(Int32(0), pair, k)
 
 
 class Operands(NamedTuple):
-    """Rows of x and experts' weights. depth: the number of contracted weight rows."""
+    """Rows of x, experts' quantised weights, and the number of contracted weight rows (`depth`)."""
 
     rows: Rows
     experts: Experts
@@ -83,7 +91,8 @@ class Operands(NamedTuple):
 
 
 class DecodedLinesGemm(GroupedGemm):
-    """GEMM of 16-bit rows and decoded weights, contracted over weight rows. `weights`: the weights' format."""
+    """The grouped GEMM of 16-bit rows and quantised weights that contracts over weight rows. weights: the weights'
+    format."""
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
@@ -97,7 +106,8 @@ class DecodedLinesGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`."""
+        """Launch the kernel on `stream`. groups: the first four fields of `Groups`; inputs: the epilogue's inputs;
+        position: ignored, see `GroupedGemm.launch`."""
         columns = Int32(y.shape[1])
         experts = experts_of(w, inputs.w_scale, self.weights, columns)
         operands = Operands(rows_of(x, Int64(0)), experts, Int32(x.shape[1]))

@@ -1,4 +1,4 @@
-"""The epilogue of grouped_dglu in kernels without a load warp.
+"""The epilogue of grouped_dglu in portable kernels, which have no load warp.
 
 After the mainloop, all of a tile's preactivations are copied into the stages' memory, 8 KB a slot, and their gradients
 overwrite them there (epilogue/preact.py).
@@ -24,19 +24,23 @@ from .store import RowStore, Slots, make_store
 
 
 class PreactSlots(Invariant):
-    """Slots of a tile's chunks: for each chunk one slot of act, then the slots of its preactivation."""
+    """Slots of a tile's chunks: for each chunk a slot of act, then the slots of its preactivation. The interface is
+    described at `epilogue.preact.PreactPair`."""
 
     def __init__(self, slots: Slots, layout: PreactLayout):
         self.slots, self.layout, self.smem = slots, layout, slots.smem
 
     def act_slot(self, number: Int32) -> Int32:
+        """Return the slot of act of chunk `number`."""
         return number * (1 + self.layout.slots)
 
     def slot(self, number: Int32 | int, slot: int) -> Int32 | int:
+        """Return slot number `slot` of the preactivation of chunk `number`."""
         return number * (1 + self.layout.slots) + 1 + slot
 
     def load(self, preact: RowStore, work: WorkTile, chunk: int, row: Int32, column: Int32) -> None:
-        """Start to copy a chunk's preactivations into their slots."""
+        """Start to copy a chunk's preactivations into their slots. preact: the tensor; row, column: the chunk's first
+        output."""
         for slot in range(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.bring(preact.tile(work, row, at, half), self.slot(chunk, slot))
@@ -49,7 +53,7 @@ class PreactSlots(Invariant):
 
 
 class Pair(PreactPair):
-    """A thread's access to a chunk's slots, two elements at a time."""
+    """A thread's access to a chunk's slots, by loads of two elements."""
 
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         for i in range(cute.size(target) // 2):
@@ -58,7 +62,7 @@ class Pair(PreactPair):
 
 
 class Epilogue(DgluEpilogue):
-    """The epilogue of grouped_dglu without a load warp. Its `stores` are dpreact, then act."""
+    """The epilogue of grouped_dglu without a load warp. Its first store is for dpreact, its second for act."""
 
     @property
     def shape(self) -> EpilogueShape:

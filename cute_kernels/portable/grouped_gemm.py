@@ -1,4 +1,4 @@
-"""The grouped GEMM, ragged in rows, for every GPU since Ampere: y[row] = epilogue(x[row] @ w[e]^T)."""
+"""The grouped GEMM for every GPU since Ampere: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
 from typing import Any, NamedTuple
 
@@ -21,8 +21,14 @@ from .store import make_store
 
 
 class Operands(NamedTuple):
-    """Rows of x and experts' weights. depth: contracted elements of each half. w_scale: the address of scales
-    [E, rows, blocks of depth] of weights to be decoded."""
+    """Inputs of a GEMM's mainloop.
+
+    Attributes:
+        rows: the rows of x.
+        weights: experts' weights.
+        depth: elements of the contraction; with x in halves, of each half.
+        w_scale: the address of scales [E, rows, blocks of depth] of weights that are decoded.
+    """
 
     rows: Rows
     weights: Weights
@@ -31,10 +37,12 @@ class Operands(NamedTuple):
 
 
 class GroupedGemm(TileKernel):
-    """y[row] = epilogue(x[row] @ w[e]^T) with w [E, N, K].
+    """The portable grouped GEMM: y[row] = epilogue(x[row] @ w[e]^T) with w [E, N, K].
 
-    transposed: w is [E, K, N], and y[row] = epilogue(x[row] @ w[e]). in_halves: two transposed w, one for each half of
-    x's columns; the second half is contracted after the first.
+    Args:
+        transposed: w is [E, K, N], and y[row] = epilogue(x[row] @ w[e]).
+        in_halves: there are two transposed w, one for each half of x's columns; the second half is contracted after the
+            first.
     """
 
     def __init__(
@@ -53,11 +61,17 @@ class GroupedGemm(TileKernel):
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, w_up: Int64 | None = None,
     ):  # fmt: skip
-        """Launch on `stream`. `inputs`: the epilogue's inputs. `rows`: the address of the indices of x's rows; 0: rows
-        lie in order. `w_up`: the address of the weights' second half, `up` of `weight_view`.
+        """Launch the kernel on `stream`.
 
-        `position` is ignored: each CTA's tiles are fixed (no tickets), and no launch starts before the previous kernel
-        ends.
+        Args:
+            outputs: the tensors that the epilogue stores.
+            groups: the first four fields of `Groups`.
+            w_table: the address of experts' offsets, as in `weight_view`.
+            rows: the address of int32 [T], the row of x that each row reads; 0: rows lie in order.
+            inputs: the epilogue's inputs.
+            position: ignored, since each CTA's tiles are fixed (no tickets), and no launch starts before the previous
+                kernel ends.
+            w_up: the address of the weights' second half, `up` of `weight_view`.
         """
         view, expert = weight_view(w, w_table, self.parts, self.layout, self.transposed, inputs.gate, w_up)
         n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)

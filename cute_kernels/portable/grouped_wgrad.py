@@ -1,7 +1,7 @@
-"""The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
+"""The weight gradient, whose contraction is a group's rows: dw[e] = dy_e^T @ x_e over the rows of group e.
 
 One CTA makes each element of dw in one pass, and adds the previous dw if the group accumulates, so the result is
-deterministic. An empty group adds nothing, or overwrites dw with zeros.
+deterministic. An empty group leaves dw as it was if it accumulates, and otherwise overwrites dw with zeros.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ from .store import Place, Slots
 
 
 class WgradWalk(SameTiles, TileWalk):
-    """Walk groups that all have the same tiles, including empty groups."""
+    """The walk through the tiles of groups that all have the same tiles, even empty groups."""
 
 
 class WgradInputs(NamedTuple):
-    """The place of dw [E, rows, columns], and which groups add to dw: all if `accumulate` != 0. mask: the address of
-    bool [E], which decides instead of `accumulate`; 0: not given."""
+    """Run-time inputs of the epilogue.
+
+    Attributes:
+        base, address: the address of dw and the offsets of experts' dw (memory/weights.py).
+        rows, columns: sizes of an expert's dw.
+        mask: the address of bool [E], which says for each group whether it adds to dw; 0: `accumulate` decides.
+        accumulate: not 0: all groups add to dw.
+    """
 
     base: Int64
     address: ExpertAddress
@@ -48,12 +54,15 @@ class WgradInputs(NamedTuple):
 
 
 class WgradState(Invariant):
+    """State of the epilogue: its inputs and slots."""
+
     def __init__(self, inputs: WgradInputs, slots: Slots):
         self.inputs, self.slots = inputs, slots
 
 
 class WgradEpilogue(Invariant):
-    """Convert accumulators to dw's type and store them, overwriting dw or adding to it."""
+    """Epilogue of a weight gradient: converts accumulators to dw's dtype and stores them, overwriting dw or adding to
+    it."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile):
         self.dtype, self.tile = dtype, tile
@@ -64,7 +73,7 @@ class WgradEpilogue(Invariant):
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
-        """Return True if this tile adds to dw, False if it overwrites dw."""
+        """Return True if this tile adds to dw, False if it overwrites dw. `finish` takes the result."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
             adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
@@ -74,6 +83,7 @@ class WgradEpilogue(Invariant):
     def finish(
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: tuple, work: WorkTile, share: TileShare
     ):  # fmt: skip
+        """Store a tile of dw. adds: the result of `begin`."""
         inputs, cols = state.inputs, state.slots.cols
         base = inputs.base + expert_offset(inputs.address, work.expert) * UNIT_BYTES
         pitch = Int64(inputs.columns) * (self.dtype.width // 8)
@@ -87,12 +97,14 @@ class WgradEpilogue(Invariant):
 
 
 class Operands(NamedTuple):
+    """Rows of dy and of x."""
+
     dy: Rows
     x: Rows
 
 
 class GroupedWgrad(TileKernel):
-    """Kernel for dy [T, N] and x [T, K] in 16 bits; dw [E, N, K] is of `out_dtype`."""
+    """The portable weight gradient: dw [E, N, K], of `out_dtype`, from dy [T, N] and x [T, K] in 16 bits."""
 
     walk = WgradWalk
 
@@ -108,8 +120,15 @@ class GroupedWgrad(TileKernel):
         rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's rows. 0: rows lie in order;
-        at least one of the two addresses is 0."""
+        """Launch the kernel on `stream`.
+
+        Args:
+            groups: the first four fields of `Groups`.
+            rows: the addresses of the indices of dy's rows and of x's rows; 0: rows lie in order. At least one of the
+                two is 0.
+            dw_table: the address of the offsets of experts' dw; 0: dw is packed.
+            mask, accumulate: see `WgradInputs`.
+        """
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         n, k = Int32(dy.shape[1]), Int32(x.shape[1])

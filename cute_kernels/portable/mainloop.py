@@ -1,11 +1,12 @@
-"""The mainloop without wgmma and TMA: cp.async fills stages, ldmatrix and mma.sync empty them.
+"""The portable mainloop: cp.async fills stages in shared memory, ldmatrix and mma.sync read them.
 
 Four warps share a tile of 128 x 128. Each warp has 16 rows of each slab of 64 rows, over all columns, so a thread's
-accumulators are in the order of epilogue/fragments.py and the shared epilogues serve. In a tile of 16 x 128, for few
-rows, each warp multiplies a quarter of a stage's depth, and the first warp adds the four sums.
+accumulators are in the order of epilogue/fragments.py and the shared epilogues can be used. In a tile of 16 x 128, for
+few rows, each warp multiplies a quarter of a stage's depth, and the first warp adds the four sums.
 
-A stage holds a k-tile, 64 elements of the contraction, and there is one barrier a run of k-tiles (operands.py). Two
-CTAs share an SM: one multiplies while the other stores or waits for its first stage.
+A stage holds a k-tile: 64 elements of the contraction, of both operands. A *run* is the k-tiles between two barriers, 1
+or 2 (operands.py). A *step* is 16 elements of a k-tile's depth, one MMA. Two CTAs share an SM: one multiplies while the
+other stores or waits for its first stage.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ DEPTH = 64
 CTAS_PER_SM = 2
 MMA_K = 16
 SMEM_BYTES, MAX_STAGES = 96 * 1024, 8
-"""Shared memory of all stages and their greatest number. 3 KB remain of the 99 KB of consumer GPUs; more than 8 stages
+"""Shared memory of all stages, and their greatest number. 3 KB remain of the 99 KB of consumer GPUs; more than 8 stages
 hide no more latency."""
 
 
 class Mainloop(Invariant):
-    """acc += A B^T for a tile. `a`, `b`: operands (operands.py), whose stages lie in shared memory from `smem` on."""
+    """acc += A B^T for a tile. a, b: the operands (operands.py), whose stages lie in shared memory from the address
+    `smem` on."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
@@ -49,8 +51,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def run(self, acc: cute.Tensor, a: Any, b: Any, depth: Int32):
-        """Contract `depth` elements; called by the whole CTA. When this returns, all stages are free. `a`, `b`: the
-        addresses of the operands' lines in global memory (`copy` of each operand takes them)."""
+        """Contract `depth` elements into the thread's accumulators; called by the whole CTA. When this returns, all
+        stages are free. a, b: the operands' addresses in global memory, which each operand's `copy` takes."""
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
@@ -76,8 +78,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """Start to copy the run of k-tiles from `tile` on into the stages from `stage` on, if there is such a run.
-        Always commit one cp.async group, even an empty one, so that wait counts stay fixed."""
+        """Start to copy the run of k-tiles from `tile` on into the stages from `stage` on, unless `tile` is past the
+        last k-tile. Always commit one cp.async group, even an empty one, so that wait counts stay fixed."""
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
@@ -86,11 +88,12 @@ class Mainloop(Invariant):
         cute.arch.cp_async_commit_group()
 
     def _before(self, stage: Int32) -> Int32:
-        """Return the first stage of the run before, around the ring."""
+        """Return the first stage of the previous run, around the ring. stage: the first stage of a run."""
         return select(stage == 0, Int32(self.stages), stage) - self.b.run
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
+        """Multiply the k-tile in a stage. tile: the number of the k-tile."""
         if cutlass.const_expr(self.is_split):
             self._step(acc, stage, tile, self.warp)
         else:
@@ -98,27 +101,29 @@ class Mainloop(Invariant):
                 self._step(acc, stage, tile, k)
 
     def _step(self, acc: cute.Tensor, stage: Int32, tile: Int32, k: Int32 | int) -> None:
-        """Multiply step k of a k-tile: 16 of its depth."""
+        """Multiply step `k` of a k-tile: 16 elements of its depth, all rows of this warp and all columns."""
         first_row = 0 if self.is_split else self.warp * 16
         rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
             self._add(acc, rows, pair, self.b.columns(stage, pair, k))
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
-        """Add each slab's product of 16 rows and 16 columns."""
+        """Add, for each slab, the product of 16 rows and the 16 columns from 16 * `pair` on. rows: a list of words for
+        each slab; columns: words as `columns` of operand b returns."""
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
             sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))
             self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
 
     def _add_nans(self, acc: cute.Tensor) -> None:
-        """Add 0 * NaN to the columns that held a NaN, which `columns` returned as a number."""
+        """Add NaN to the columns that held a NaN, since `columns` of operand b returned it as a number: multiply rows
+        of zeros by columns of NaN."""
         for pair in range(self.n // 16):
             self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """If warps share the depth, add their accumulators to those of warp 0, in the order of warps."""
+        """If warps share the depth, add the accumulators of warps 1 to 3 to those of warp 0, in the order of warps."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

@@ -1,11 +1,12 @@
 """Weights in a narrow format, decoded to pairs of bfloat16 numbers on their way from shared memory to mma.sync.
 
 A stage holds the weights' bytes as they lie in memory and, for each weight row and scale block, a multiplier: the
-bfloat16 number that the block's elements are multiplied by, in both halves of a word. Multipliers are fetched one run
-of stages ahead: a thread loads the scale bytes of its row, and writes the multipliers when it loads the next ones.
+bfloat16 number by which the block's elements are multiplied, in both halves of a word. Multipliers are made one run
+(mainloop.py) ahead: a thread loads the scale bytes of one weight row, and writes their multipliers when it loads the
+next scale bytes.
 
-For each column mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 is right if the rows of x
-are in the same order. With t = lane % 4:
+For each column mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 elements is right if the
+rows of x are in the same order. With t = lane % 4, a lane takes
 
     E4M3, few rows    elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
     E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The other order needs more registers for x's rows than
@@ -13,8 +14,8 @@ are in the same order. With t = lane % 4:
     E2M1              word t of 32 elements, which holds the pairs of two steps (`python/glulam/formats/words.py`).
                       Every second pair of such blocks of 32 has the two steps exchanged.
 
-E4M3 is decoded in integer arithmetic, which every GPU since Ampere has: when its bits are moved to the places of
-bfloat16's exponent and significand, they are 2^-120 times the number, including subnormals.
+E4M3 is decoded in integer arithmetic, which every GPU since Ampere has: when an element's bits are moved to the places
+of bfloat16's exponent and significand, they are 2^-120 times the element, including subnormals.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from .sources import Weights
 BYTES = 4
 """Bytes of a word."""
 RUN_OF_FEW = 2
-"""k-tiles between barriers if a tile has few rows: two are 3 % faster than one, since a warp has more work while it
-waits for the words that it decodes."""
+"""k-tiles of a run if a tile has few rows: two are 3 % faster than one, since a warp has more work while it waits for
+the words that it decodes."""
 FIRST_OF_PAIR, PAIR_SIGNS, PAIR_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
-"""Selector of `prmt` that moves two bytes to the two halves of a word, and masks of their sign and magnitude bits."""
+"""A selector of `prmt` that moves two bytes to the two halves of a word, and masks of the sign and magnitude bits of
+these bytes."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
-"""Masks of the bits of two E4M3 numbers that were moved to bfloat16's places."""
+"""Masks of the sign and magnitude bits of two E4M3 numbers that were moved to bfloat16's places."""
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Multiply two pairs of bfloat16 numbers. It is an FMA that adds -0, since sm_80 has no bfloat16 multiplication."""
+    """Multiply two bfloat16 numbers by two others; a word holds two. The instruction is an FMA that adds -0, since
+    sm_80 has no bfloat16 multiplication."""
     ptx = """{
         .reg .b32 factor, zero;
         mov.b32 factor, {$r1};
@@ -62,7 +65,7 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
 
 
 def e4m3_pair(two: Int32) -> Int32:
-    """Decode two E4M3 bytes to bfloat16 numbers, 2^-120 times their value. NaN (0x7F) stays NaN."""
+    """Return two E4M3 bytes as two bfloat16 numbers, 2^-120 times their value. NaN (0x7F) stays NaN."""
     bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
     magnitudes = bytes_apart & PAIR_MAGNITUDES
     is_nan = (magnitudes + LANES_OF_16) & PAIR_SIGNS
@@ -70,15 +73,15 @@ def e4m3_pair(two: Int32) -> Int32:
 
 
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """Decode four E4M3 bytes to bfloat16 numbers, 2^-120 times their value: bytes 0 and 2, then bytes 1 and 3. NaN
-    becomes the number 480."""
+    """Return a word's four E4M3 bytes as two words of bfloat16 numbers, 2^-120 times their value: bytes 0 and 2, then
+    bytes 1 and 3. NaN becomes the number 480."""
     moved = (word << 4, word << 8), (word >> 4, word)
     return [(magnitudes & MAGNITUDES) | (signs & SIGNS) for magnitudes, signs in moved]
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Return a word with a sign bit of some byte set if one of four E4M3 numbers is NaN, and with none set otherwise;
-    its other bits mean nothing.
+    """Return a word in which the sign bit of some byte is set if one of four E4M3 numbers is NaN, and of none
+    otherwise; its other bits mean nothing.
 
     Adding 1 to a byte changes its sign bit if all its other bits are 1, and only such a byte carries into the next.
     """
@@ -86,8 +89,13 @@ def nan_bytes(word: Int32) -> Int32:
 
 
 class NarrowLines(NamedTuple):
-    """Addresses of a thread's weight rows (as in `Lines`), and of the scales of the row that this thread fetches scales
-    for; blocks: scales of a row."""
+    """Addresses of a thread's copies of weights, and of its scales.
+
+    Attributes:
+        parts, distances: the thread's weight rows, see `Lines`.
+        scales: the address of the scales of the weight row whose scales this thread loads.
+        blocks: scales of a row.
+    """
 
     parts: tuple[Int64, ...]
     distances: cute.Tensor
@@ -96,7 +104,7 @@ class NarrowLines(NamedTuple):
 
 
 class ScaleBytes(Invariant):
-    """Scale bytes of a thread's row that are being loaded: `blocks` for each k-tile of a run."""
+    """Registers for the scale bytes that a thread is loading: `blocks` bytes for each k-tile of a run."""
 
     def __init__(self, run: int, blocks: int):
         self.blocks = blocks
@@ -104,12 +112,13 @@ class ScaleBytes(Invariant):
         self.bytes.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
+        """Return the scale byte of a block of k-tile number `place` of the run."""
         return self.bytes[place, block]
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Load the scales of k-tile `tile`. Past the last block: byte 0, since a stale NaN scale would turn padding
-        zeros into NaN."""
+        """Start to load the scales of k-tile `tile`, number `place` of the run. Past the last block: byte 0, since a
+        stale NaN scale would turn padding zeros into NaN."""
         for block in cutlass.range_constexpr(self.blocks):
             number = tile * self.blocks + block
             self.bytes[place, block] = Int32(0)
@@ -118,8 +127,8 @@ class ScaleBytes(Invariant):
 
 
 class ScaleWords(Invariant):
-    """Scale bytes of a thread's row that are being loaded, four blocks a k-tile: one load if rows of scales are whole
-    words, else four."""
+    """Registers for the scale bytes that a thread is loading, if a k-tile has four blocks. A k-tile's scales are one
+    load if rows of scales are whole words, else four."""
 
     def __init__(self, run: int, blocks: int):
         assert blocks == BYTES
@@ -127,10 +136,12 @@ class ScaleWords(Invariant):
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
+        """Return the scale byte of a block of k-tile number `place` of the run."""
         return byte_of(self.words[place], block)
 
     @cute.jit
     def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+        """Start to load the scales of k-tile `tile`, number `place` of the run; 0 past the last block."""
         number = tile * BYTES
         self.words[place] = Int32(0)
         if (sources.blocks | Int32(sources.scales)) % BYTES == 0:
@@ -143,10 +154,17 @@ class ScaleWords(Invariant):
 
 
 class Narrow(Along):
-    """Weight rows of a format; thread i fetches the scales of row i. `few_rows`: the tile has few rows of x.
+    """An operand of weight rows in a narrow format, one for each of the 128 threads; thread i loads the scales of row
+    i. A subclass for each element type decodes it.
 
-    A subclass for each element type decodes it. shift: the bits, in both halves of a word, of the power of two by which
-    elements that were moved to bfloat16's places are multiplied to get their value.
+    Args:
+        lines: weight rows of a tile, 128.
+        few_rows: True if the tile has few rows of x.
+
+    Attributes:
+        shift: the power of two by which elements that were moved to bfloat16's places are multiplied to get their
+            value, as a bfloat16 number in both halves of a word.
+        pending: registers for the scales that are being loaded.
     """
 
     element: type[Element]
@@ -166,14 +184,15 @@ class Narrow(Along):
         self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
-        """Return a stage's multipliers, (row, block)."""
+        """Return a stage's multipliers in shared memory, as (row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
         return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, tile: Int32, before: Int32):
-        """Write the multipliers of the run before, whose stages begin at `before`, and load the scales of this run."""
+        """Write the multipliers of the previous run, whose stages begin at `before`, and start to load the scales of
+        the run that begins at k-tile `tile`."""
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)
@@ -184,7 +203,8 @@ class Narrow(Along):
             self.pending.ask(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
-        """Return the index of a block's multiplier in k-tile `tile`: multipliers are in the order of steps."""
+        """Return where a block's multiplier lies among those of k-tile `tile`: multipliers are in the order of
+        steps."""
         return block
 
     def make_pending(self, weights: Format) -> Any:
@@ -196,8 +216,8 @@ class Narrow(Along):
         return product(pair, multiplier)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
-        """Read and decode 16 columns of step k (16 of the depth): the depth's two halves of the first 8 columns, then
-        those of the last 8."""
+        """Read and decode the 16 columns from 16 * `pair` on, in step `k` (16 elements of the depth). Return four words
+        of a lane: both halves of the depth of the first 8 columns, then of the last 8."""
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
         of_lane = self._multipliers(stage)[((self.lane // 4, None), k // self.steps_per_block)]
         cute.autovec_copy(cute.local_tile(of_lane, (2,), (pair,)), multipliers)
@@ -209,17 +229,18 @@ class Narrow(Along):
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
-        """Read a lane's four elements of a column, moved to bfloat16's places. number: the column's index among the
-        lane's columns."""
+        """Read a lane's four elements of a column, moved to bfloat16's places, as two words. first: the stage's
+        address; k: the step; number: the column's index among the lane's columns."""
         raise NotImplementedError
 
     def _load(self, dtype: Any, at: Int32) -> Int32:
+        """Load a number of `dtype` at an address in shared memory, as Int32."""
         pointer = cute.make_ptr(dtype, at, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0]) & (0xFFFF if dtype is Uint16 else -1)
 
 
 class NarrowE4m3(Narrow):
-    """E4M3 weights, read as pairs of neighbouring elements, for tiles of many rows."""
+    """E4M3 weights for tiles of many rows. A lane reads pairs of neighbouring elements."""
 
     element, shift = E4m3, (EXPONENT_BIAS + 120) * EXPONENT_ONE
 
@@ -229,7 +250,8 @@ class NarrowE4m3(Narrow):
 
 
 class NarrowE4m3ByFours(NarrowE4m3):
-    """E4M3 weights, read as four neighbouring elements a lane, for tiles of few rows. NaNs are noted by column."""
+    """E4M3 weights for tiles of few rows. A lane reads four neighbouring elements. NaN is decoded as a number, so
+    `columns` notes for each column whether it met one."""
 
     notes_nans = True
 
@@ -242,7 +264,8 @@ class NarrowE4m3ByFours(NarrowE4m3):
         return x.rows_by_fours(stage, first, k)
 
     def nans(self, pair: int) -> list[Int32]:
-        """Return NaN for each column of a pair in which `columns` met a NaN since the last call, 0 for the others."""
+        """Return words as `columns` does, for the 16 columns from 16 * `pair` on: NaN for each column in which
+        `columns` met a NaN since the last call, 0 for all other columns."""
         words = []
         for half in range(2):
             words += [select(is_bad(self.noted[pair * 2 + half], 0), Int32(NAN), Int32(0)), Int32(0)]
@@ -256,7 +279,7 @@ class NarrowE4m3ByFours(NarrowE4m3):
 
 
 class NarrowE2m1(Narrow):
-    """E2M1 weights, read as words of eight elements; each step takes half a word."""
+    """E2M1 weights. A lane reads words of eight elements, and each step takes half a word."""
 
     element, shift = E2m1, (EXPONENT_BIAS - E2m1.read_exponent) * EXPONENT_ONE
 
@@ -276,10 +299,12 @@ class NarrowE2m1(Narrow):
 
 
 ELEMENTS: dict[str, type[Element]] = {E4M3: E4m3, E2M1: E2m1}
+"""Element types by `Format.element`."""
 
 
 def narrow(lines: int, weights: Format, few_rows: bool) -> Narrow:
-    """Make the operand of `lines` weight rows of a format, in the order of elements that suits the tile."""
+    """Make the operand of `lines` weight rows in a format, in the order of elements that suits the tile. few_rows: the
+    tile has few rows of x."""
     kinds = {E4M3: NarrowE4m3ByFours if few_rows else NarrowE4m3, E2M1: NarrowE2m1}
     return kinds[weights.element](lines, weights, few_rows)
 
@@ -290,8 +315,16 @@ def narrow_sources(
     weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> NarrowLines:  # fmt: skip
-    """Make the addresses of a thread's copies and scales, which lie as [E, rows, blocks of depth]. Past an expert's
-    last row, the last row's scales are read again."""
+    """Return the addresses from which a thread copies weights and scales. Past an expert's last row, the last row's
+    scales are read again.
+
+    Args:
+        lines: the addresses of the thread's weight rows.
+        w_scale: the address of the scales, which lie as [E, rows, blocks of depth].
+        depth: elements of a weight row.
+        parts, part_n: parts of a tile (2 with a gate) and columns of each.
+        layout: the order of weight rows, a key of specs.LAYOUT_FORMS.
+    """
     thread, _, _ = cute.arch.thread_idx()
     column = cutlass.min(work.n_tile * part_n + thread % part_n, weights.count - 1)
     row = row_of(layout, weights.gate, column, thread // part_n, weights.count)

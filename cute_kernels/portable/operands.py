@@ -1,13 +1,16 @@
 """Operands in shared memory: how they are copied there and how a warp reads them.
 
-Along: an operand whose lines lie along the contraction. A stage holds 64 elements of each line, in chunks of 16 bytes.
-Across: an operand whose lines lie across the contraction. A stage holds 64 lines, in blocks of 64 elements a line
-(8 KB), which ldmatrix transposes.
+Along: an operand whose lines (runs of contiguous memory) lie along the contraction. A stage holds 64 elements of each
+line, in chunks of 16 bytes. Across: an operand whose lines lie across the contraction. A stage holds 64 lines, in
+blocks of 64 elements a line (8 KB), which ldmatrix transposes.
 
 Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
 c ^ line % 8. Narrower lines share 128 bytes, and lines that share them have the same number in the swizzle.
 
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
+
+In signatures, `k` is a step, 16 elements of a k-tile's depth, except in `copy`, where it is the first element of a
+k-tile. `depth` is the number of elements of the whole contraction.
 """
 
 from __future__ import annotations
@@ -30,49 +33,57 @@ from .mainloop import DEPTH
 LINE_BYTES = 128
 CHUNKS = LINE_BYTES // CHUNK_BYTES
 STEP = THREADS // CHUNKS
-"""Distance of two consecutive copies of a thread, in lines of 128 bytes."""
+"""Distance of two consecutive chunks that a thread copies, in lines of 128 bytes."""
 BLOCK = 64
 BLOCK_BYTES = DEPTH * LINE_BYTES
 
 
 def chunk_at(line: Int32, chunk: Int32) -> Int32:
-    """Return the offset of a chunk of a line of 128 bytes, in bytes from the first line."""
+    """Return the offset of a chunk of a line of 128 bytes, in bytes from the first line; swizzled."""
     return line * LINE_BYTES + (chunk ^ line % CHUNKS) * CHUNK_BYTES
 
 
 class Lines(NamedTuple):
-    """Addresses of a thread's lines: an address of each of the tile's consecutive `parts`, and for each line its
-    distance from its part's address. Distances are int32 and count 16 bytes, to save registers."""
+    """Global-memory addresses of the lines that a thread copies.
+
+    Attributes:
+        parts: an address for each of the tile's consecutive parts.
+        distances: for each line, its distance from the address of its part: int32, in units of 16 bytes, to save
+            registers.
+    """
 
     parts: tuple[Int64, ...]
     distances: cute.Tensor
 
 
 class Operand(Invariant):
-    """An operand of a mainloop, with defaults for everything except `copy`.
+    """An operand of a mainloop, with defaults for all methods except `copy`, `rows` and `columns`.
 
-    run: k-tiles between two barriers. notes_nans: `nans` reports NaNs that `columns` returned as numbers. decodes:
-    between barriers, `decode` turns each stage into the numbers that `columns` reads; decoded_bytes: shared memory for
-    these numbers, before the stages.
+    Attributes:
+        run: k-tiles between two barriers.
+        notes_nans: True if `columns` returns NaNs as numbers, and `nans` then reports these.
+        decodes: True if `decode` must turn each stage into the numbers that `columns` reads, between barriers.
+        decoded_bytes: bytes of shared memory for these numbers, which lie before the stages.
     """
 
     run, notes_nans = 1, False
     decodes, decoded_bytes = False, 0
 
     def decode(self, stage: Int32) -> None:
-        """Decode a stage that has arrived."""
+        """Decode a stage that has arrived, if `decodes`."""
 
     def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
-        """Prepare the run of k-tiles that begins at `tile`; called for every run, also past the last k-tile. `before`:
-        the first stage of the run that was filled before this one."""
+        """Prepare the run of k-tiles that begins at `tile`, for example load its scales; called for every run, also
+        past the last k-tile. before: the first stage of the previous run."""
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
-        """Read 16 rows of the other operand x for step k of a k-tile (16 of its depth), in this operand's order."""
+        """Read 16 rows, from row `first` on, of the other operand x for step `k` of k-tile `tile`, with elements in
+        this operand's order."""
         return x.rows(stage, first, k)
 
 
 class Along(Operand):
-    """An operand of `lines` lines along the contraction, `bits` bits an element."""
+    """An operand of `lines` lines along the contraction, with `bits` bits an element."""
 
     def __init__(self, dtype: type[cutlass.Numeric], lines: int, bits: int = 16):
         self.dtype, self.lines, self.bits = dtype, lines, bits
@@ -87,12 +98,13 @@ class Along(Operand):
         self.lane = thread % WARP
 
     def at(self, line: Int32, chunk: Int32) -> Int32:
-        """Return the offset of a chunk, in bytes from the first line."""
+        """Return the offset of a chunk, in bytes from the first line; swizzled."""
         shared = LINE_BYTES // self.line_bytes
         return line * self.line_bytes + (chunk ^ line // shared % self.chunks) * CHUNK_BYTES
 
     def copy(self, sources: Lines, stage: Int32, k: Int32, depth: Int32) -> None:
-        """Start to copy a k-tile, elements k to k + 63 of each line, into a stage; zeros from `depth` on."""
+        """Start to copy a k-tile, elements k to k + 63 of each line, into a stage; write zeros from element `depth`
+        on."""
         has_columns = k + self.chunk * (CHUNK_BYTES * 8 // self.bits) < depth
         if self.lines < self.step:
             has_columns = has_columns & (self.line < self.lines)
@@ -105,18 +117,20 @@ class Along(Operand):
             copy_chunk(target + self.at(self.line, self.chunk) + i * self.step * self.line_bytes, source, num_bytes)
 
     def matrices(self, stage: Int32, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 16 bytes by ldmatrix; each lane gives the place of one line."""
+        """Read four matrices of 8 lines of 16 bytes by ldmatrix. Each lane passes the place (line, chunk) of one
+        line."""
         at = self.smem + stage * self.stage_bytes + self.at(line, chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, False)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows of two chunks; of the four matrices, rows vary first."""
+        """Read 16 rows from row `first` on, in step `k` (two chunks of depth), as words of mma.sync's operand a: of the
+        four matrices, rows vary first."""
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
 
     def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
-        """Read 16 rows in the order of `NarrowE4m3ByFours`. With t = lane % 4, a lane's two pairs are elements 4t and
-        4t + 2, and elements 4t + 1 and 4t + 3."""
+        """Read 16 rows as `rows` does, but in the order of `NarrowE4m3ByFours`: with t = lane % 4, a lane's two pairs
+        are elements 4t and 4t + 2, and elements 4t + 1 and 4t + 3."""
         words, quad = cute.make_rmem_tensor(4, Int32), self.lane % 4
         for half in range(2):
             at = self.smem + stage * self.stage_bytes
@@ -129,16 +143,22 @@ class Along(Operand):
         return words
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """Read 16 columns of two chunks; of the four matrices, chunks vary first."""
+        """Read the 16 columns from 16 * `pair` on, in step `k` (two chunks of depth), as words of mma.sync's operand b:
+        of the four matrices, chunks vary first."""
         line = self.lane // 16 * 8 + self.lane % 8 + pair * 16
         return self.matrices(stage, line, self.lane // 8 % 2 + 2 * k)
 
 
 class Contraction(NamedTuple):
-    """Addresses of a tile's lines across the contraction, `pitch` times 16 bytes apart, from line `first` on.
+    """Global-memory addresses of an operand's lines across the contraction, of one tile.
 
-    blocks: for each block of 64 elements, the address of a thread's chunk in line 0, and whether it is in the matrix.
-    indices: address of int32 line numbers, each below `count`; 0: lines lie in order.
+    Attributes:
+        blocks: for each block of 64 elements, the address of the thread's chunk in line 0, and whether the matrix has
+            its columns.
+        pitch: distance of two lines, in units of 16 bytes.
+        first: the number of the first line to contract.
+        indices: the address of int32 line numbers, each below `count`; 0: lines lie in order.
+        count: lines of the matrix.
     """
 
     blocks: tuple[tuple[Int64, Boolean], ...]
@@ -149,7 +169,7 @@ class Contraction(NamedTuple):
 
 
 class Across(Operand):
-    """An operand of lines across the contraction, `width` 16-bit elements a line."""
+    """An operand of lines across the contraction, with `width` 16-bit elements a line."""
 
     def __init__(self, dtype: type[cutlass.Numeric], width: int):
         self.dtype, self.num_blocks = dtype, width // BLOCK
@@ -161,6 +181,8 @@ class Across(Operand):
 
     @cute.jit
     def copy(self, sources: Contraction, stage: Int32, k: Int32, depth: Int32):
+        """Start to copy a k-tile, lines k to k + 63 of the contraction, into a stage; write zeros from line `depth`
+        on."""
         target = self.smem + stage * self.stage_bytes + chunk_at(self.line, self.chunk)
         for i in cutlass.range_constexpr(DEPTH // STEP):
             line = k + self.line + i * STEP
@@ -174,7 +196,8 @@ class Across(Operand):
 
     @cute.jit
     def _distance(self, sources: Contraction, line: Int32, depth: Int32) -> Int32:
-        """Return the distance of a line from line 0, in units of 16 bytes; 0 for lines past the last."""
+        """Return the distance of line number `line` of the contraction from the matrix's line 0, in units of 16 bytes;
+        0 from line `depth` on."""
         row = select(line < depth, sources.first + line, Int32(0))
         if const_expr(not isinstance(sources.indices, int)):
             if (sources.indices != 0) & (line < depth):
@@ -182,18 +205,21 @@ class Across(Operand):
         return row * sources.pitch
 
     def _matrices(self, stage: Int32, first: Int32 | int, line: Int32, chunk: Int32) -> cute.Tensor:
-        """Read four matrices of 8 lines of 8 elements, transposed, from the block that holds element `first`."""
+        """Read four matrices of 8 lines of 8 elements by ldmatrix, transposed, from the block that holds element
+        `first`. Each lane passes the place (line, chunk) of one line."""
         at = self.smem + stage * self.stage_bytes + first // BLOCK * BLOCK_BYTES
         at += chunk_at(line, first % BLOCK // 8 + chunk)
         pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return read_matrices(pointer, self.dtype, 4, True)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows of 16 lines; of the four matrices, rows vary first."""
+        """Read 16 rows from row `first` on, in step `k` (16 lines), as words of mma.sync's operand a: of the four
+        matrices, rows vary first."""
         line = self.lane // 16 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, first, line, self.lane // 8 % 2)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """Read 16 columns of 16 lines; of the four matrices, lines vary first."""
+        """Read the 16 columns from 16 * `pair` on, in step `k` (16 lines), as words of mma.sync's operand b: of the
+        four matrices, lines vary first."""
         line = self.lane // 8 % 2 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, pair * 16, line, self.lane // 16)

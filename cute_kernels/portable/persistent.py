@@ -22,7 +22,7 @@ from .store import Slots
 
 
 class TileWalk(GroupTileScheduler):
-    """Find tiles in the same warps that multiply: no warp is left over for a scheduler."""
+    """The tile scheduler of kernels without a scheduler warp: the warps that multiply also find their tiles."""
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
         m_tile, n_tile = self._cluster_tile_at(index, end - begin)
@@ -30,18 +30,21 @@ class TileWalk(GroupTileScheduler):
 
 
 def rounded_up(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to a multiple of 16."""
     return -(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES
 
 
 class States(Invariant):
-    """Make an epilogue's state twice a tile, before the mainloop and after it. If one state served the whole kernel,
-    its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on sm_80, 104 on sm_86."""
+    """The maker of an epilogue's states: a tile has one state before the mainloop and another after it. If one state
+    served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on
+    sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name."""
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
         self.tile, self.epilogue, self.own = tile, epilogue, own
         self.inputs, self.groups, self.smem = inputs, groups, smem
 
     def new(self) -> Any:
+        """Make a state."""
         slots = Slots(self.smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, ROWS))
         return self.epilogue.make_state(self.inputs, self.groups, slots, self.own, None)
 
@@ -66,11 +69,12 @@ class TileKernel(Invariant):
         self.name, self.dtype, self.tile, self.epilogue = name, dtype, tile, epilogue
 
     def make_operands(self) -> tuple[Any, Any]:
-        """Make the operands A and B in shared memory."""
+        """Make the operands A and B (operands.py) in shared memory."""
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
-        """Run the mainloop over a tile's contraction."""
+        """Run the mainloop over a tile's contraction. acc: the thread's accumulators; operands: the kernel's run-time
+        inputs of A and B."""
         raise NotImplementedError
 
     @cute.jit
@@ -78,6 +82,8 @@ class TileKernel(Invariant):
         self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid, num_sms: Int32,
         stream: Any,
     ):  # fmt: skip
+        """Launch the kernel, two CTAs on each SM. operands, inputs: run-time inputs of the mainloop and of the
+        epilogue; stores: a store for each output tensor."""
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(operands, stores, inputs, groups, grid).launch(
@@ -123,7 +129,7 @@ class TileKernel(Invariant):
     def _make(
         self, mainloop: Mainloop, states: States, acc: cute.Tensor, work: WorkTile, operands: Any, stores: Any
     ):  # fmt: skip
-        """Make one tile of the output."""
+        """Make one tile of the output, from the first copy to the last store."""
         share = TileShare(Int32(0), Int32(0))
         acc.fill(0.0)
         prefetched = self.epilogue.begin(states.new(), work, share)

@@ -1,4 +1,7 @@
-"""Tile choice for architectures with portable kernels (`arch.Room`): two tiles, and a rule by rows an expert."""
+"""The choice of tiles for architectures with portable kernels: SMALL for few rows an expert, else LARGE.
+
+This module is an `arch.Room`, which describes its functions.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from .configs import second_tile as second_tile
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 16
-"""Greatest average number of rows an expert for which SMALL is chosen: an expert's weights are read again for each of
-its row tiles."""
+"""Greatest average number of rows an expert for which SMALL is chosen, since an expert's weights are read again for
+each of its row tiles."""
 _OF_TRAINING = ("grouped_wgrad", "grouped_dglu", "quantize_mxfp8")
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
+    """Return the default policy: tiles in a fixed order."""
     return GemmPolicy()
 
 
@@ -32,27 +36,31 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 
 def rows_decide(problem: Problem) -> bool:
+    """Return True if a problem's number of rows chooses among its tiles."""
     return len(tiles(problem)) > 1
 
 
 def ruled(problem: Problem) -> TileConfig:
+    """Return the tile that the rule by rows an expert chooses."""
     few = rows_decide(problem) and problem.rows <= MOST_ROWS * problem.experts
     return SMALL if few else LARGE
 
 
 def reasons(problem: Problem, tile: TileConfig) -> Reasons:
+    """Return the reasons why `ruled` chooses `tile`."""
     if not rows_decide(problem):
         return of_one_kernel(problem)
     return of_two_tiles(problem, tile, MOST_ROWS, few=SMALL, many=LARGE)
 
 
 def advice(problem: Problem) -> tuple[str, ...]:
+    """Return no advice: no alternatives are known to be faster than the tiles."""
     return ()
 
 
 def time_us(gemm: Gemm, tile: TileConfig) -> float:
     """Return a number that orders tiles: the multiply-adds of the tiles that cover a GEMM, in units of 1e9. It is not a
-    time: no GPU of these architectures has been measured."""
+    time, since no GPU of these architectures has been measured."""
     return tile.padded(max(gemm.rows // gemm.experts, 1), gemm.columns) * gemm.experts * gemm.depth * 1e-9
 
 
@@ -60,11 +68,12 @@ even_us = time_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
+    """Return every tile for elements of `bits` bits; there are only 16-bit ones."""
     return TILES if bits == 16 else ()
 
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
-    """Return the tile of that shape and cluster; raise SpecError if it is not one of TILES."""
+    """Return the tile (m, n, k) = `shape`, without a cluster; raise SpecError if it is not one of TILES."""
     return tile_among(TILES, shape, cluster)
 
 

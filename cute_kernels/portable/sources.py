@@ -16,8 +16,13 @@ from .operands import BLOCK, Across, Along, Contraction, Lines
 
 
 class Rows(NamedTuple):
-    """Rows of x: `count` rows of `columns` elements, `pitch` times 16 bytes apart. indices: address of int32 [T] row
-    numbers, clamped to `count`; 0: rows lie in order.
+    """The rows of a matrix in global memory.
+
+    Attributes:
+        address: the first row.
+        pitch: distance of two rows, in units of 16 bytes.
+        count, columns: rows, and elements of a row.
+        indices: the address of int32 [T], the number of each row to read, clamped to `count`; 0: rows lie in order.
     """
 
     address: Int64
@@ -28,8 +33,14 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weight rows of experts, `pitch` times 16 bytes apart from `base` on. count: rows of each part; columns of each
-    part if weights are transposed."""
+    """Weight rows of experts in global memory.
+
+    Attributes:
+        base, expert: the address from which offsets count, and experts' offsets (memory/weights.py).
+        pitch: distance of two rows, in units of 16 bytes.
+        count: rows of each part; if weights are transposed, columns of each part.
+        gate: the order of a gated layer's rows.
+    """
 
     base: Int64
     expert: ExpertAddress
@@ -39,15 +50,15 @@ class Weights(NamedTuple):
 
 
 def rows_of(x: cute.Tensor, indices: Int64) -> Rows:
-    """Make the rows of a matrix [T, columns], 16 bits an element, in host code."""
+    """Make the rows of a matrix [T, columns] in 16 bits, in host code. indices: see `Rows`."""
     unit = CHUNK_BYTES * 8 // x.element_type.width
     return Rows(x.iterator.toint(), Int32(x.stride[0] // unit), Int32(x.shape[0]), indices, Int32(x.shape[1]))
 
 
 @cute.jit
 def row_sources(rows: Rows, work: WorkTile, operand: Along) -> Lines:
-    """Make the addresses of a thread's copies of x. Past the group's last row, the last row is read again; its results
-    are never stored."""
+    """Return the addresses from which a thread copies rows of x. Past the group's last row, the last row is read again;
+    its results are never stored."""
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         row = cutlass.min(work.row + operand.line + i * operand.step, work.group_end - 1)
@@ -62,8 +73,8 @@ def weight_sources(
     weights: Weights, work: WorkTile, operand: Along, part_n: cutlass.Constexpr[int],
     layout: cutlass.Constexpr[str],
 ) -> Lines:  # fmt: skip
-    """Make the addresses of a thread's copies of weights; each part has `part_n` of the tile's columns. Past the last
-    row of an expert, the last row is read again; its results are never stored."""
+    """Return the addresses from which a thread copies weights. Each part has `part_n` of the tile's columns. Past an
+    expert's last row, the last row is read again; its results are never stored. layout: a key of specs.LAYOUT_FORMS."""
     distances = cute.make_rmem_tensor(operand.copies, Int32)
     for i in cutlass.range_constexpr(operand.copies):
         column = work.n_tile * part_n + i * operand.step % part_n + operand.line
@@ -74,7 +85,7 @@ def weight_sources(
 
 
 def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
-    """Return the address of a part of the tile's expert."""
+    """Return the address of part 0 or 1 of the weights of the tile's expert."""
     units = expert_offset(weights.expert, work.expert) + part_offset(weights.expert, part)
     return weights.base + units * UNIT_BYTES
 
@@ -82,8 +93,8 @@ def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
 def transposed_sources(
     weights: Weights, work: WorkTile, operand: Across, parts: int, half: Int32 | int = 0
 ) -> Contraction:  # fmt: skip
-    """Make the addresses of transposed weights, whose columns are the tile's columns. `half`: 0 for the first of two
-    weight tensors, 1 for the second."""
+    """Return the addresses from which a thread copies transposed weights, whose columns are the tile's columns. half: 0
+    for the first of two weight tensors, 1 for the second."""
     per_part = operand.num_blocks // parts
     to_half = half * weights.expert.part_units * UNIT_BYTES
     blocks = []
@@ -96,7 +107,8 @@ def transposed_sources(
 
 
 def column_sources(rows: Rows, work: WorkTile, operand: Across, tile: Int32) -> Contraction:
-    """Make the addresses of a group's rows, restricted to a tile's columns; a weight gradient contracts these rows."""
+    """Return the addresses from which a thread copies the columns of tile number `tile` of a group's rows. A weight
+    gradient contracts these rows."""
     blocks = []
     for number in range(operand.num_blocks):
         column = (tile * operand.num_blocks + number) * BLOCK + operand.chunk * 8

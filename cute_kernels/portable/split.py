@@ -1,4 +1,4 @@
-"""Which tiles are split along the contraction. Plain Python: the host asks, too."""
+"""Which tiles are split along the contraction. Plain Python, since the host asks, too."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ WARPS = THREADS // 32
 
 
 def is_split(tile: TileConfig) -> bool:
-    """Return True if each warp of a tile has a part of the depth, instead of rows."""
+    """Return True if each warp of a tile multiplies a part of the depth for all rows, instead of some rows over the
+    whole depth."""
     return tile.m < ROWS

@@ -1,4 +1,5 @@
-"""Storing tiles without TMA: a CTA stages them in shared memory, then each thread writes 16 bytes of a row at once."""
+"""Storing tiles without TMA: a CTA stages a chunk in a slot (epilogue/slots.py), then each thread writes 16 bytes of a
+row at once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from .operands import CHUNKS, STEP, chunk_at
 
 
 class Place(NamedTuple):
-    """A slot's place in global memory: address, bytes between rows, and how many rows and columns exist there."""
+    """The place in global memory that a slot is stored to or loaded from.
+
+    Attributes:
+        address: its first element.
+        pitch: bytes from row to row.
+        rows, columns: how many rows (of the group, or of dw) and columns follow from the first element on. The rest of
+            the slot is not stored, and zeros are loaded for it.
+    """
 
     address: Int64
     pitch: Int64
@@ -28,7 +36,14 @@ class Place(NamedTuple):
 
 
 class RowStore(NamedTuple):
-    """Output rows of 16-bit columns, `pitch` bytes apart. half: bytes between two halves of an output; 0: one half."""
+    """The store of an output tensor of 16-bit elements.
+
+    Attributes:
+        address: the tensor's first element.
+        pitch: bytes from row to row.
+        columns: columns of the tensor, or of each half.
+        half: bytes from the first half to the second; 0: there are no halves.
+    """
 
     address: Int64
     pitch: Int64
@@ -37,7 +52,7 @@ class RowStore(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a column."""
+        """Bytes of an element."""
         return 2
 
     @property
@@ -47,7 +62,8 @@ class RowStore(NamedTuple):
     def tile(
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
-        """Return the place of a slot at (row, col), clipped at the group's end and at the last column."""
+        """Return the place of a slot whose first element is (row, col), clipped at the group's end and at the last
+        column. half: 0 or 1; None: no halves; cols: not used."""
         address = self.address + Int64(row) * self.pitch + col * self.itemsize
         if half is not None:
             address += half * self.half
@@ -55,7 +71,7 @@ class RowStore(NamedTuple):
 
 
 class ByteStore(RowStore):
-    """Output rows of 8-bit columns."""
+    """The store of an output tensor of 8-bit elements."""
 
     @property
     def itemsize(self) -> int:
@@ -71,8 +87,12 @@ def make_store(view: cute.Tensor) -> RowStore:
 
 
 class Slots(slots.Slots):
-    """A CTA's `count` slots of 64 rows of 128 bytes, filled and emptied in turn, with one barrier a slot. `rows`: the
-    greatest number of rows that are stored from a slot."""
+    """A CTA's slots: `count` slots of 64 rows of 128 bytes, filled and emptied in turn, with one barrier a slot.
+
+    Args:
+        smem: the first slot.
+        rows: the greatest number of rows that are stored from a slot.
+    """
 
     is_storing_warp = True
 
@@ -88,22 +108,23 @@ class Slots(slots.Slots):
         cute.arch.sync_threads()
 
     def acquire(self) -> None:
-        """Do nothing: a slot is free, because the other slot was filled, with a barrier, since it was emptied."""
+        """Do nothing: the next slot is free, since a barrier has come between emptying it and filling the other
+        slot."""
 
     def write(self, values: cute.Tensor, slot: Int32 | int) -> None:
-        """Write a slot's worth of converted registers, in the order of accumulators."""
+        """Write registers of dtype `dtype`, a whole chunk in the order of accumulators, into a slot."""
         self.fill_piece(values, slot, 0)
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: cutlass.Constexpr[int]):
-        """Write piece number `piece` of a slot, 16 columns, from converted registers."""
+        """Write registers of dtype `dtype` into 16 columns of a slot. piece: number of these columns in the slot."""
         for i in cutlass.range_constexpr(cute.size(values) // 2):
             two = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
             cute.autovec_copy(two, self.pair(slot, 4 * piece + i))
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place from global memory into a slot; zeros outside of the place's rows and columns."""
+        """Start to copy a place of global memory into a slot; write zeros outside of the place's rows and columns."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):
@@ -117,16 +138,16 @@ class Slots(slots.Slots):
         self.sync()
 
     def drain(self) -> None:
-        """Do nothing: `start` has read its slot when it returns."""
+        """Do nothing: when `start` returns, it has read its slot."""
 
     def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
-        """Publish a filled slot and write it to its place."""
+        """Publish a filled slot and write it to its place; see `start`."""
         self.sync()
         self.start(None, place, slot, adds)
 
     @cute.jit
     def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
-        """Write a published slot to its place, or add it to the place's numbers if `adds`."""
+        """Write a published slot to its place; if `adds`, add it to the numbers there."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         if chunk * elements < place.columns:
@@ -144,7 +165,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def _add(self, source: cute.Tensor, target: cute.Tensor, adds: Boolean):
-        """target = source, or target += source if `adds`, summed in float32."""
+        """Set target = source or, if `adds`, target += source, summed in float32."""
         values = cute.make_rmem_tensor(cute.size(source), self.dtype)
         cute.autovec_copy(source, values)
         if adds:
@@ -156,6 +177,7 @@ class Slots(slots.Slots):
     def put(
         self, values: cute.Tensor, target: RowStore | None, place: Place, slot: int, adds: Boolean | bool = False
     ) -> None:  # fmt: skip
-        """Convert, stage and store a slot's worth of accumulators."""
+        """Convert a chunk of accumulators to `dtype`, write it into a slot and store the slot at its place; if `adds`,
+        add it to the numbers there."""
         self.write(narrowed(values, self.dtype), slot)
         self.store(target, place, slot, adds)

@@ -1,4 +1,4 @@
-"""Group sizes that only the device knows, and how to read them."""
+"""Group sizes (rows of each expert), which only the device knows, and how kernels read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from ..device.gmem import vector_at
 from ..device.warps import inclusive_scan, warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
+"""Encodings of group sizes. OFFS: cumulative, the end of each group's rows; SPLITS: the size of each group."""
 OFFS_OF_CALL = -1
-"""Encoding of OFFS_INT32 that a kernel of the same call writes."""
+"""The encoding OFFS_INT32, if a kernel of the same call writes the numbers, so that other kernels of the call wait for
+it."""
 
 
 class Groups(NamedTuple):
-    """Group sizes on the device: their address, encoding (OFFS_INT32, ...) and count, and the buffer's rows.
+    """Group sizes on the device.
 
-    tickets: the address of a counter from which clusters draw tickets (tickets.py); 0: no tickets.
+    Attributes:
+        address: the address of the numbers.
+        encoding: their encoding, OFFS_INT32 or one of the other constants above.
+        count: number of groups.
+        tickets: the address of the counter from which clusters draw tickets (tickets.py); 0: each CTA's tiles are
+            fixed.
+        rows: rows of the buffer, of which the last may belong to no group.
     """
 
     address: Int64
@@ -30,21 +38,24 @@ class Groups(NamedTuple):
 
 
 def are_offs(groups: Groups) -> Boolean:
-    """Return True if groups are given by their ends (offs), False if by their sizes (splits)."""
+    """Return True if the numbers are ends of groups (offs), False if they are sizes (splits)."""
     return groups.encoding <= OFFS_INT32
 
 
 def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
+    """Return the number between `low` and `high` that is nearest to `value`."""
     return cutlass.max(low, cutlass.min(value, high))
 
 
 def int32_at(groups: Groups, index: Int32) -> Int32:
+    """Read number `index` of groups whose encoding has 32 bits."""
     return vector_at(Int32, groups.address)[index]
 
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Read the size of a group given by sizes, clamped to the buffer so that garbage cannot overflow a sum of 32."""
+    """Read the size of a group in an encoding of sizes, clamped to the buffer's rows so that garbage cannot overflow a
+    sum of 32."""
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
@@ -55,7 +66,12 @@ def group_size(groups: Groups, index: Int32) -> Int32:
 
 
 class GroupRows(NamedTuple):
-    """Rows of 32 consecutive groups, one a lane. Past the last group, `present` is False and there are no rows."""
+    """Rows of 32 consecutive groups, one group in each lane of a warp.
+
+    Attributes:
+        present: False past the last group, where begin = end.
+        begin, end: the group's first row, and the row after its last.
+    """
 
     present: Boolean
     begin: Int32
@@ -64,8 +80,8 @@ class GroupRows(NamedTuple):
 
 @cute.jit
 def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
-    """Read the rows of groups base .. base + 31; called by all lanes of a warp. `rows_before`: the first group's first
-    row."""
+    """Read the rows of groups base .. base + 31; called by all lanes of a warp. rows_before: the first row of group
+    `base`, which is only needed if the encoding is sizes."""
     lane = cute.arch.lane_idx()
     group = base + lane
     present = group < groups.count
@@ -87,7 +103,8 @@ def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
 
 @cute.jit
 def last_row_end(groups: Groups) -> Int32:
-    """Return the end of the last group's rows to every lane of a warp; rows from there on belong to no group."""
+    """Return, in every lane of a warp, the row after the last row of all groups; rows from there on belong to no
+    group."""
     end = Int32(0)
     lane = cute.arch.lane_idx()
     if are_offs(groups):

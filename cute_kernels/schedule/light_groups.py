@@ -1,7 +1,8 @@
-"""Base of schedulers that mix tiles of light and of heavy groups, with a cursor for each kind.
+"""Base of the schedulers that mix tiles of light groups (few rows) with tiles of heavy groups (many rows).
 
 Tiles of light groups wait for memory, tiles of heavy groups wait for the tensor cores. In the order of experts all SMs
-would reach groups of one kind at the same time, and either memory or the tensor cores would be idle.
+would reach groups of one kind at the same time, and either memory or the tensor cores would be idle. So a scheduler
+walks the groups twice at the same time, with one cursor among light groups and one among heavy groups.
 """
 
 from __future__ import annotations
@@ -21,34 +22,42 @@ from .tile_scheduler import GroupTileScheduler, GroupWindow
 from .work import TileGrid, WorkRing, WorkTile, no_work
 
 LIGHT, HEAVY = "light", "heavy"
+"""The two kinds of groups."""
 
 
 class Cursor(NamedTuple):
-    """A position among groups of one kind: the window of 32 groups that held its last tile, and the number of tiles
-    before this window."""
+    """A position among the groups of one kind.
+
+    Attributes:
+        window: the 32 groups that held the cursor's last tile.
+        tiles_before: tiles of this kind before the window.
+    """
 
     window: GroupWindow
     tiles_before: Int32
 
 
 def new_cursor() -> Cursor:
-    """Make a cursor before the first group."""
+    """Make a cursor that stands before the first group."""
     return Cursor(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
 
 
 class LightGroupScheduler(GroupTileScheduler):
-    """Scheduler of light groups, of at most `light_rows` rows, and heavy groups. A subclass orders their tiles."""
+    """Scheduler that tells light groups, of at most `light_rows` rows, from heavy groups. A subclass orders their
+    tiles."""
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int):
         super().__init__(tile, groups, grid)
         self.light_rows = light_rows
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
+        """Return True if a group of `rows` rows is of a kind, LIGHT or HEAVY."""
         return (rows <= self.light_rows) if kind == LIGHT else (rows > self.light_rows)
 
     @cute.jit
     def _rows_of(self, group: Int32) -> Int32:
-        """Return a group's rows as `group_rows` finds them, also if sizes exceed the buffer."""
+        """Return the number of a group's rows, the same as `group_rows` finds, also if the sizes add up to more rows
+        than the buffer has."""
         groups = self.groups
         rows = Int32(0)
         if are_offs(groups):
@@ -61,8 +70,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
-        """Find tile number `tile` of the groups of a kind; `no_work` if there are fewer tiles. Numbers must increase
-        from call to call."""
+        """Return tile number `tile` among the tiles of all groups of a kind, and the advanced cursor. If there are
+        fewer tiles, the tile is `no_work()`. Numbers must increase from call to call."""
         window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
         while (tile >= window_end) & (window.base + 32 < self.groups.count):
@@ -76,6 +85,7 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _hand_over(self, ring: WorkRing, state: pipeline.PipelineState, work: WorkTile) -> pipeline.PipelineState:
+        """Put a tile into the ring and return the advanced state; do nothing for `no_work()`."""
         if work.expert >= 0:
             ring.put(state, work)
             state.advance()

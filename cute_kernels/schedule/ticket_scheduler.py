@@ -1,4 +1,5 @@
-"""Scheduler for clusters that draw tickets, with tiles of light groups between tiles of heavy groups."""
+"""The scheduler of clusters that draw tickets (tickets.py). It puts tiles of light groups between tiles of heavy
+groups."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class TicketScheduler(LightGroupScheduler):
     c, and ticket t stands for number C + t.
 
     A light group has at most `light_rows` rows: loading its weights takes longer than multiplying them. In the order of
-    experts all SMs would wait for memory at such groups, and leave memory idle at others (gpt-oss-120b, Dirichlet 0.5:
-    5 % of the time). So light and heavy tiles are mixed in the same proportion from begin to end.
+    experts all SMs would wait for memory at light groups, and leave memory idle at heavy ones (gpt-oss-120b, Dirichlet
+    0.5: 5 % of the time). So light and heavy tiles are mixed in the same proportion from begin to end.
 
     Without a counter (`groups.tickets` is 0), each CTA's tiles are fixed, in the order of experts.
     """
@@ -35,7 +36,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Count the cluster tiles of light groups and of heavy groups."""
+        """Return the number of cluster tiles of all light groups, and that of all heavy groups."""
         light, heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -46,7 +47,7 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """Return how many of the tiles before tile `number` are light; `number` comes from a ticket."""
+        """Return how many of the tiles with numbers below `number`, which comes from a ticket, are light."""
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)
         count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy
@@ -56,6 +57,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def run(self, ring: WorkRing):
+        """Put this cluster's tiles into the ring, by tickets if there is a counter."""
         if self.groups.tickets == 0:
             self.run_static(ring)
         else:
@@ -63,7 +65,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def run_dynamic(self, ring: WorkRing):
-        """Find the cluster's tiles and put them into the ring, then the end mark."""
+        """Draw tickets until none is left, put each ticket's tile into the ring, and then the end mark."""
         number, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state, taken = ring.producer_state(), Int32(0)

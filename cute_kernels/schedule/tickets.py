@@ -1,4 +1,4 @@
-"""Tickets: a cluster draws its next tile when it is ready for it.
+"""Tickets: a cluster draws its next tile when it is ready for the tile.
 
 Tiles take different times: some have few rows, some wait for memory. If each cluster's tiles are fixed from the start,
 clusters that began in step drift apart, and weights that several clusters could share in L2 are read from memory once
@@ -9,10 +9,11 @@ The counter is an int32 in device memory, 0 before and after the kernel. A kerne
 its schedulers count them; the cluster that draws the last ticket sets the counter to 0. Kernels that may run at the
 same time have different counters.
 
-If a cluster has two CTAs, the first CTA draws a ticket and broadcasts it to a slot of the second:
+If a cluster has two CTAs, the first CTA draws a ticket and sends it to the second CTA, into one of BROADCAST_SLOTS
+slots in shared memory. Each slot has two mbarriers:
 
-    full    in the second CTA, of a slot: the ticket's bytes, by transaction; 1 arrival (that CTA, which expects them)
-    empty   in the first CTA, of a slot: 1 arrival (the second CTA, which has read it)
+    full    in the second CTA: the ticket's bytes, by transaction; 1 arrival (the second CTA, which expects the bytes)
+    empty   in the first CTA: 1 arrival (the second CTA, which has read the slot)
 """
 
 import cutlass
@@ -30,13 +31,22 @@ NUM_BARRIERS = 2 * BROADCAST_SLOTS
 
 
 def counter(tickets: Int64, position: Int32) -> Int64:
-    """Return the address of the counter of kernel number `position` of a call, which may begin before the kernel before
-    it has ended; 0 without tickets."""
+    """Return the address of the ticket counter of kernel number `position` of a call. Each kernel of a call has its
+    own, since a kernel may begin before the previous one has ended. tickets: the address of the first counter; 0: no
+    tickets, and the result is 0."""
     return select(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
 
 
 class Tickets(Invariant):
-    """The tickets of a cluster's scheduler warps: the first CTA's warp draws, and sends the ticket to the second's."""
+    """The source of tickets for a cluster's scheduler warps: the first CTA's warp draws a ticket and sends it to the
+    second CTA's.
+
+    Args:
+        counter: the address of the counter.
+        barriers: NUM_BARRIERS mbarriers, the full ones first.
+        broadcast: BROADCAST_SLOTS slots of an int32 in shared memory.
+        cluster_size: CTAs of a cluster.
+    """
 
     def __init__(self, counter: Int64, barriers: cute.Pointer, broadcast: cute.Pointer, cluster_size: int):
         self.counter = counter
@@ -54,7 +64,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def take(self, number: Int32, num_tickets: Int32) -> Int32:
-        """Return the cluster's ticket number `number` (0, 1, ...) to every lane of its scheduler warps."""
+        """Return the cluster's ticket number `number` (0, 1, ...) in every lane of its scheduler warps. num_tickets:
+        tickets that the whole kernel draws."""
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
         if cute.arch.block_idx_in_cluster() == 0:
@@ -73,8 +84,8 @@ class Tickets(Invariant):
 
     @cute.jit
     def release(self, number: Int32):
-        """Free a ticket's slot, which was read. Not called for the last ticket, after which the first CTA may have
-        ended."""
+        """Free the slot of the cluster's ticket number `number`, which has been read. Not called for the last ticket,
+        after which the first CTA may have ended."""
         if const_expr(self.is_pair):
             if cute.arch.block_idx_in_cluster() > 0:
                 with cute.arch.elect_one():
@@ -82,6 +93,7 @@ class Tickets(Invariant):
 
     @cute.jit
     def _take(self, num_tickets: Int32) -> Int32:
+        """Draw a ticket from the counter, and set the counter to 0 if the ticket is the last one."""
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = vector_at(Int32, self.counter)

@@ -1,12 +1,14 @@
 """The tile scheduler: finds a CTA's next output tile from group sizes that only the device knows.
 
-Cluster c of a persistent grid of C clusters takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in
-order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost. So CTAs that run at
-the same time share a few weight tiles and a few row tiles, both in L2.
+A *cluster tile* is the tiles that the CTAs of a cluster make together. Cluster c of a persistent grid of C clusters
+takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in order; inside an expert, bands of RASTER_BAND
+row tiles; inside a band, weight tiles outermost. So CTAs that run at the same time share a few weight tiles and a few
+row tiles, both in L2.
 
-One warp a CTA walks the groups, 32 experts a step, one a lane, and hands each tile to the other warps through a small
-ring in shared memory. Only this warp reads group sizes, and the latency is hidden by the MMAs of the tile before.
-ticket_scheduler.py is the variant for clusters that draw tickets, wgrad_scheduler.py the one for weight gradients.
+One warp of each CTA walks the groups, 32 experts a step, one in each lane, and hands each tile to the other warps
+through a small ring in shared memory. Only this warp reads group sizes, and the latency is hidden by the MMAs of the
+previous tile. ticket_scheduler.py is the variant for clusters that draw tickets, wgrad_scheduler.py the variant for
+weight gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ RASTER_BAND = 8
 
 
 class GroupWindow(NamedTuple):
-    """32 consecutive groups, one a lane: the group's rows, and the number of tiles up to its end (`tiles_end`)."""
+    """A window of 32 consecutive groups, one in each lane of a warp.
+
+    Attributes:
+        base: number of the first group.
+        begin, end: the rows of the lane's group.
+        tiles_end: cluster tiles up to the end of the lane's group, counted from the first group on.
+    """
 
     base: Int32
     begin: Int32
@@ -39,8 +47,8 @@ class GroupWindow(NamedTuple):
 
 
 class GroupTileScheduler(Invariant):
-    """Scheduler of one CTA, which walks the groups. Compile-time values: tile and cluster; run-time values: groups and
-    weight tiles an expert."""
+    """Scheduler of one CTA. tile: the CTA's tile and cluster, known at compile time; groups: group sizes; grid: cluster
+    tiles of an expert."""
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
         self.tile_m = tile.m
@@ -51,31 +59,32 @@ class GroupTileScheduler(Invariant):
         self.grid = grid
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
-        """Return the cluster tiles along m of a group of `rows` rows."""
+        """Return the number of cluster tiles that cover `rows` rows."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Return the cluster tiles of a group of `rows` rows. An adaptive cluster takes the columns of an odd row tile
-        in pairs."""
+        """Return the number of cluster tiles of a group of `rows` rows. An adaptive cluster takes two columns of an odd
+        row tile at once."""
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m
         return row_tiles // 2 * self.grid.num_n + row_tiles % 2 * ((self.grid.num_n + 1) // 2)
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        """Return `WorkTile.row` for row tile `m_tile` of a group that begins at row `begin`."""
         return begin + m_tile * self.tile_m
 
     def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        """Return True if a group of `rows` rows is of a kind."""
+        """Return True if a group of `rows` rows is of a kind; see light_groups.py."""
         raise NotImplementedError
 
     @cute.jit
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Read groups base .. base + 31. Lanes past the last group hold empty groups; groups of another kind count no
-        tiles."""
+        """Read groups base .. base + 31. Lanes past the last group hold empty groups. rows_before, tiles_before: rows
+        and cluster tiles of earlier groups; kind: groups of the other kind count no tiles; None: all groups count."""
         present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
         if present:
@@ -86,7 +95,8 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
-        """Return this CTA's tile in cluster tile `tile`, which lies in one of the window's groups."""
+        """Return this CTA's tile in cluster tile `tile`, which lies in one of the window's groups. tiles_before:
+        cluster tiles before the window."""
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
         begin = cute.arch.shuffle_sync(window.begin, lane)
         end = cute.arch.shuffle_sync(window.end, lane)
@@ -100,8 +110,8 @@ class GroupTileScheduler(Invariant):
         return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
-        """Return the place of cluster tile `index` among `banded` x `swept` tiles: bands along the first side, each
-        swept along the second."""
+        """Return the coordinates of cluster tile `index` among `banded` x `swept` tiles, in an order of bands along the
+        first side, each of which is swept along the second side."""
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
         height = cutlass.max(cutlass.min(banded - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
@@ -109,11 +119,12 @@ class GroupTileScheduler(Invariant):
         return band * RASTER_BAND + in_band - column * height, column
 
     def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
-        """Return the row and column of cluster tile `index` of a group."""
+        """Return the row and column, in cluster tiles, of cluster tile `index` of a group."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
-        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on."""
+        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on. begin,
+        end: the group's rows; rank: the CTA's rank in its cluster."""
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
         n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
@@ -121,12 +132,12 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
-        """Return this CTA's tile in an adaptive cluster, as `_tile_at` does. Its two CTAs have neighbouring row tiles
-        or, at an odd row tile, neighbouring weight tiles.
+        """Return this CTA's tile in an adaptive cluster, as `_tile_at` does. The cluster's two CTAs have neighbouring
+        row tiles or, at a group's odd row tile, neighbouring weight tiles.
 
-        An odd row tile joins the last band: its cluster tile comes directly after the cluster tiles of the same two
-        weight tiles, so that these are read from memory once. At a lone weight tile, each CTA has half of the odd row
-        tile's rows.
+        The odd row tile joins the last band: its cluster tile comes directly after the cluster tiles of the same two
+        weight tiles, so that these are read from memory once. If only one weight tile is left, each CTA has half of the
+        odd row tile's rows.
         """
         row_tiles = (end - begin + self.tile_m - 1) // self.tile_m
         pairs, odd = row_tiles // 2, row_tiles % 2
@@ -167,7 +178,8 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def run_static(self, ring: WorkRing):
-        """Walk the groups and put this CTA's tiles into the ring in a fixed order, then the end mark."""
+        """Put this CTA's tiles into the ring in a fixed order, every C-th cluster tile of C clusters, and then the end
+        mark."""
         tile, num_clusters = self._cluster()
         state = ring.producer_state()
         tiles_before = Int32(0)

@@ -1,5 +1,7 @@
-"""The scheduler of weight gradients: every group, even an empty one, has the same tiles. Tiles of light groups come
-between tiles of heavy groups, since light tiles wait for their stores and heavy tiles for their MMAs.
+"""The scheduler of weight gradients, in which every group has the same tiles, even an empty group.
+
+Tiles of light groups (few rows) come between tiles of heavy groups, since light tiles wait for their stores and heavy
+tiles for their MMAs.
 """
 
 from __future__ import annotations
@@ -16,18 +18,20 @@ from .work import WorkRing, no_work
 
 
 class SameTiles(GroupTileScheduler):
-    """Scheduler of groups that all have the same tiles, because their rows are contracted."""
+    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles are those of its dw."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
+        """Return the cluster tiles along dw's rows, whatever the group's rows are."""
         return self.grid.num_m
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        """Return the group's first row, which all its tiles contract first."""
         return begin
 
     @cute.jit
     def _cluster_tile_at(self, index: Int32, rows: Int32):
-        """Return the row and column of a cluster tile, in bands along the longer side. The operand of the shorter side
-        is read again for every band and stays in L2.
+        """Return the row and column of a cluster tile, in bands along the longer side of dw. The operand of the shorter
+        side is read again for every band and stays in L2.
 
         dw2 of Mixtral-8x7B, 4096 x 14336, reads 0.40 GB of memory instead of 1.12 GB.
         """
@@ -39,20 +43,20 @@ class SameTiles(GroupTileScheduler):
 
 
 class WgradTileScheduler(SameTiles, LightGroupScheduler):
-    """Scheduler of weight gradients. Cluster c of C takes heavy tiles c, c + C, ... and light tiles C - 1 - c,
-    2C - 1 - c, ..., each kind in the order of experts, so that a cluster with one heavy tile less has one light tile
-    more. The two kinds are interleaved such that a cluster's progress through its light tiles (by count) matches its
-    progress through its heavy tiles (by rows).
+    """Scheduler of weight gradients that mixes tiles of light and of heavy groups. Cluster c of C takes heavy tiles c,
+    c + C, ... and light tiles C - 1 - c, 2C - 1 - c, ..., each kind in the order of experts, so that a cluster with one
+    heavy tile less has one light tile more. The two kinds are interleaved such that a cluster's progress through its
+    light tiles (by count) matches its progress through its heavy tiles (by rows).
 
     Light tiles come in pairs, so that heavy tiles still alternate between the two pingpong warpgroups. If light tiles
     came one by one, all heavy tiles would go to one warpgroup, and no MMAs would run during its epilogues (0.88 of the
-    speed on Qwen3-30B, half of whose experts have no rows, instead of 1.04). There are no tickets: drawing one takes
-    2 us, as long as a tile of 128 rows.
+    speed on Qwen3-30B, half of whose experts have no rows, instead of 1.04). There are no tickets: drawing one takes 2
+    us, as long as a tile of 128 rows.
     """
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Count light groups, and the rows of heavy groups."""
+        """Return the number of light groups, and the rows of all heavy groups together."""
         light, rows_of_heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -63,7 +67,7 @@ class WgradTileScheduler(SameTiles, LightGroupScheduler):
 
     @cute.jit
     def run(self, ring: WorkRing):
-        """Find the cluster's tiles and put them into the ring, then the end mark."""
+        """Put the cluster's tiles into the ring, light ones between heavy ones, and then the end mark."""
         cluster, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state = ring.producer_state()

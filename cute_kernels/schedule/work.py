@@ -18,11 +18,17 @@ SLOT_WORDS = 6
 
 
 class WorkTile(NamedTuple):
-    """A CTA's output tile: expert, first row, the row where its group ends, and tile coordinates.
+    """A CTA's output tile.
 
-    In a GEMM, `row` is the tile's first row and m_tile its index in the group. In a weight gradient, `row` is the
-    group's first row. expert < 0 is the end mark. pairs_columns, in adaptive clusters: not 0 if the two CTAs have the
-    same rows and neighbouring columns, 0 if they have the same columns and neighbouring rows.
+    Attributes:
+        expert: the group; negative: the end mark, after which there are no tiles.
+        row: in a GEMM the tile's first row, in a weight gradient the group's first row.
+        group_end: the row after the group's last row.
+        m_tile: in a GEMM the number of the row tile in the group, in a weight gradient that of the tile along dw's
+            rows.
+        n_tile: the number of the tile along the columns.
+        pairs_columns: in adaptive clusters, not 0 if the two CTAs have the same rows and neighbouring columns, 0 if
+            they have the same columns and neighbouring rows.
     """
 
     expert: Int32
@@ -34,18 +40,21 @@ class WorkTile(NamedTuple):
 
 
 def no_work() -> WorkTile:
+    """Make the end mark."""
     return WorkTile(*[Int32(word) for word in (-1, 0, 0, 0, 0, 0)])
 
 
 class TileGrid(NamedTuple):
-    """Cluster tiles of one expert's output. In a GEMM `num_m` is ignored, since it follows from the group's rows."""
+    """Cluster tiles of one expert's output, along m (rows) and n (columns). In a GEMM `num_m` is ignored, since it
+    follows from the group's rows."""
 
     num_m: Int32
     num_n: Int32
 
 
 class WorkRing(Invariant):
-    """Ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
+    """Ring of `stages` slots in shared memory through which the scheduler warp hands tiles to `num_consumer_warps`
+    other warps of its CTA. Every one of these warps reads every tile."""
 
     def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
         self.stages = stages
@@ -59,14 +68,16 @@ class WorkRing(Invariant):
         self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, stages)))
 
     def producer_state(self) -> pipeline.PipelineState:
+        """Make the scheduler warp's state of the ring, before its first tile."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
     def consumer_state(self) -> pipeline.PipelineState:
+        """Make a consumer warp's state of the ring, before its first tile."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
 
     @cute.jit
     def put(self, state: pipeline.PipelineState, work: WorkTile):
-        """Hand over one tile; called by all lanes of the scheduler warp."""
+        """Put one tile into the ring, once a slot is free; called by all lanes of the scheduler warp."""
         self.pipeline.producer_acquire(state)
         with cute.arch.elect_one():
             for word in cutlass.range_constexpr(SLOT_WORDS):
@@ -75,7 +86,7 @@ class WorkRing(Invariant):
 
     @cute.jit
     def get(self, state: pipeline.PipelineState) -> WorkTile:
-        """Wait for the next tile and copy it; called by all lanes of a consumer warp."""
+        """Wait for the next tile, copy it and free its slot; called by all lanes of a consumer warp."""
         self.pipeline.consumer_wait(state)
         work = WorkTile(*[cute.arch.make_warp_uniform(self.slots[word, state.index]) for word in range(SLOT_WORDS)])
         cute.arch.sync_warp()

@@ -1,4 +1,4 @@
-"""The order in which each of Blackwell's GEMMs adds."""
+"""The order in which Blackwell's GEMMs add; kernels that agree in it give the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..specs import GemmSpec
 
 
 def accumulation(spec: GemmSpec) -> Accumulation:
-    """Return the order of a GEMM: those of warps are portable ones."""
+    """Return the order in which a GEMM adds. GEMMs whose tile has the schedule "warps" are portable kernels, with their
+    order."""
     if spec.tile.by_warps:
         return portable(spec)
     return Accumulation("tcgen05.mma", 32 if OPERANDS[spec.operands].multiplies_blocks else 16)

@@ -2,7 +2,7 @@
 
 A k-tile is 128 deep, so each row has four scales in it: one word. One warp brings the scales of x, another the scales
 of w. Both read plain scales [rows, K / 32], as the quantiser writes them, into registers, and write them to shared
-memory in the order that tensor memory takes, 128 rows at a time (PTX ISA, "Scale factor layout", one atom):
+memory in the order that tensor memory takes. 128 rows of this order are an atom (PTX ISA, "Scale factor layout"):
 
     word of row i at byte 16 (i % 32) + 4 (i / 32)
 
@@ -45,8 +45,14 @@ AT_ONCE = VECTOR_BYTES // WORD_BYTES
 
 
 class Scales(NamedTuple):
-    """Addresses of the scales of x [rows, K / 32] and of w [E, N, K / 32]. weight_rows: N. gate: order of a gated w's
-    rows."""
+    """Addresses of the scales of both operands.
+
+    Attributes:
+        x: scales [rows, K / 32].
+        w: scales [E, N, K / 32].
+        weight_rows: N.
+        gate: the order of a gated w's rows.
+    """
 
     x: Int64
     w: Int64
@@ -55,7 +61,13 @@ class Scales(NamedTuple):
 
 
 class ScaleLines(Invariant):
-    """A lane's rows of an atom, and registers for their scales in the next AT_ONCE k-tiles. pitch: scales of a row."""
+    """A lane's four rows of an atom, and registers for their scales in the next AT_ONCE k-tiles.
+
+    Attributes:
+        pitch: scales of a row.
+        begins: for each row, the address of its scales.
+        words: for each row, AT_ONCE words of scales.
+    """
 
     def __init__(self, pitch: Int32):
         self.pitch = pitch
@@ -64,9 +76,8 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the words of AT_ONCE k-tiles; none past the last k-tile. Past the last block: use scale 0
-        (2^-127), since a NaN would turn the elements' zeros into NaN.
-        """
+        """Start to load the words of AT_ONCE k-tiles from `k_tile` on, but none past the last k-tile. Past the last
+        block: use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN."""
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
             for line in cutlass.range_constexpr(LINES):
@@ -79,11 +90,13 @@ class ScaleLines(Invariant):
                     self.words[line * AT_ONCE + i] = self._word(self.begins[line], (k_tile + i) * WORD_BYTES)
 
     def _words(self, line: int) -> cute.Tensor:
+        """Return the words of row `line`."""
         return cute.make_tensor(self.words.iterator + line * AT_ONCE, cute.make_layout(AT_ONCE))
 
     @cute.jit
     def _word(self, begin: Int64, first: Int32) -> Int32:
-        """Load a row's four scales from scale number `first` on."""
+        """Load a row's four scales from scale number `first` on; 0 past the row's last. begin: the address of the row's
+        scales."""
         word = Int32(0)
         if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
             if first < self.pitch:
@@ -103,7 +116,8 @@ class ScaleLines(Invariant):
 
 
 def put(words: cute.Tensor, atom: Int32, i: int) -> None:
-    """Write the i-th k-tile's words to an atom in shared memory."""
+    """Write the lane's four words of the i-th k-tile to an atom in shared memory. words: the result of
+    `ScaleLines.take`; atom: the address."""
     pointer = cute.make_ptr(
         Int32, atom + cute.arch.lane_idx() * VECTOR_BYTES, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
     )  # fmt: skip
@@ -114,17 +128,18 @@ def put(words: cute.Tensor, atom: Int32, i: int) -> None:
 
 
 class BlockScaled(TensorCoreMainloop):
-    """The multiplying half of a mainloop of operands in MXFP8, each with a scale for 32 elements of the contraction."""
+    """Mixin for mainloops of MXFP8 operands: the multiplying half, with a scale for each 32 elements of the
+    contraction."""
 
     @property
     def _atoms(self) -> tuple[int, int]:
-        """Number of atoms of A and of B in a stage."""
+        """Atoms of scales in a stage: of A, and of B."""
         return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for a stage's scales: an atom, 512 bytes, takes 4 columns of 32 lanes, and is
-        repeated in each warp's lanes."""
+        """Columns of tensor memory that a stage's scales take: 4 for an atom, whose 512 bytes fill 32 lanes of them and
+        are repeated in the lanes of each warp."""
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
     def smem_fields(self) -> dict[str, Any]:
@@ -145,8 +160,8 @@ class BlockScaled(TensorCoreMainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return A, B, and for the scales of each: the copy to tensor memory, its source, its target, and the tensor
-        that MMAs read."""
+        """Return the operands of MMAs: A, B, and then for A's and B's scales a tuple of the copy to tensor memory, its
+        source, its target, and the tensor that MMAs read."""
         mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
         layouts = (
             blockscaled.make_smem_layout_sfa(mma, shape, MXFP8.block, self.stages),
@@ -163,6 +178,7 @@ class BlockScaled(TensorCoreMainloop):
         return *super().operands_of(storage, memory), *copies
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
+        """Copy a stage's scales to tensor memory."""
         for copy, source, target, _ in operands[2:]:
             cute.copy(copy, source[None, None, None, None, stage], target)
 
@@ -173,7 +189,8 @@ class BlockScaled(TensorCoreMainloop):
 
 
 class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
-    """Rows of x times experts' weights, both in MXFP8. `layout`: the order of a gated w's rows."""
+    """The mainloop of rows of x times experts' weights, both in MXFP8. layout: the order of a gated w's rows, a key of
+    specs.LAYOUT_FORMS."""
 
     scale_warps = len(FIELDS)
 
@@ -185,7 +202,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of x (rank 0) or of w (rank 1) for one output tile. Return the advanced state."""
+        """Write the scales of x (rank 0) or of w (rank 1) for all k-tiles of one output tile to their stages; called by
+        the warp with this rank. Return the pipeline's advanced state."""
         if rank == 0:
             lines = [self._row_lines(operands, work)]
             state = self._bring(lines, storage.a_scales.data_ptr(), operands, stages, state, work)
@@ -195,11 +213,13 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         return state
 
     def _pitch(self, operands: Operands) -> Int32:
+        """Return the number of scales of a row."""
         return MXFP8.num_scales(cute.size(operands.a, mode=[1]))
 
     @cute.jit
     def _row_lines(self, operands: Operands, work: WorkTile):
-        """Find the scales of a lane's rows of x. Past the group's end the last row's serve, since nothing is stored."""
+        """Return the lane's rows of x and where their scales are. Past the group's end the last row's scales are read
+        again, since results there are not stored."""
         lines = ScaleLines(self._pitch(operands))
         for line in cutlass.range_constexpr(LINES):
             row = cutlass.min(work.row + line * WARP + cute.arch.lane_idx(), work.group_end - 1)
@@ -209,7 +229,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         return lines
 
     def _weight_lines(self, operands: Operands, work: WorkTile, atom: int) -> ScaleLines:
-        """Find the scales of a lane's weight rows, in the tile's order. Past the last row the last row's serve."""
+        """Return the lane's weight rows of an atom, in the tile's order, and where their scales are. Past the last
+        weight row its scales are read again."""
         lines, scales = ScaleLines(self._pitch(operands)), operands.scales
         half = scales.weight_rows // self.parts
         for line in range(LINES):
@@ -225,8 +246,13 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         self, lines: list[ScaleLines], to: cute.Pointer, operands: Operands, stages: Any,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """Write the atoms of all k-tiles to their stages, while the next scales are loaded. Return the advanced
-        state."""
+        """Write the atoms of all k-tiles to their stages, while the next scales are loaded. Return the pipeline's
+        advanced state.
+
+        Args:
+            lines: the lane's rows, an element for each atom of a stage.
+            to: shared memory for the atoms of all stages.
+        """
         count, first = self.num_k_tiles(operands, work), Int32(to.toint())
         for each in lines:
             each.fetch(Int32(0), count)
@@ -246,7 +272,8 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
 
 def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
-    """Make the `tcgen05.cp` of a stage's scales, each atom to the lanes of all four warps: copy, source and target."""
+    """Return the `tcgen05.cp` that copies a stage's scales from shared to tensor memory, each atom to the lanes of all
+    four warps, with its source and its target."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)
     copy = tcgen05.make_s2t_copy(atom, target)

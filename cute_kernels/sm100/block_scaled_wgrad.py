@@ -1,9 +1,10 @@
-"""The mainloop of weight gradients in MXFP8: columns of dy times columns of x, with a scale for 32 rows of a column.
+"""The mainloop of weight gradients in MXFP8: columns of dy times columns of x, with a scale for each 32 rows of a
+column.
 
-Both operands come from `quantize.quantize_groups`: blocks begin at the first row of a group, and scales lie as tensor
-memory takes them, an atom of 512 bytes for 128 columns and a band of 128 rows. A k-tile is such a band. So one thread
-copies a k-tile's atoms to its stage, and no register holds a scale. Its warp is the one of epilogue loads, which a
-weight gradient does not need.
+Both operands come from `quantize.quantize_groups`: blocks begin at the first row of a group, and scales lie in the
+order that tensor memory takes, an atom of 512 bytes for 128 columns and a band of 128 rows (memory/scale_bands.py). A
+k-tile is such a band. So one thread copies a k-tile's atoms to its stage, and no register holds a scale. The thread is
+in the warp that makes epilogue loads in other kernels, since a weight gradient has none.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from .mainloop import ClearingWgradMainloop, WgradMainloop
 
 
 class OperandScales(NamedTuple):
-    """Scales of dy and of x."""
+    """The scales of dy and of x."""
 
     dy: ScaleBands
     x: ScaleBands
 
 
 class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
-    """Columns of dy times columns of x, both in MXFP8. Rows never come by index: the quantiser gathers them.
+    """The mainloop of columns of dy times columns of x, both in MXFP8. Rows never come by index: the quantiser gathers
+    them.
 
-    Pipeline "stages": full by the transaction bytes of operand tiles and of scales, with 1 arrival of the load warp and
-    1 of the warp that brings scales.
+    Pipeline "stages": a stage is full when the bytes of operand tiles and of scales have arrived, by transaction, with
+    1 arrival of the load warp and 1 of the warp that brings scales.
     """
 
     gathers = False
@@ -46,7 +48,8 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
     def bring_scales(
         self, operands: Operands, storage: Any, stages: Any, state: pipeline.PipelineState, work: WorkTile, rank: Int32
     ):  # fmt: skip
-        """Copy the scales of one output tile's k-tiles, of dy and of x. Return the advanced state."""
+        """Copy the scales of dy and of x for all k-tiles of one output tile to their stages. Return the pipeline's
+        advanced state. rank: 0, since one warp brings both."""
         counts = self._atoms
         places = storage.a_scales.data_ptr(), storage.b_scales.data_ptr()
         tiles = work.m_tile, work.n_tile
@@ -65,9 +68,9 @@ class BlockScaledWgradMainloop(BlockScaled, WgradMainloop):
 
 
 class ClearingBlockScaledWgradMainloop(ClearingWgradMainloop, BlockScaledWgradMainloop):
-    """The mainloop in MXFP8 without addresses that wrap."""
+    """The mainloop of weight gradients in MXFP8 without TMA addresses that wrap (`ClearingWgradMainloop`)."""
 
 
 def _vector(pointer: cute.Pointer) -> cute.Tensor:
-    """Make the tensor of an atom in shared memory."""
+    """Return an atom in shared memory as a vector of bytes."""
     return cute.make_tensor(pointer, cute.make_layout(ATOM_BYTES))

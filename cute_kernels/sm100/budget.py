@@ -1,4 +1,4 @@
-"""Registers and stages of a tile's kernel. Plain Python, like sm90/budget.py."""
+"""Registers of threads, and stages, of the kernel of a tile. Plain Python, like sm90/budget.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ LAUNCH_REGISTERS = {False: 168, True: 128}
 
 
 class Registers(NamedTuple):
-    """Registers of a thread of the first warpgroup, of an epilogue warpgroup, and of the gathering warpgroup (0: there
-    is none)."""
+    """Registers of a thread, by its warpgroup.
+
+    Attributes:
+        roles: in the first warpgroup, whose warps have roles of their own.
+        epilogue: in an epilogue warpgroup.
+        gathering: in the warpgroup that gathers rows or brings scales; 0: there is none.
+    """
 
     roles: int
     epilogue: int
@@ -22,8 +27,14 @@ class Registers(NamedTuple):
 
 
 def registers(roles: int, gathers: bool, brings_scales: bool) -> Registers:
-    """Return registers after redistribution. setmaxnreg hangs if their sum exceeds the registers that the launch
-    reserved."""
+    """Return the registers of threads after redistribution. setmaxnreg hangs if their sum exceeds the registers that
+    the launch reserved.
+
+    Args:
+        roles: registers of a thread of the first warpgroup.
+        gathers: there is a gathering warpgroup.
+        brings_scales: the kernel brings scales.
+    """
     gathering = gathers * (budget.LOADING_REGISTERS if brings_scales else budget.ALONG_REGISTERS)
     rest = LAUNCH_REGISTERS[gathers] * (3 + gathers) - roles - gathering
     return Registers(roles, rest // 2 // budget.REGISTERS_UNIT * budget.REGISTERS_UNIT, gathering)

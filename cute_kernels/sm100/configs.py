@@ -1,7 +1,7 @@
-"""The specs that ship in a bundle of Blackwell's own kernels. Plain Python, which imports no compiler.
+"""The kernels (specs) that ship in a bundle of Blackwell's own kernels. Plain Python, which imports no compiler.
 
-GEMMs of 16-bit and of MXFP8 operands are kernels of this folder. GEMMs that decode weights are portable kernels, with
-portable tiles.
+GEMMs of 16-bit and of MXFP8 operands are kernels of this folder. GEMMs that decode weights are the portable kernels
+that architectures share, with the tiles of portable/configs.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ glu_form, second_tile = portable.glu_form, portable.second_tile
 
 
 def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
-    """Return every spec of a profile, in a fixed order, so that a build of the same sources is byte-identical."""
+    """Return the specs of a profile (one of PROFILES), in a fixed order, so that a build of the same sources is
+    byte-identical."""
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, BACKWARD, (LARGE,)) + quantizing_specs(arch)
@@ -58,5 +59,5 @@ _SPILLING = [
     )
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
-"""Compiler diagnostics that a build accepts, by spec name. Warps that gather rows leave an epilogue 208 registers, too
-few for these kernels, which spill once a tile."""
+"""Compiler diagnostics that a build accepts, by spec name. If a kernel has warps that gather rows, a thread of an
+epilogue has only 208 registers. This is too few for these kernels, which spill once a tile."""

@@ -1,7 +1,7 @@
 """A model of a grouped GEMM's time on Blackwell. Nothing is measured: no GPU has run the kernels.
 
-The numbers of a B200 are from its data sheet, except what an SM's shared and tensor memory deliver a cycle: those are
-guesses from Hopper's numbers. docs/blackwell.md has the model of some layers, term by term.
+The numbers of a B200 are from its data sheet, except the bytes that an SM's shared and tensor memory deliver in a
+cycle, which are guesses from Hopper's numbers. docs/blackwell.md has the model of some layers, term by term.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class Machine(NamedTuple):
     """A GPU.
 
     Attributes:
-        sms: streaming multiprocessors. clock: cycles a microsecond.
-        memory: bytes a microsecond.
+        sms: number of SMs.
+        clock: cycles in a microsecond.
+        memory: bytes in a microsecond from device memory.
         macs: 16-bit multiply-adds of an SM in a cycle; twice as many in 8 bits.
-        shared: bytes a cycle that an SM's shared memory delivers. tensor: bytes a cycle from tensor memory to
-        registers. launch_us: microseconds from launch to the first tile plus those from the last tile to the kernel's
-        end.
+        shared: bytes in a cycle that an SM's shared memory delivers.
+        tensor: bytes in a cycle from an SM's tensor memory to registers.
+        launch_us: microseconds from launch to the first tile plus those from the last tile to the kernel's end.
     """
 
     sms: int = 148
@@ -43,8 +44,10 @@ class TileCycles(NamedTuple):
     """Cycles of a tile on each of an SM's units, which work at the same time.
 
     Attributes:
-        mma: cycles of the tensor core. operands: cycles of shared memory, from which the tensor core reads A and B.
-            accumulators: cycles of tensor memory, whose sums go to registers once. loads: number of TMA instructions.
+        mma: cycles of the tensor core.
+        operands: cycles of shared memory, from which the tensor core reads A and B.
+        accumulators: cycles of tensor memory, whose sums go to registers once.
+        loads: number of TMA instructions; not cycles.
     """
 
     mma: float
@@ -54,11 +57,13 @@ class TileCycles(NamedTuple):
 
     @property
     def longest(self) -> float:
+        """Cycles of the unit that takes longest."""
         return max(self.mma, self.operands, self.accumulators)
 
 
 def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine = B200) -> TileCycles:
-    """Return the cycles of a tile whose contraction is `depth` deep. parts: ranges of weight rows in the tile."""
+    """Return the cycles of a tile. depth: elements of the contraction; parts: ranges of weight rows in the tile, 2 with
+    a gate."""
     k_tiles = math.ceil(depth / tile.k)
     element_bytes = SWIZZLE_BYTES // tile.k
     macs = machine.macs * 2 // element_bytes
@@ -71,8 +76,8 @@ def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine =
 
 
 def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
-    """Return the microseconds of a GEMM whose experts all have the same number of rows: a launch, plus the longer of
-    memory traffic and rounds of tiles."""
+    """Return the modelled microseconds of a GEMM whose experts all have the same number of rows: a launch, plus the
+    longer of memory traffic and rounds of tiles."""
     element_bytes = SWIZZLE_BYTES // tile.k
     weights = min(gemm.experts, gemm.rows) * gemm.columns * gemm.depth * element_bytes
     moved = weights + gemm.rows * (gemm.depth * element_bytes + 2 * gemm.stored)
@@ -82,7 +87,7 @@ def even_us(gemm: Gemm, tile: TileConfig, machine: Machine = B200) -> float:
 
 
 class Wgrad(NamedTuple):
-    """Weight gradients [experts, columns, depth], each contracted over `average` rows."""
+    """The sizes of weight gradients [experts, columns, depth], each contracted over `average` rows."""
 
     experts: int
     average: int
@@ -96,7 +101,8 @@ class Wgrad(NamedTuple):
 
 
 class WgradTimes(NamedTuple):
-    """Megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands (0 in 16 bits)."""
+    """Modelled megabytes and microseconds of a weight gradient: those of its GEMM, and those of quantising its operands
+    (0 in 16 bits)."""
 
     gemm_mb: float
     gemm_us: float
@@ -105,8 +111,8 @@ class WgradTimes(NamedTuple):
 
 
 def wgrad_times(wgrad: Wgrad, tile: TileConfig, machine: Machine = B200) -> WgradTimes:
-    """Return the times of a weight gradient whose experts all have the same number of rows. The model reads operands
-    once and writes results in 16 bits."""
+    """Return the modelled times of a weight gradient whose experts all have the same number of rows. The model reads
+    operands once and writes results in 16 bits."""
     element_bytes = SWIZZLE_BYTES // tile.k
     moved = wgrad.elements * element_bytes + wgrad.experts * wgrad.columns * wgrad.depth * 2
     tiles = wgrad.experts * math.ceil(wgrad.columns / tile.m) * math.ceil(wgrad.depth / tile.n)

@@ -1,4 +1,5 @@
-"""Order of tiles in Blackwell's GEMMs: fixed for each CTA. Plain Python, since the host asks, too."""
+"""Order of tiles in Blackwell's GEMMs: each CTA's tiles are fixed, without tickets. Plain Python, since the host asks,
+too."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from ..specs import DgluSpec, GemmSpec, GroupedWgradSpec, WgradSpec
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
+    """Return a GEMM's choices at compile time: weight gradients mix tiles of light and heavy groups; all other GEMMs
+    except grouped_dglu evict weights that are read once; portable GEMMs do neither."""
     if spec.tile.by_warps:
         return GemmPolicy()
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):

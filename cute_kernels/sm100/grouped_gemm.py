@@ -1,4 +1,4 @@
-"""The grouped GEMM, ragged in rows: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
+"""The grouped GEMM of Blackwell: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GroupedGemm(TensorMemoryGemm, grouped_gemm.GroupedGemm):
 
 
 class GroupedMxfp8Gemm(GroupedGemm):
-    """The grouped GEMM of rows and weights in MXFP8."""
+    """The grouped GEMM of rows and weights in MXFP8, whose scales tensor cores apply."""
 
     mainloops: ClassVar[dict[str, Any]] = {"rows": BlockScaledMainloop}
 
@@ -59,4 +59,5 @@ class GroupedMxfp8Gemm(GroupedGemm):
         )  # fmt: skip
 
     def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Scales:
+        """Return the scales that the mainloop applies, in host code. x_scale: the address of x's scales."""
         return Scales(x_scale, inputs.w_scale, Int32(w.shape[1]), inputs.gate)

@@ -1,4 +1,5 @@
-"""The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e."""
+"""The weight gradient of Blackwell, whose contraction is a group's rows: dw[e] = dy_e^T @ x_e over the rows of group
+e."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from .tensor_memory import SLAB_LANES
 class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
     """The weight gradient in 16 bits, with the arguments of sm90.grouped_wgrad.GroupedWgrad.
 
-    mainloop_types: the mainloop with addresses that wrap, and the one without (`cute_kernels/plain.py`).
+    Attributes:
+        mainloop_types: the mainloop with TMA addresses that wrap, and the mainloop without them
+            (`cute_kernels/plain.py`).
     """
 
     role_registers = ACROSS_REGISTERS  # the scheduler walks light and heavy groups, with two cursors
@@ -38,7 +41,8 @@ class GroupedWgrad(TensorMemoryGemm, grouped_wgrad.GroupedWgrad):
 
 
 class GroupedMxfp8Wgrad(GroupedWgrad):
-    """The weight gradient of dy [T, N] and x [T, K], quantised to MXFP8 by groups."""
+    """The weight gradient of dy [T, N] and x [T, K], which are quantised to MXFP8 by groups: blocks of 32 rows begin at
+    a group's first row."""
 
     mainloop_types = BlockScaledWgradMainloop, ClearingBlockScaledWgradMainloop
 
@@ -55,7 +59,15 @@ class GroupedMxfp8Wgrad(GroupedWgrad):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `scales`: the addresses of dy's scales and of x's scales."""
+        """Launch the kernel on `stream`.
+
+        Args:
+            scales: the addresses of dy's scales and of x's scales (memory/scale_bands.py).
+            groups: the first four fields of `Groups`.
+            dw_table: the address of the offsets of experts' dw; 0: dw is packed.
+            mask: the address of bool [E], which says for each group whether it adds to dw; 0: `accumulate` decides.
+            accumulate: not 0: all groups add to dw.
+        """
         num_rows = Int32(x.shape[0])
         places = num_places(num_rows, groups[2])
         operands = self.make_mainloop().operands(dy, x, Int64(0), Int64(0))

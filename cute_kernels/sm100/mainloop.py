@@ -1,5 +1,5 @@
-"""Mainloops: Hopper's loads fill the ring of stages, and tcgen05 MMAs, issued by one thread, multiply from there into
-tensor memory."""
+"""Mainloops of Blackwell: Hopper's loads fill the ring of stages; tcgen05 MMAs, issued by one thread, read the stages
+and add into tensor memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STEP_BITS = 256
 class TensorCoreMainloop(Mainloop):
     """The multiplying half of a mainloop; its loading half is a class of sm90/mainloop.
 
-    Pipeline "stages": full as on Hopper. Empty: 1 arrival, by a commit of the MMA warp, once its MMAs have read it.
+    Pipeline "stages": a stage is full as on Hopper. It is empty after 1 arrival, by a commit of the MMA warp, once its
+    MMAs have read it. In methods, `state` is the pipeline's state, and `work` the tile.
     """
 
     # Number of warps that bring scales: in the gathering warpgroup, or the warp of epilogue loads if there is none.
@@ -36,24 +37,25 @@ class TensorCoreMainloop(Mainloop):
 
     @property
     def scale_arrivals(self) -> int:
-        """Threads of the warps that bring scales that arrive at a full stage."""
+        """Number of threads that bring scales; each arrives at a stage's full barrier."""
         return WARP * self.scale_warps
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory that a stage's scales take."""
+        """Columns of tensor memory that a stage's scales take; 0 without scales."""
         return 0
 
     def num_producers(self, gathers: Boolean) -> Int32:
-        """Return how many threads arrive at a full stage: one for TMA, those that gather rows, those that bring
-        scales."""
+        """Return how many threads arrive at a stage's full barrier: one for TMA, the threads that gather rows, and the
+        threads that bring scales. gathers: rows come by index."""
         return select(gathers, Int32(WARP * WARPS), Int32(0)) + (1 + self.scale_arrivals)
 
     def smem_fields(self) -> dict[str, Any]:
-        """Return shared memory besides the stages of A and B, by name."""
+        """Return the mainloop's fields of shared memory besides the stages of A and B, by name."""
         return {}
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaUmma:
+        """Make the pipeline of stages. gathers: rows come by index."""
         return pipeline.PipelineTmaUmma.create(
             barrier_storage=barriers,
             num_stages=self.stages,
@@ -77,7 +79,7 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operand_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Return the layouts of A's and B's stages in shared memory, as MMAs read them."""
+        """Return the layouts of all stages of A and of B in shared memory, in the order that MMAs read."""
         shape, mma = (self.tile.m, self.tile.n, self.tile.k), self.tiled_mma()
         return (
             sm100_utils.make_smem_layout_a(mma, shape, self.dtype, self.stages),
@@ -85,7 +87,8 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return descriptors of A and B for MMAs, (MMA, 1, step, stage)."""
+        """Return the operands of MMAs: descriptors of A and of B, (MMA, 1, step, stage). storage: the kernel's shared
+        memory."""
         mma, (a, b) = self.tiled_mma(), self.operand_layouts()
         return (
             mma.make_fragment_A(storage.a.get_tensor(a.outer, swizzle=a.inner)),
@@ -93,11 +96,12 @@ class TensorCoreMainloop(Mainloop):
         )
 
     def accumulator_layout(self) -> cute.Layout:
+        """Return the layout of a tile's accumulator in tensor memory."""
         mma = self.tiled_mma()
         return mma.make_fragment_C(mma.partition_shape_C((self.tile.m, self.tile.n))).layout
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32 | int:
-        """Return how much of a k-tile's depth must be multiplied."""
+        """Return how many elements of a k-tile's depth must be multiplied; a number above tile.k: all."""
         return self.tile.k
 
     @cute.jit
@@ -105,7 +109,8 @@ class TensorCoreMainloop(Mainloop):
         self, acc: cute.Tensor, operands: tuple, work: WorkTile, num_k_tiles: Int32, stages: Any,
         state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Compute acc = A B^T over all k-tiles; called by the MMA warp. Return the advanced state."""
+        """Compute acc = A B^T over all k-tiles of a tile; called by the MMA warp. operands: the result of
+        `operands_of`. Return the pipeline's advanced state."""
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
@@ -124,52 +129,57 @@ class TensorCoreMainloop(Mainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
         depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Issue the MMA that begins at depth `first` of a k-tile, unless the k-tile ends before."""
+        """Issue the MMA that begins at element `first` of a k-tile's depth, unless only elements before it must be
+        multiplied. operands: A and B of this MMA; depth: the result of `depth_of`."""
         if first < depth:
             cute.gemm(tiled_mma, acc, *operands, acc)
 
     @property
     def step_k(self) -> int:
-        """Depth of an MMA in elements: 32 bytes."""
+        """Elements of the contraction that one MMA multiplies: 32 bytes."""
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Prepare a stage before its MMAs, which multiply `depth` of it; called by the MMA warp."""
+        """Prepare a stage for its MMAs; called by the MMA warp. operands: the result of `operands_of`; depth: the
+        result of `depth_of`."""
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
-        """Return an MMA's operands A and B."""
+        """Return the operands A and B of MMA number `step` of a stage. operands: the result of `operands_of`."""
         a, b, *_ = operands
         at = (None, None, step, stage)
         return a[at], b[at]
 
 
 class GemmMainloop(TensorCoreMainloop, gemm.GemmMainloop):
-    """Rows times experts' weights."""
+    """The mainloop of rows times experts' weights."""
 
 
 class HalvesMainloop(TensorCoreMainloop, halves.HalvesMainloop):
-    """Rows in two halves, each times weights of its own."""
+    """The mainloop of rows in two halves of columns, each times weights of its own."""
 
 
 class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
-    """Columns of dy times columns of x. In a group's last k-tile, only the depth that has rows is multiplied."""
+    """The mainloop of columns of dy times columns of x. In a group's last k-tile, only the depth that has rows of the
+    group is multiplied."""
 
     def depth_of(self, work: WorkTile, k_tile: Int32) -> Int32:
         return work.group_end - work.row - k_tile * self.tile.k
 
 
 class ClearingWgradMainloop(WgradMainloop):
-    """Columns of dy times columns of x, without addresses that wrap: TMA also loads rows past the group's end, and the
-    MMA warp clears those that the last MMA would multiply.
+    """The mainloop of columns of dy times columns of x, without TMA addresses that wrap (memory/ragged.py): TMA also
+    loads rows past the group's end, and the MMA warp overwrites with zeros those that the last MMA would multiply.
 
     These rows are in a group's last k-tile, and there are fewer than an MMA is deep. A row is a line of 128 bytes for
     each 64 columns in 16 bits, for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
+        """Return the view (columns, rows) of a matrix."""
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0]))
 
     def _rows(self, columns: cute.Tensor, work: WorkTile) -> cute.Tensor:
+        """Return the columns from the group's first row on; not clipped at the group's end."""
         return cute.domain_offset((0, work.row), columns)
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
@@ -182,6 +192,8 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear_tail(self, stage: Int32, depth: Int32):
+        """Clear rows of a stage from row `depth` to the end of the last MMA, if an MMA multiplies only some of its
+        depth."""
         if (depth < self.tile.k) & (depth % self.step_k != 0):
             for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
                 self._clear(rows, first, stage, depth)
@@ -190,7 +202,8 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows with zeros, from row `depth` to the end of the last MMA."""
+        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA. rows: the
+        operand's lines; first: its first stage."""
         line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
         zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         zeros.fill(0)

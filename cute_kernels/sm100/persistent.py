@@ -67,7 +67,9 @@ GATHERING_WARPGROUP = 1 + NUM_ACCUMULATORS
 class TensorMemoryGemm(PersistentGemm):
     """Mixin that gives a GEMM of sm90/ accumulators in tensor memory. A subclass lists it before that GEMM's class.
 
-    role_registers: registers of each thread of the first warpgroup, whose warps have the roles 0 to 3.
+    Attributes:
+        role_registers: registers of each thread of the first warpgroup, whose warps have the roles 0 to 3.
+        gathers: True if there is a gathering warpgroup.
     """
 
     role_registers = LOAD_REGISTERS
@@ -162,7 +164,8 @@ class TensorMemoryGemm(PersistentGemm):
     def _scale_role(
         self, mainloop: Any, operands: Operands, storage: Any, stages: Any, ring: WorkRing, rank: Int32
     ):  # fmt: skip
-        """Bring the scales of rows (rank 0) or of weights (rank 1); in a weight gradient, of both (rank 0)."""
+        """Bring the scales of rows (rank 0) or of weights (rank 1), tile by tile; in a weight gradient, rank 0 brings
+        both."""
         cute.arch.griddepcontrol_wait()
         ring_state, state = ring.consumer_state(), mainloop.producer_state()
         work = ring.get(ring_state)
@@ -176,7 +179,8 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, read: tuple, stages: Any, ring: WorkRing,
         memory: TensorMemory,
     ):  # fmt: skip
-        """Multiply tile by tile, into the two accumulators in turn. `read`: the operands (`mainloop.operands_of`)."""
+        """Multiply tile by tile, into the two accumulators in turn. read: the operands of MMAs
+        (`mainloop.operands_of`)."""
         cute.arch.griddepcontrol_wait()
         layout = mainloop.accumulator_layout()
         ring_state, stage = ring.consumer_state(), mainloop.consumer_state()
@@ -196,7 +200,8 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
         memory: TensorMemory, index: Int32,
     ):  # fmt: skip
-        """Run the epilogue of every second tile, from the accumulator with the warpgroup's index."""
+        """Run the epilogue of every second tile, from accumulator number `index`, which is also the warpgroup's number.
+        state: the epilogue's state."""
         cute.arch.griddepcontrol_wait()
         turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)
         ring_state = ring.consumer_state()

@@ -1,4 +1,7 @@
-"""Tile choice on Blackwell (`arch.Room`), by rules that no GPU has measured."""
+"""The choice of tiles on Blackwell, by rules that no GPU has measured: SMALL for few rows an expert, else LARGE.
+
+This module is an `arch.Room`, which describes its functions. Problems with decoded weights get portable tiles.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from .gemm_policy import gemm_policy as gemm_policy
 
 MEASURED = Path(__file__).with_name("measured.json")
 MOST_ROWS = 64
-"""Greatest average number of rows an expert for which SMALL is chosen: up to it, loading a weight takes longer than its
-MMAs. Not measured."""
+"""Greatest average number of rows an expert for which SMALL is chosen: up to this number, loading a weight takes longer
+than its MMAs. Not measured."""
 
 
 def _is_portable(problem: Problem) -> bool:
+    """Return True if a problem's weights are decoded, which portable kernels do."""
     return OPERANDS[problem.operands].decodes
 
 
@@ -38,10 +42,12 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 
 def rows_decide(problem: Problem) -> bool:
+    """Return True if a problem's number of rows chooses among its tiles."""
     return len(tiles(problem)) > 1
 
 
 def ruled(problem: Problem) -> TileConfig:
+    """Return the tile that the rule by rows an expert chooses."""
     if _is_portable(problem):
         return portable.ruled(problem)
     if not rows_decide(problem):
@@ -50,6 +56,7 @@ def ruled(problem: Problem) -> TileConfig:
 
 
 def reasons(problem: Problem, tile: TileConfig) -> Reasons:
+    """Return the reasons why `ruled` chooses `tile`."""
     if _is_portable(problem):
         return portable.reasons(problem, tile)
     if not rows_decide(problem):
@@ -58,11 +65,12 @@ def reasons(problem: Problem, tile: TileConfig) -> Reasons:
 
 
 def advice(problem: Problem) -> tuple[str, ...]:
+    """Return no advice: no alternatives are known to be faster than the tiles."""
     return ()
 
 
 def even_us(gemm: Gemm, tile: TileConfig) -> float:
-    """Return the model's microseconds; for portable tiles, a number that only orders them."""
+    """Return the microseconds of a GEMM by the model (cost.py); for portable tiles, a number that only orders them."""
     return portable.time_us(gemm, tile) if tile.by_warps else cost.even_us(gemm, tile)
 
 
@@ -70,9 +78,10 @@ time_us = even_us
 
 
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
+    """Return every tile for elements of `bits` bits, 16 or 8."""
     return TILES if bits == 16 else (LARGE8,)
 
 
 def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
-    """Return the tile of that shape and cluster; raise SpecError if no such tile ships."""
+    """Return the tile (m, n, k) = `shape`, without a cluster; raise SpecError if no such tile ships."""
     return tile_among((*TILES, LARGE8), shape, cluster)

@@ -3,8 +3,9 @@
 Tensor memory has 128 lanes of 512 columns of 32 bits. An accumulator of 128 x n takes n columns of all lanes; row r is
 in lane r (PTX ISA, "Data path layout organization", M = 128). A warp can read 32 lanes, from lane 32 (warp % 4) on.
 
-`tcgen05.ld.16x256b` reads 16 lanes and 8 columns, and leaves them in registers as an MMA of 16 x 8 would. So a slab is
-16 lanes of each of a warpgroup's four warps, and epilogues find accumulators where Hopper's wgmma leaves them.
+`tcgen05.ld.16x256b` reads 16 lanes and 8 columns, and leaves them in registers as an MMA of 16 x 8 would. So a slab, 64
+rows, is 16 lanes of each of a warpgroup's four warps, and epilogues find accumulators in the same registers as after
+Hopper's wgmma (epilogue/fragments.py). The CTA's tile number `turn` (0, 1, ...) uses accumulator turn % 2.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ NUM_BARRIERS = 2 * NUM_ACCUMULATORS
 
 
 class TensorMemory(Invariant):
-    """A CTA's two accumulators and their mbarriers, and `more` columns after them.
+    """A CTA's two accumulators and their mbarriers, and further columns of tensor memory after them.
 
-    full: 1 arrival, by the commit of the MMA warp. empty: an arrival of each thread of the warpgroup that reads.
-    `place`: the place in shared memory to which the allocation writes the address of the columns.
+    Barrier "full" of an accumulator: 1 arrival, by the commit of the MMA warp. "empty": an arrival of each thread of
+    the warpgroup that reads the accumulator.
+
+    Args:
+        barriers: NUM_BARRIERS mbarriers.
+        place: the place in shared memory to which the allocation writes the address of the columns.
+        more: number of columns after the accumulators.
     """
 
     def __init__(self, tile: TileConfig, barriers: cute.Pointer, place: cute.Pointer, more: int = 0):
@@ -60,7 +66,7 @@ class TensorMemory(Invariant):
         cute.arch.relinquish_tmem_alloc_permit()
 
     def found(self) -> None:
-        """Read the address of the allocated columns; called by all threads once it is visible."""
+        """Read the address of the allocated columns from shared memory; called by all threads once it is visible."""
         self.base = cute.arch.retrieve_tmem_ptr(Float32, 16, self.place)
 
     def free(self) -> None:
@@ -68,30 +74,37 @@ class TensorMemory(Invariant):
         cute.arch.dealloc_tmem(self.base, self.columns)
 
     def accumulator(self, turn: Int32, layout: cute.Layout) -> cute.Tensor:
-        """Return the accumulator of the CTA's tile number `turn`, as MMAs write it."""
+        """Return the accumulator of tile number `turn`, in the layout in which MMAs write it."""
         return cute.make_tensor(self.base + turn % NUM_ACCUMULATORS * self.tile.n, layout)
 
     def after(self, column: int, dtype: type[cutlass.Numeric]) -> cute.Pointer:
-        """Return the address of a column after the accumulators."""
+        """Return the address of column number `column` after the accumulators, as a pointer to `dtype`."""
         return cute.recast_ptr(self.base + NUM_ACCUMULATORS * self.tile.n + column, dtype=dtype)
 
     def wait_empty(self, turn: Int32) -> None:
+        """Wait until the accumulator of tile number `turn` may be overwritten."""
         cute.arch.mbarrier_wait(self.empty + turn % NUM_ACCUMULATORS, turn // NUM_ACCUMULATORS % 2 ^ 1)
 
     @cute.jit
     def commit(self, turn: Int32):
-        """Mark the tile's accumulator as full once all MMAs issued so far are done; called by the MMA warp."""
+        """Mark the accumulator of tile number `turn` as full once all MMAs issued so far are done; called by the MMA
+        warp."""
         with cute.arch.elect_one():
             tcgen05.commit(self.full + turn % NUM_ACCUMULATORS)
 
     def wait_full(self, turn: Int32) -> None:
+        """Wait until the accumulator of tile number `turn` has all its sums."""
         cute.arch.mbarrier_wait(self.full + turn % NUM_ACCUMULATORS, turn // NUM_ACCUMULATORS % 2)
 
 
 class TileAccumulators(Accumulators):
-    """A tile's accumulators, read slab by slab by its warpgroup. Reading the last slab frees the accumulator.
+    """A tile's accumulators, read slab by slab by the warpgroup that finishes the tile. Reading the last slab frees the
+    accumulator.
 
-    has_sums: False if nothing was multiplied, and zeros are returned. None: every tile multiplies something.
+    Args:
+        index: number of the accumulator.
+        thread: the thread's index in the warpgroup.
+        has_sums: False: nothing was multiplied, and `slab` returns zeros. None: every tile multiplies something.
     """
 
     def __init__(self, memory: TensorMemory, index: Int32, thread: Int32, has_sums: Boolean | None):
@@ -102,6 +115,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def slab(self, slab: cutlass.Constexpr[int]):
+        """Read the thread's accumulators of slab number `slab` into registers."""
         memory, n = self.memory, self.memory.tile.n
         acc = cute.make_rmem_tensor(ROWS * n // THREADS, Float32)
         for part in cutlass.range_constexpr(n // READ_COLUMNS):
@@ -116,7 +130,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
-        """Read part number `part` of a slab, READ_COLUMNS columns, into its registers of `acc`."""
+        """Read part number `part` of a slab (READ_COLUMNS columns) into the registers of `acc` for these columns."""
         memory = self.memory
         column = self.index * memory.tile.n + part * READ_COLUMNS
         address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)
@@ -133,7 +147,8 @@ class TileAccumulators(Accumulators):
 
 
 class ShuffledAccumulators(TileAccumulators):
-    """Accumulators that are read by `tcgen05.ld.32x32b`, one row a lane, and then exchanged between a warp's lanes.
+    """A tile's accumulators, read by `tcgen05.ld.32x32b`, one row in each lane, and then exchanged between a warp's
+    lanes. A build uses this class if it avoids the construct "tmem_loads" (plain.py).
 
     For each 8 columns lane l needs columns 2 (l % 4) and 2 (l % 4) + 1 of the slab's rows l / 4 and l / 4 + 8. A
     shuffle sends the same register of each lane, so each value takes four shuffles, one for each l % 4.
@@ -149,7 +164,7 @@ class ShuffledAccumulators(TileAccumulators):
                     self._exchange(acc, first + column, rows, column, slab, half)
 
     def _rows(self, first: int) -> cute.Tensor:
-        """Read ROW_COLUMNS columns of each lane's row, from column `first` on."""
+        """Read ROW_COLUMNS columns of this lane's row, from column `first` on."""
         memory = self.memory
         address = memory.base.toint() + self.index * memory.tile.n + first
         base = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
@@ -166,8 +181,14 @@ class ShuffledAccumulators(TileAccumulators):
         self, acc: cute.Tensor, to: cutlass.Constexpr[int], rows: cute.Tensor, column: cutlass.Constexpr[int],
         slab: cutlass.Constexpr[int], half: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Fetch a thread's two accumulators of 8 columns, in the upper (half = 0) or the lower half of a slab's
-        rows."""
+        """Fetch the thread's two accumulators in one row of 8 columns.
+
+        Args:
+            acc: receives them.
+            to: the first of the 8 columns in the slab.
+            rows, column: registers of this lane's row (`_rows`), and the first of the 8 columns in them.
+            half: 0: the upper 8 of a warp's 16 rows of the slab; 1: the lower 8.
+        """
         lane = self.thread % WARP
         source = slab * SLAB_LANES + half * (SLAB_LANES // 2) + lane // 4
         for i in cutlass.range_constexpr(2):

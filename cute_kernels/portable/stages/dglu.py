@@ -1,4 +1,5 @@
-"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits."""
+"""The portable grouped_dglu in 16 bits: dpreact, act and parts of d_row_scale from x, w and preact
+(launches/dglu.py)."""
 
 from ...launches import dglu
 from ...specs import DgluSpec
@@ -8,4 +9,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: DgluSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return dglu.trace(spec, GroupedGemm, Epilogue)

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+"""The portable grouped_glu in 16 bits: act = grouped_glu(x, w), with or without the preactivation."""
 
 from ...launches import glu
 from ...specs import GroupedGluSpec
@@ -7,4 +7,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return glu.trace(spec, GroupedGemm)

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with 16-bit x and weights to be decoded."""
+"""The portable grouped_glu with 16-bit x and quantised weights, which the kernel decodes: act = grouped_glu(x, w)."""
 
 from ...launches import glu_decoded
 from ...specs import GroupedGluSpec
@@ -7,4 +7,5 @@ from ..decoded_gemm import DecodedGemm, RoundingEpilogue
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return glu_decoded.trace(spec, DecodedGemm, RoundingEpilogue)

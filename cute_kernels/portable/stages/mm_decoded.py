@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) with 16-bit x and weights to be decoded."""
+"""The portable grouped_mm with 16-bit x and quantised weights, which the kernel decodes: y = grouped_mm(x, w)."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...launches import mm_decoded
@@ -8,4 +8,5 @@ from ..decoded_gemm import DecodedGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return mm_decoded.trace(spec, DecodedGemm, LinearEpilogue)

@@ -1,4 +1,5 @@
-"""y = grouped_mm(x, w, transpose_w=True) with 16-bit x and weights to be decoded."""
+"""The portable grouped_mm that contracts over the rows of quantised weights: y = grouped_mm(x, w, transpose_w=True), x
+in 16 bits."""
 
 from ...epilogue.activation import LinearEpilogue
 from ...launches import mm_decoded
@@ -8,4 +9,5 @@ from ..decoded_lines import DecodedLinesGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return mm_decoded.trace(spec, DecodedLinesGemm, LinearEpilogue)

@@ -1,4 +1,4 @@
-"""dw = grouped_wgrad(dy, x)."""
+"""The portable grouped_wgrad in 16 bits: dw = grouped_wgrad(dy, x)."""
 
 from ...launches import wgrad
 from ...specs import GroupedWgradSpec
@@ -7,4 +7,5 @@ from ..grouped_wgrad import GroupedWgrad
 
 
 def trace(spec: GroupedWgradSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return wgrad.trace(spec, GroupedWgrad)

@@ -1,4 +1,5 @@
-"""The epilogue of grouped_dglu: preactivations are loaded in boxes of rows, like results are stored."""
+"""The epilogue of grouped_dglu: Hopper's, except that preactivations are loaded in boxes of 16 rows, as results are
+stored."""
 
 from __future__ import annotations
 
@@ -17,27 +18,30 @@ from .store import box_copies, boxes_at
 
 
 def make_loads(tensor: cute.Tensor, layout: PreactLayout) -> preact.PreactLoads:
-    """Make the TMA descriptor for loading a slot's boxes, in host code."""
+    """Make the TMA descriptor for loading a slot of preactivations box by box, in host code. tensor: the
+    preactivation."""
     smem = smem_layout(tensor.element_type, rows=SLAB_LANES)
     op = cpasync.CopyBulkTensorTileG2SOp()
     return preact.PreactLoads(*cpasync.make_tiled_tma_atom(op, layout.view(tensor), smem, (SLAB_LANES, COLS)))
 
 
 class PreactRing(preact.PreactRing):
-    """Hopper's ring of preactivations, filled box by box."""
+    """Hopper's ring of preactivations, filled by one TMA copy for each box of 16 rows."""
 
     @cute.jit
     def bring(
         self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
+        """Start to load one slot of preactivations, box by box. row, at, half: its first row and column and its half of
+        memory; barrier: the mbarrier that the bytes complete."""
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         for target, source in box_copies(loads.atom, self.smem, boxes_at(view, row, at, COLS), slot):
             cute.copy(loads.atom, source, target, tma_bar_ptr=barrier)
 
 
 class DgluEpilogue(dglu.DgluEpilogue):
-    """Hopper's epilogue of grouped_dglu, on boxes of the preactivation's rows."""
+    """Hopper's epilogue of grouped_dglu, which loads preactivations in boxes of 16 rows."""
 
     ring_type = PreactRing
 

@@ -6,7 +6,7 @@ from ...sm90.epilogue import quantizing
 
 
 class QuantizingEpilogue(quantizing.QuantizingEpilogue):
-    """Hopper's quantising epilogue, with blocks of 32 columns."""
+    """Hopper's quantising epilogue, with a scale for each 32 columns."""
 
     # A gated tile of 128 weight rows has 64 columns of the activation.
     act_cols = 64

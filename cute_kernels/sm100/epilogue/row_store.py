@@ -1,4 +1,4 @@
-"""Storing tiles without TMA: the storing warp writes a slot's rows up to the group's end."""
+"""Storing tiles without TMA: the storing warp itself writes a slot's rows up to the group's end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from . import store
 
 
 class RowSlots(store.Slots):
-    """A slab's slots, stored without TMA. A lane writes DIVISOR columns of a row at once, since a row's bytes need not
-    be a multiple of 16."""
+    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR columns of a row at once, since a row's bytes need
+    not be a multiple of 16."""
 
     @cute.jit
     def start(self, atom: None, tile: Place, slot: Int32 | int, policy: Int64 | None = None):
-        """Write a published slot; called by the storing warp, whose lanes have read the slot when this returns."""
+        """Write a published slot to `tile`; called by the storing warp. When this returns, its lanes have read the
+        slot. policy: not used."""
         lanes_a_row = self.cols // DIVISOR
         lane = self.thread % WARP
         first, part = lane // lanes_a_row, lane % lanes_a_row

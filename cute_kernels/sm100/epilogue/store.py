@@ -1,7 +1,7 @@
 """Storing tiles: the 64 rows of a slot lie in four places of a tile, 16 rows of each warp.
 
-Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w. So slab s consists of four boxes of 16 rows, 32 rows apart,
-and a slot is stored or loaded by one TMA copy for each box.
+Row 32 w + 16 s + r of a tile is in lane 16 s + r of warp w, with s = 0, 1 and r = 0 .. 15. So slab s consists of four
+boxes of 16 rows, 32 rows apart, and a slot is stored or loaded by one TMA copy for each box.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ BOX_STEP = WARP_LANES // SLAB_LANES
 
 
 def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cute.Tensor:
-    """Return the boxes of 16 rows and `cols` columns from (row, col) on, as (16 rows, columns, box)."""
+    """Return the boxes of 16 rows and `cols` columns from (row, col) on, as a tensor (16 rows, columns, box)."""
     return cute.local_tile(cute.domain_offset((row, col), tensor), (SLAB_LANES, cols), (None, 0))
 
 
 def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
-    """Return, for each box of a slot, its place in shared and in global memory, partitioned for TMA."""
+    """Return, for each box of a slot, its views in shared and in global memory, partitioned for TMA. slots: all slots;
+    boxes: the result of `boxes_at`; slot: the slot's number."""
     copies = []
     for box in range(BOXES):
         smem = cute.local_tile(slots[None, None, slot], (SLAB_LANES, cute.size(slots, mode=[1])), (box, 0))
@@ -38,32 +39,36 @@ def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot
 
 
 class BoxStore(store.RaggedStore):
-    """A TMA store of boxes into (T, columns[, half]), clipped at the end of a group's rows."""
+    """The TMA store of an output tensor (T, columns[, half]) in boxes of 16 rows, clipped at the end of a group's
+    rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the boxes at a column of a group's rows, from the slab's first row on."""
+        """Return the boxes at column `col` of `group`, whose first row is the slab's first."""
         return boxes_at(group, Int32(0), col, cols)
 
 
 def make_store(tensor: cute.Tensor, cols: int) -> BoxStore:
-    """Make the TMA descriptor for storing a slot's boxes into tensor (T, columns[, half]), in host code."""
+    """Make the TMA descriptor for storing a slot's boxes into tensor (T, columns[, half]), in host code. cols: columns
+    of a slot."""
     return BoxStore(*store.make_store(tensor, SLAB_LANES, cols))
 
 
 class Slots(store.Slots):
-    """A slab's slots, stored by one TMA copy for each box."""
+    """A warpgroup's slots, stored by one TMA copy for each box."""
 
     warp_step = WARP_LANES
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """Make the copy from accumulators to a slot. Their order is that of MMAs of 16 rows by each of four warps."""
+        """Make the copy from accumulators to a slot by `op`. The accumulators' order is that of MMAs of 16 rows by each
+        of four warps."""
         mma_op, warps = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), cute.make_layout((4, 1, 1))
         mma = cute.make_tiled_mma(mma_op, warps, permutation_mnk=(ROWS, self.cols, 16))
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
-        """Start to store a published slot's boxes, with a policy for L2; called by the storing warp alone."""
+        """Start to store a published slot's boxes; called by the storing warp alone. policy: a cache policy for L2;
+        None: the default."""
         for source, target in box_copies(atom, self.smem, tile, slot):
             cute.copy(atom, source, target, cache_policy=policy)
         cute.arch.cp_async_bulk_commit_group()

@@ -1,4 +1,5 @@
-"""Epilogue of a weight gradient: stores chunks to boxes of dw's rows, and loads boxes of dw if a group adds to it."""
+"""Epilogue of a weight gradient: Hopper's, except that dw is stored, and loaded if a group adds to it, in boxes of 16
+rows."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from .store import box_copies, boxes_at
 
 
 class SlotLoads(slot_loads.SlotLoads):
-    """Hopper's loads of slots, box by box."""
+    """Hopper's loads of dw into slots, box by box."""
 
     @cute.jit
     def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Start to load boxes into a free slot; called by the storing warp."""
+        """Start to load the boxes of `tile` into a free slot; called by the storing warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
         for target, source in box_copies(atom, self.slots.smem, tile, slot):
@@ -27,12 +28,14 @@ class SlotLoads(slot_loads.SlotLoads):
 
 
 class WgradEpilogue(wgrad.WgradEpilogue):
-    """Hopper's epilogue of weight gradients, on boxes of dw's rows."""
+    """Hopper's epilogue of weight gradients, which stores and loads boxes of 16 rows of dw."""
 
     loads_type = SlotLoads
 
     def _first_row(self, work: WorkTile, share: TileShare) -> Int32:
+        """Return the first row of dw of the warpgroup's slabs."""
         return work.m_tile * self.tile.m
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
+        """Return the boxes of a slab of dw in columns from column * `cols` on. first_row: the first row of slab 0."""
         return boxes_at(dw, first_row + slab * SLAB_LANES, column * self.cols, self.cols)

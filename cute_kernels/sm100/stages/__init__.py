@@ -1,1 +1,1 @@
-"""Launches of Blackwell's GEMMs."""
+"""Blackwell's GEMMs to compile: the `trace` of each module joins a launch and a kernel of this architecture."""

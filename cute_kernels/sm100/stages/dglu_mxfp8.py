@@ -1,5 +1,5 @@
-"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact), with x and w [E, I, H] (w2 transposed) in MXFP8
-along the contraction."""
+"""Blackwell's grouped_dglu in MXFP8: dpreact, act and parts of d_row_scale from x, w and preact. x and w [E, I, H] (w2
+transposed) are quantised along the contraction."""
 
 from ...sm90.stages.dglu_mxfp8 import Dglu
 from ...specs import DgluSpec
@@ -9,4 +9,5 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: DgluSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return traced(spec, Dglu(spec, GroupedMxfp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))))

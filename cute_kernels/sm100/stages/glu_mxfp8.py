@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) with x, w and act in MXFP8, alone or with its preactivation."""
+"""Blackwell's grouped_glu with x, w and act in MXFP8: act = grouped_glu(x, w), with or without the preactivation."""
 
 from ...sm90.stages.glu_mxfp8 import Glu, GluPreact
 from ...specs import GroupedGluSpec
@@ -8,5 +8,6 @@ from ..grouped_gemm import GroupedMxfp8Gemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     gemm = GroupedMxfp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
     return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) in 16 bits."""
+"""Blackwell's grouped_mm in 16 bits: y = grouped_mm(x, w)."""
 
 from ...launches import mm
 from ...specs import GroupedMmSpec
@@ -7,4 +7,5 @@ from ..grouped_gemm import GroupedGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return mm.trace(spec, GroupedGemm)

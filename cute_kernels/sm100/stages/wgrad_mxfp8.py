@@ -1,4 +1,5 @@
-"""dw = grouped_wgrad(dy, x) with dy and x in MXFP8 along their rows, by groups."""
+"""Blackwell's grouped_wgrad with dy and x in MXFP8: dw = grouped_wgrad(dy, x). A scale is for 32 rows of a column;
+blocks begin at a group's first row."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -10,6 +11,8 @@ from ..grouped_wgrad import GroupedMxfp8Wgrad
 
 
 class Wgrad:
+    """The launch of a grouped_wgrad in MXFP8. Arguments: see `signatures._scaled_wgrad`."""
+
     def __init__(self, spec: WgradSpec):
         self.wgrad = GroupedMxfp8Wgrad(spec)
 
@@ -27,4 +30,5 @@ class Wgrad:
 
 
 def trace(spec: WgradSpec) -> Traced:
+    """Make the launch for a spec and the stand-in arguments with which it is compiled."""
     return traced(spec, Wgrad(spec))
