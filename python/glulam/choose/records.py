@@ -1,4 +1,7 @@
-"""JSON files that other users, processes and versions may write: checked when read, replaced whole when written."""
+"""Read and write JSON files that other users, processes and versions may write too.
+
+Contents are checked when read; a file is replaced as a whole when written.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def _refuse(constant: str) -> Any:
 
 @functools.cache
 def types_of(kind: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass, with their types."""
+    """Return the types of a dataclass's fields, by name."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
