@@ -104,7 +104,8 @@ def _told(text: str) -> str:
 
 
 def locations() -> list[Path]:
-    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH, or the default."""
+    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH, or the default.
+    """
     chosen = os.environ.get(ENV_TUNED)
     if chosen is not None:
         return [Path(place) for place in chosen.split(os.pathsep) if place]
@@ -390,7 +391,8 @@ class Tuned(NamedTuple):
 
 
 def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
-    """Return the layer that tuned tables have for a problem with any number of rows, and its file; None if there is none.
+    """Return the layer that tuned tables have for a problem with any number of rows, and its file; None if there is
+    none.
 
     Args:
         gpu: the GPU's name. "": no table holds.
