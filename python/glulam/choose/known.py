@@ -104,7 +104,8 @@ def _told(text: str) -> str:
 
 
 def locations() -> list[Path]:
-    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH, or the default.
+    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH,
+    or the default.
     """
     chosen = os.environ.get(ENV_TUNED)
     if chosen is not None:

@@ -100,7 +100,8 @@ class Problem:
 
     @property
     def expected_rows(self) -> int:
-        """Return the number of rows that get here if all experts of the world are equally popular; T if all are here.
+        """Return the number of rows that get here if all experts of the world are equally popular; T if
+        all are here.
         """
         if self.world_experts <= self.experts:
             return self.rows

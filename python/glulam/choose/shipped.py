@@ -130,14 +130,16 @@ def estimated_rows(problem: Problem) -> int:
 
 
 def size_of(problem: Problem, arch: str) -> Hashable:
-    """Return a key for the problem's number of rows: with equal keys, problems that differ only in rows get one tile.
+    """Return a key for the problem's number of rows: with equal keys, problems that differ only in rows
+    get one tile.
     """
     check_served(problem.operands, arch)
     return room(arch).ruled(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
-    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles' estimated times.
+    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles'
+    estimated times.
     """
     check_served(problem.operands, arch)
     here = room(arch)

@@ -323,7 +323,8 @@ def preference(spec: Spec) -> Section:
 
 
 def merged(sections: Iterable[Section]) -> list[Section]:
-    """Merge sections with the same stamp (dates aside); of two points at the same number of rows the later one stays.
+    """Merge sections with the same stamp (dates aside); of two points at the same number of rows the
+    later one stays.
     """
     result: dict[tuple[Any, ...], Section] = {}
     for each in sorted(sections, key=lambda each: each.stamp.date):
