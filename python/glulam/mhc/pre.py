@@ -81,7 +81,10 @@ def pre(
 
 
 class PreCall(Projecting):
-    """A call of pre. If a gradient is recorded, it returns x in place of the results that backward needs."""
+    """A call of pre.
+
+    If a gradient is recorded, the call returns out, h_post, h_res and x, and keeps the other results for backward.
+    """
 
     op = kernel = "pre"
     is_torch_op = False  # torch sees project, sinkhorn and aggregate
