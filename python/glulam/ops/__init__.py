@@ -1,1 +1,3 @@
-"""The operators, a file each: the public function, the meaning of its arguments and its plan."""
+"""The operators, one file each: the public function, the checks of its arguments, and the definition of its kernel
+call.
+"""

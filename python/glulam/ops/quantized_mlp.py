@@ -1,4 +1,4 @@
-"""grouped_mlp with the recipes that quantise: arguments split into parts, and their checks."""
+"""grouped_mlp with the recipes that quantise: arguments are split into elements and scales, and checked."""
 
 from __future__ import annotations
 
@@ -103,14 +103,22 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
-    """Return the memory for elements and scales of quantised rows. `shape`: [rows, columns]."""
+    """Return the memory for quantised rows: {name: elements, name_scale: bytes of the scales}.
+
+    Args:
+        rows: the rows' format.
+        name: the name of the elements' memory.
+        shape: [rows, columns].
+    """
     count, columns = shape
     scales = count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
     return {name: (shape, DATA_DTYPE), f"{name}_scale": scales}
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for the activation, and for rows as GEMMs read them: quantised, rounded to MXFP8, copied."""
+    """Return the memory for the activation, and for x as the GEMM reads it: quantised, or rounded to
+    MXFP8, or copied.
+    """
     operands, dtype = OPERANDS[problem.operands], call.result_dtype
     x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
     if operands.has_scaled_rows:
@@ -130,12 +138,17 @@ def _rounds(problem: Problem) -> bool:
 
 
 def _copies(call: Any, problem: Problem) -> bool:
-    """Return True if a layer's rows are copied: kernels that decode weights cannot read rows by index."""
+    """Return True if a layer's rows are copied, which is needed as kernels that decode weights cannot read rows by
+    index.
+    """
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
 def _rounding(call: Any, problem: Problem) -> Before | None:
-    """Return the step that rounds x; only up to the last group's end if rows lie in order and offs are given."""
+    """Return the step that rounds x to values of MXFP8, or None.
+
+    If rows lie in order and offs are given, x is rounded only up to the last group's end.
+    """
     if not _rounds(problem):
         return None
     until = call.offs is not None and call.rows is None
@@ -187,7 +200,9 @@ def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, pr
 
 
 class QuantizedMlpCall(ReadsQuantized):
-    """A call with a recipe that quantises. `dtype`: the result's dtype if x is in MXFP8. None: x's dtype."""
+    """A call of grouped_mlp with a recipe that quantises. `dtype`: the result's dtype if x is in MXFP8. None: x's
+    dtype.
+    """
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
     unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
@@ -214,7 +229,10 @@ class QuantizedMlpCall(ReadsQuantized):
         cls, recipe: Recipe, x: Any, w1: Any, w2: Any, rows: Any, row_of: Any, transpose_w: Any, dtype: Any, out: Any,
         b1: Any, b2: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the parts of arguments. If kernels cannot read rows by index, rows are copied: a layer's in the call.
+        """Return x, its scales, the result's dtype, rows, and the three parts of w1 and of w2.
+
+        If kernels cannot read rows by index, x is copied in the order of `rows`, and None is returned for rows. A layer
+        (with row_of) copies its rows in the call instead.
 
         Raises:
             ValueError, TypeError: the recipe does not take such an argument.
