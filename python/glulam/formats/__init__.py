@@ -1,1 +1,3 @@
-"""Formats of quantised weights, a folder each: the tensor class, its quantiser, and the `form.Form` kernels read."""
+"""Formats of quantised weights, a folder each: tensor class, quantiser, and `form.Form`, the layout
+that kernels read.
+"""

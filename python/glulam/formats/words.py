@@ -43,9 +43,11 @@ def elements_of(dtype: torch.dtype) -> int:
 
 
 def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return words, int32 [..., K/8], of bytes [..., K/2] that hold the even element in the lower half; 32 divides K.
+    """Return the words, int32 [..., K/8], of bytes [..., K/2]; K is a multiple of 32.
 
-    out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
+    Args:
+        data: bytes of two elements, the even element in the lower half.
+        out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
     """
     *lead, num_bytes = data.shape
     words = torch.empty(*lead, num_bytes // WORD_BYTES, dtype=WORD_DTYPE, device=data.device) if out is None else out

@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
 Told = tuple[str, str, Numbers]
-"""An activation, its layout, and the numbers of all activations."""
+"""Name of an activation, its layout, and the numbers of all activations, as `gate_rows` takes them."""
 NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
 """Tolerance for weights of choices, which are float32."""
@@ -44,14 +44,16 @@ def _chosen(made: Routing) -> list[Tensor]:
 
 
 def _logits(tokens: int, experts: int) -> Tensor:
-    """Return logits, some equal, that differ by more than any rounding, so that all dtypes choose the same experts."""
+    """Return logits [tokens, experts]; those that differ do so by more than any rounding, so all dtypes choose the same
+    experts.
+    """
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
     return order.clamp_max(min(experts, 64) - 1) / 8
 
 
 def _sizes(spec: LayerSpec, size: Size) -> Iterator[tuple[int, int]]:
-    """Yield numbers of tokens and of experts: the most experts that a kernel serves, and fewer."""
+    """Yield pairs of a number of tokens and a number of experts: the most that a kernel serves, and fewer."""
     return product(size.tokens, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 

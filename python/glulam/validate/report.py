@@ -1,4 +1,4 @@
-"""The result of a validation as a text that can be posted: the machine, numbers of functions, and failures."""
+"""The report of a validation, a text that can be posted: the machine, the number of functions, and the failures."""
 
 from __future__ import annotations
 

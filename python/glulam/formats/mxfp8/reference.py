@@ -35,8 +35,10 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Quantise x [R, C] in blocks of `size` along rows: return E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one per 32
-    elements.
+    """Quantise x [R, C] in blocks of `size` elements along rows.
+
+    Returns:
+        E4M3 [R, C], and E8M0 bytes [R, ceil(C/32)], one for each 32 elements.
     """
     rows, columns = x.shape
     blocks = pad(x.float(), (0, -columns % size)).unflatten(1, (-1, size))
