@@ -1,5 +1,8 @@
 """Choose the kernel for a problem: the one a user prefers, else the one a tuned table names, else a shipped one.
 
+A problem (`problem`) is the host's knowledge of a call: operator, sizes, dtype, options. A spec (`cute_kernels.specs`)
+describes one compiled kernel, with the tile on which it computes. A kernel serves a problem if it can compute it.
+
 Read the files in this order. `choose` below tries the sources in turn. `known` has preferences and tuned tables,
 `table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture, else by measured
 times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions of users and

@@ -23,7 +23,7 @@ MODELLED = "by the cost model"
 
 
 def interpolated(x: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Return y at x between two points (x, y), linear in logarithms."""
+    """Return y at x, interpolated between two points (x, y) linearly in the logarithms of x and y."""
     (x0, y0), (x1, y1) = left, right
     return y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)) if x1 > x0 else y0
 
@@ -94,7 +94,7 @@ def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> fl
 def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
     """Return each tile's time, summed over the parts (the problem's GEMMs), the fastest tile first.
 
-    If any time was not measured, all of them come from the cost model, so that the times are comparable.
+    If any time was not measured, all times come from the architecture's cost model, so that they are comparable.
     """
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"

@@ -134,7 +134,9 @@ def _preferences(place: Path) -> list[Path]:
 
 
 def _fault(path: Path) -> str:
-    """Return why a file is not read as preferences; "" if `glulam compile`, in whatever version, wrote it."""
+    """Return why a file is not read as preferences; "" if it is one that `glulam compile`, in whatever
+    version, wrote.
+    """
     if NAME.fullmatch(path.name) and not os.path.islink(path):
         try:
             with trust.ours().opened(path):
@@ -285,7 +287,11 @@ def write_preference(spec: Spec) -> None:
 
 
 def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
-    """Add sections to a file of preferences, and drop the preference for the kernel `dropped`. Raises OSError."""
+    """Add sections to the file of preferences with this name, and drop the preference for the kernel `dropped`.
+
+    Raises:
+        OSError: the file cannot be written, and stays as it was.
+    """
     try:
         with _opened(make=True) as place:
             table.write(place / name, added, functools.partial(_sections, dropped=dropped))
@@ -342,7 +348,9 @@ def clear_preferences() -> int:
 
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
-    """Return True if a kernel can be loaded without compiling; if not, warn once with the text `otherwise`."""
+    """Return True if a kernel can be loaded without compiling. If not, warn once with `otherwise`, the text of the
+    warning.
+    """
     if (found := _loadable.get(spec)) is None:
         found = _loadable[spec] = loadable.is_loadable(spec)
         if not found:

@@ -14,7 +14,7 @@ One = TypeVar("One")
 
 
 def changed(one: One, **changes: Any) -> One:
-    """Return a copy of an object with these attributes changed.
+    """Return a copy of an object with other values for the attributes in `changes`.
 
     Unlike `dataclasses.replace` it runs neither __init__ nor __post_init__, which would take 3 to 6 us of a call's
     time.

@@ -156,7 +156,11 @@ def brief(value: Any) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file by `text` as a whole and make its folder. Raises OSError, and leaves the file as it is."""
+    """Replace a file as a whole by one with this text, and make its folder if there is none.
+
+    Raises:
+        OSError: the file cannot be written, and stays as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, made = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
     try:

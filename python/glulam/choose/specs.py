@@ -75,7 +75,7 @@ def described(data: Any) -> Spec:
 
 
 def spec_of(op: Any, fields: Mapping[str, Any]) -> Spec:
-    """Return the spec that keywords of `glulam.compile` describe.
+    """Return the spec that keywords of `glulam.compile` describe. `fields`: the keywords except `op`.
 
     Raises:
         SpecError, TypeError: see `glulam.compile`.
@@ -129,7 +129,12 @@ def _is_valid(make: MakeSpec, tile: TileConfig) -> bool:
 
 
 def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
-    """Return all tiles with which `make` describes a kernel that can run. bits: size of the operands' elements."""
+    """Return all tiles with which the spec that `make` returns is a kernel that can run.
+
+    Args:
+        make: returns the spec on a tile.
+        bits: size of the operands' elements.
+    """
     return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]
 
 
@@ -151,7 +156,12 @@ def _distance(
 def _tile_for(
     make: MakeSpec, arch: str, shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str
 ) -> TileConfig:
-    """Return the tile with this shape, cluster and schedule, after checking that `make`'s kernel can run with it.
+    """Return the tile with this shape, cluster and schedule, after checking that the kernel can run with it.
+
+    Args:
+        make: returns the kernel's spec on a tile.
+        shape: (m, n, k) of the tile.
+        cluster: CTAs along m and n, or "adaptive".
 
     Raises:
         TileError: the tile breaks a limit; the error names the limit and the nearest valid tile.

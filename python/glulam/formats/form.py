@@ -58,7 +58,9 @@ class Form:
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form for a gated 16-bit w1 in layout "concat" with this number of rows; by default this form."""
+        """Return the form for a gated 16-bit w1 in layout "concat" with `num_rows` rows; this form itself unless
+        overridden.
+        """
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
@@ -80,7 +82,9 @@ class Form:
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight of this shape."""
+        """Return the shape that the scales of a weight [E, N, K] must have. `scale`: the given scales, of which some
+        formats allow several shapes.
+        """
         return *shape[:-1], -(-shape[-1] // self.block)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
@@ -88,7 +92,10 @@ class Form:
         raise NotImplementedError
 
     def quantized(self, w: Any) -> Parts:
-        """Quantise a weight in 16 bits, packed or a list, expert by expert; a transposed weight is copied first."""
+        """Quantise a weight in 16 bits, [E, N, K] or a list, one expert at a time, and return its parts.
+
+        A matrix that is not contiguous is copied first.
+        """
         if w[0].is_meta:  # there is nothing to quantise
             return self.on_meta(w[0], (len(w), *w[0].shape))
         whole: list[Tensor | None] = []
@@ -102,14 +109,14 @@ class Form:
         return Parts(*whole)
 
     def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
-        """Return parts on the meta device for a weight of this shape."""
+        """Return the parts of a weight of this shape on the meta device. `like`: a tensor on the meta device."""
         *lead, k = shape
         data = like.new_empty((*lead, k // self.elements), dtype=self.kind.data_dtypes[0])
         scale = like.new_empty(self.scale_shape(shape, like.new_empty(0, 0, 0)), dtype=self.kind.scale_dtype)
         return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
-        """Return a weight in 16 bits quantised to a `kind`."""
+        """Return a weight in 16 bits quantised, as a tensor of class `kind`."""
         made: Any = self.kind
         return made(*[part for part in self.quantized(w) if part is not None])
 
@@ -143,7 +150,10 @@ class Form:
         )
 
     def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
-        """Raise TypeError if data has a dtype that neither this format nor a 16-bit weight to be prepared may have."""
+        """Raise TypeError if `dtype`, the dtype of parts.data, is wrong.
+
+        It must be one of the format's, or, if the weight still must be quantised, one of SOURCE_DTYPES.
+        """
         valid = SOURCE_DTYPES if parts.scale is None else self.kind.data_dtypes
         if dtype not in valid:
             kinds = ", ".join(kind.__name__ for kind in self.classes)

@@ -151,7 +151,7 @@ class BoundaryCall(MhcCall):
             raise ValueError(f"{op}: iters is {self.iters}; it must be 1 or more, since the first only divides columns")
 
     def _check_update(self, lead: tuple[int, ...], n: int, width: int) -> None:
-        """Check y and the coefficients pre, post and comb."""
+        """Check y and the coefficients pre, post and comb, for streams with these dimensions before n, n and D."""
         op, streams, ends = self.op, self.streams, {"pre": (n,), "post": (n,), "comb": (n, n)}
         if self.y is not None:
             check_like(op, "y", self.y, (*lead, width), streams, "it is added to the streams")
@@ -243,8 +243,11 @@ def boundary_streams(
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
     of_stats: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the six results that `BoundaryCall.returns` names; None for the streams if there is no
-    update (y is None).
+    """Return the six results that `BoundaryCall.returns` names; None for the streams if there is no update (y is None).
+
+    Args:
+        of_stats: return the last result, `stats`, which backward needs. False: None in its place.
+        Others: see `boundary`.
     """
 
 

@@ -64,8 +64,9 @@ def boundary(
     y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the operator's results, and stats, which backward needs: p and sqrt(mean square + rms_eps), concatenated.
+    """Compute `mhc.boundary` in torch, and return its results, then stats, which backward needs.
 
+    stats [..., K + 1] holds p = streams'_flat weight^T and sqrt(mean square + rms_eps), for K = n n + 2n coefficients.
     The updated streams are None if y is None.
     """
     n, dtype, updated = streams.shape[-2], streams.dtype, None

@@ -48,14 +48,17 @@ class MhcCall(AddressedCall):
 
 
 def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """Check that a parameter or coefficient has this shape and a dtype that `check_dtype` allows, and return it."""
+    """Check that argument `name` is a tensor of this shape, on the device of `like`, and return it.
+
+    Its dtype may be any that `check_dtype` allows. `why`: the reason for the shape, for messages.
+    """
     tensor = check_tensor(op, name, value, f"a tensor {shape_text(shape)}", like, shape=shape, why=why)
     check_dtype(op, name, tensor)
     return tensor
 
 
 def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
-    """Check the number of streams, n."""
+    """Check n, the number of streams of argument `name`."""
     if n == 0 or (runs_kernels(tensor) and n not in COUNTS):
         choices = ", ".join(map(str, COUNTS))
         raise ValueError(

@@ -116,7 +116,9 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @operator(AggregateBackwardCall)
 def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, of_x: bool, of_h_pre: bool) -> Any:
-    """Return the gradients of x and h_pre; None for each gradient whose flag `of_...` is False."""
+    """Return the gradients of x and h_pre from d_out, that of aggregate's result; None for one whose flag `of_...` is
+    False.
+    """
 
 
 @operator(PostMixCall)
@@ -160,6 +162,7 @@ def post_mix_backward(
     d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None,
     transpose_res: bool, of_residual: bool, of_h_res: bool, of_h_post: bool, of_x: bool, of_bias: bool,
 ) -> Any:  # fmt: skip
-    """Return the gradients of residual, h_res, h_post, x and bias; None for each gradient whose flag
-    `of_...` is False.
+    """Return the gradients of residual, h_res, h_post, x and bias from d_out, the gradient of post_mix's result.
+
+    None is returned for each gradient whose flag `of_...` is False.
     """

@@ -132,4 +132,4 @@ def prepare_streams(
     x: Tensor, weight: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, eps: float,
     iters: int, sinkhorn_eps: float,
 ) -> Any:  # fmt: skip
-    """Return the results of `PreCall`, or, if a gradient is recorded, of `PreCall.recorded`."""
+    """Return the results that `PreCall.returns` names; if a gradient is recorded, (out, h_post, h_res, x) instead."""

@@ -265,8 +265,12 @@ def project_streams(
     of_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
     h_res: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Return the three results of `project`, then stats: p and the streams' root mean square [..., n n + 2n + 1], or
-    None.
+    """Return the three results of `project`, then stats [..., n n + 2n + 1]: p and the streams' root mean square.
+
+    Args:
+        of_stats: return stats, which backward needs. False: None in its place.
+        h_pre, h_post, h_res: buffers for the results. None: new tensors.
+        Others: see `project`.
     """
 
 

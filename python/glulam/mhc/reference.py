@@ -52,7 +52,7 @@ def aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and h_pre."""
+    """Return the gradients of x and h_pre from d_out, the gradient of aggregate's result."""
     d = wide(d_out).unsqueeze(-2)
     return (d * wide(h_pre).unsqueeze(-1)).to(x.dtype), (d * wide(x)).sum(-1).to(h_pre.dtype)
 
@@ -72,7 +72,7 @@ def post_mix(
 def post_mix_backward(
     d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None, transpose_res: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of residual, h_res, h_post, x and bias (None if there is no bias)."""
+    """Return the gradients of residual, h_res, h_post, x and bias (None if there is no bias) from d_out."""
     d, streams = wide(d_out), wide(residual)
     added = wide(x) if bias is None else wide(x) + wide(bias)
     d_residual = _matrix(h_res, not transpose_res).to(d.dtype) @ d
@@ -107,8 +107,9 @@ def spread(alphas: tuple[Tensor, Tensor, Tensor], n: int) -> Tensor:
 def project(
     x: Tensor, weight: Tensor, alphas: tuple[Tensor, Tensor, Tensor], bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return h_pre, h_post, h_res and stats, which backward needs: p and the streams' root mean square,
-    concatenated.
+    """Compute `mhc.project` in torch, and return h_pre, h_post, h_res and stats, which backward needs.
+
+    stats [..., n n + 2n + 1] holds p and the streams' root mean square.
     """
     n = x.shape[-2]
     flat = wide(x).flatten(-2)
@@ -147,7 +148,10 @@ def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor
 
 
 def _through_gates(d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, z: Tensor, n: int) -> Tensor:
-    """Return the gradient of z. z holds the arguments of the sigmoids (pre, post), then the logits (res)."""
+    """Return the gradient of z from those of h_pre, h_post and h_res (None: there is none).
+
+    z holds the arguments of the sigmoids (pre, post), then the logits (res).
+    """
     dz = torch.zeros_like(z)
     pre, post, res = segments(n)
     gate = torch.sigmoid(z)

@@ -83,4 +83,4 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
 
 @operator(SinkhornBackwardCall)
 def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Any:
-    """Return the gradient of logits."""
+    """Return the gradient of logits from d_out, the gradient of sinkhorn's result."""

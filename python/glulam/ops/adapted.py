@@ -128,7 +128,10 @@ def adapted_mm(
     bias: Any = None, rows: Tensor | None = None, bias_scale: Tensor | None = None, transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute grouped_mm with low low_w_e^T (with transpose_w low low_w_e) added to y."""
+    """Compute grouped_mm with low low_w_e^T (with transpose_w low low_w_e) added to y.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_mm`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -138,7 +141,10 @@ def adapted_glu(
     rows: Tensor | None = None, bias: Any = None, row_scale: Tensor | None = None, activation: str = "swiglu",
     glu_layout: str = "concat", transpose_w: bool = False, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute grouped_glu with return_preact, and with low low_w_e^T (with transpose_w low low_w_e) added to h."""
+    """Compute grouped_glu with return_preact, and with low low_w_e^T (with transpose_w low low_w_e) added to h.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_glu`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -149,5 +155,8 @@ def adapted_dglu(
     glu_layout: str = "concat", row_scale_grad: bool = True, transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:  # fmt: skip
-    """Compute grouped_dglu with low low_w_e (with transpose_w low low_w_e^T) added to dm."""
+    """Compute grouped_dglu with low low_w_e (with transpose_w low low_w_e^T) added to dm.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_dglu`.
+    """
     raise NotImplementedError  # `front` writes the body

@@ -98,7 +98,10 @@ class GateBackwardCall(_OfRows):
 def gate_rows(
     preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers
 ) -> Any:  # fmt: skip
-    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None: [T, I]."""
+    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None: [T, I].
+
+    activation, glu_layout, numbers: the activation, see `grouped_glu`; numbers are packed in a tuple.
+    """
 
 
 @operator(GateBackwardCall)
@@ -117,6 +120,9 @@ def gate_rows_backward(
 
 def gate(preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, **numbers: float) -> Tensor:
     """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None.
+
+    Args:
+        activation, glu_layout, numbers: the activation, see `grouped_glu`.
 
     Returns:
         [T, I] in h's dtype, computed in float32.

@@ -60,7 +60,9 @@ D_ROW_SCALE = Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", ze
 
 
 def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for the partial sums of d_row_scale, enough for one in each tile of any width."""
+    """Return the temporary memory of a launch for partial sums of d_row_scale, enough for one in each tile of any
+    width.
+    """
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
     return {"partials": (shape, torch.float32)} if call.makes(D_ROW_SCALE) and problem.rows else {}
 

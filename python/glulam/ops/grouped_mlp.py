@@ -33,7 +33,7 @@ Weights = Tensor | Sequence[Tensor] | Scaled
 
 
 def mid(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for the activation between the two GEMMs, [T, I]."""
+    """Return the temporary memory of a launch for the activation between the two GEMMs, [T, I], by its name."""
     return {"mid": ((problem.rows, problem.intermediate), call.lead.dtype)}
 
 

@@ -45,8 +45,9 @@ def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> N
 
 
 def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for dy and x in MXFP8 with blocks along a group's rows; empty unless the recipe multiplies in
-    MXFP8.
+    """Return the temporary memory of a launch for dy and x in MXFP8, with blocks along the rows of each group.
+
+    Empty unless the recipe multiplies in MXFP8.
     """
     if problem.operands == recipes.BF16.wgrad_operands:
         return {}

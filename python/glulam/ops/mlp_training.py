@@ -242,7 +242,7 @@ class GradientsCall(Call):
 
 
 def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
+    """Return the temporary memory of a launch for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
     rows = OPERANDS[problem.operands].x
     dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
     return {**dy8, **(quantised(rows, "dpreact8", (problem.rows, problem.w1_rows)) if call.input_grad else {})}
@@ -296,7 +296,9 @@ class Mxfp8GradientsCall(PreparesColumns):
         return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 
     def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
-        """Check w1 and return the number of columns of dx."""
+        """Check w1, which must have `experts` experts of `rows` rows, and return its number of columns,
+        which is dx's.
+        """
         shape = check_weight(self, "w1", "E 2I H", recipe)
         if shape[:2] != (experts, rows):
             mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")

@@ -103,7 +103,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
-    """Return the memory for quantised rows: {name: elements, name_scale: bytes of the scales}.
+    """Return the temporary memory of a launch for quantised rows: {name: elements, name_scale: bytes of the scales}.
 
     Args:
         rows: the rows' format.
@@ -116,8 +116,9 @@ def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for the activation, and for x as the GEMM reads it: quantised, or rounded to
-    MXFP8, or copied.
+    """Return the temporary memory of a launch: for the activation, and for x as the GEMM reads it.
+
+    x is quantised, or rounded to values of MXFP8, or copied, or read as it is.
     """
     operands, dtype = OPERANDS[problem.operands], call.result_dtype
     x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
@@ -138,14 +139,14 @@ def _rounds(problem: Problem) -> bool:
 
 
 def _copies(call: Any, problem: Problem) -> bool:
-    """Return True if a layer's rows are copied, which is needed as kernels that decode weights cannot read rows by
-    index.
+    """Return True if rows of a layer's tokens are copied, since kernels that decode weights cannot read
+    rows by index.
     """
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
 def _rounding(call: Any, problem: Problem) -> Before | None:
-    """Return the step that rounds x to values of MXFP8, or None.
+    """Return the step before a launch that rounds x to values of MXFP8; None if x is not rounded.
 
     If rows lie in order and offs are given, x is rounded only up to the last group's end.
     """
@@ -172,7 +173,9 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> Before | None:
-    """Return the step that makes tokens contiguous for the kernel that copies rows; None if no rows are copied."""
+    """Return the step before a launch that makes x contiguous for the kernel that copies rows; None if no rows are
+    copied.
+    """
     if not _copies(call, problem):
         return None
     if _rounds(problem):

@@ -62,14 +62,19 @@ def ready(
 
 
 def form_of(call: Any, name: str) -> Form:
-    """Return the form in which kernels read a call's weight. name: the argument, e.g. "w1"."""
+    """Return the form in which kernels read a weight of a call.
+
+    Args:
+        call: a call of an operator with quantised weights.
+        name: the weight's argument, such as "w1".
+    """
     form, data = FORMS[call.recipe], getattr(call, name)
     first = data if isinstance(data, Tensor) else data[0]
     return form.of_gate(first.shape[-2]) if is_concatenated(call, name) else form
 
 
 def is_concatenated(call: Any, name: str) -> bool:
-    """Return True for a w1 whose first half of rows is the gate and whose second half is the up-projection."""
+    """Return True if `name` is "w1" and its rows are a gate followed by an up-projection (layout "concat")."""
     return name == "w1" and is_in_halves(call.activation, call.glu_layout)
 
 
@@ -79,9 +84,10 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return a call's weight in the form that is computed with; prepare it now if that was not done.
+    """Return a call's weight `name` in the form in which it is computed with. If it was not prepared before, prepare it
+    now.
 
-    The CPU reference can read more forms than kernels can, so it prepares less.
+    On the CPU, weights that the reference can read are not prepared.
     """
     form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
@@ -100,7 +106,14 @@ def with_parts_as_read(call: Any) -> Any:
 
 
 def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
-    """Check a call's weight, in any form that the recipe takes, and return its shape [E, N, K]."""
+    """Check a call's weight, in any form that the recipe takes, and return its shape [E, N, K].
+
+    Args:
+        call: the call.
+        name: the weight's argument, such as "w1".
+        letters: names of the three dimensions, for messages.
+        recipe: the call's recipe.
+    """
     form, parts = FORMS[recipe.name], parts_given(call, name)
     value = parts.data
     first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -117,7 +130,13 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
 
 
 def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
-    """Raise ValueError for E4M3 scales of weights at an odd address: kernels read two at once."""
+    """Raise ValueError if E4M3 scales of a weight start at an odd address: kernels read two at once.
+
+    Args:
+        kind: the class of the call.
+        outs: not used.
+        read: the arguments that kernels read, by name.
+    """
     for name, tensor in read.items():
         if name.endswith("_scale") and getattr(tensor, "dtype", None) == torch.float8_e4m3fn and tensor.data_ptr() % 2:
             raise ValueError(

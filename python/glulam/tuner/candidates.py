@@ -51,7 +51,7 @@ def works(problem: Problem, arch: str) -> tuple[Work, ...]:
 
 
 def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
-    """Yield every valid spec of a problem in the order of modelled time, the fastest first."""
+    """Yield every valid spec for a problem, the fastest in the cost model first."""
     if problem.operands != "16bit":  # kernels that decode weights exist only with shipped tiles
         return
     timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]

@@ -139,7 +139,12 @@ class Session:
         return {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
 
     def layer(self, points: Collection[Point], unfinished: Unfinished | None = None) -> Layer:
-        """Return the table's entry for these points, with only the kernels that were measured."""
+        """Return the table's entry for these points, with only the kernels that were measured.
+
+        Args:
+            points: the measurements, in any order.
+            unfinished: what an interrupted run was asked for. None: the run has ended.
+        """
         names = {name for point in points for name in point.us}
         kernels = {name: spec for name, spec in self._specs.items() if name in names}
         ascending = tuple(sorted(points, key=lambda point: point.rows_per_expert))

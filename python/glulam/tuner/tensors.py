@@ -65,7 +65,12 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
-    """Return the calls that make a step, on tensors scaled so that results have scale 1."""
+    """Return the calls that make a step, on random tensors scaled so that results have scale 1.
+
+    Args:
+        random: makes a tensor, see `Random`.
+        offs: each group's end.
+    """
     p, (kind, step) = problem, _step(problem)
 
     def made(size: Any) -> Tensor:

@@ -82,7 +82,12 @@ def try_out(trial: Trial, device: torch.device) -> None:
 
 
 def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
-    """Raise Wrong if a result differs from that of the CPU reference for the same arguments."""
+    """Raise Wrong if a result differs from that of the CPU reference for the same arguments.
+
+    Args:
+        trial: the trial.
+        made: the results on the GPU.
+    """
     rounded = trial.call(trial.given)
     exact = rounded if trial.is_bits else trial.call(_in_float64(trial.given))
     for place, (one, wanted, in_its_dtype) in enumerate(zip(made, exact, rounded, strict=True)):
@@ -102,7 +107,9 @@ def _check_same(trial: Trial, made: Sequence[Tensor], again: Sequence[Tensor], w
 
 
 def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
-    """Check a graph that was captured with `given` and replayed with other group sizes."""
+    """Capture a graph of the trial's call, replay it with other group sizes, and check that its results are those of a
+    call.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = trial.call(given)
@@ -114,6 +121,11 @@ def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
 
 def run(spec: Spec, device: torch.device, tell: Tell) -> int:
     """Run all trials of a function and return their number.
+
+    Args:
+        spec: the function's spec.
+        device: the GPU.
+        tell: called with a description of each trial before it runs.
 
     Raises:
         Wrong: a trial failed; the rest of the trials do not run.

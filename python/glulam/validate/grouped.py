@@ -69,7 +69,11 @@ def _sizes(size: Size, hidden: int) -> list[Sized]:
 
 
 def _replayed(sized: Sized, size: Size) -> Given:
-    """Return the group sizes for a graph's replay: for the first routing those of the second; else none."""
+    """Return the group sizes with which a graph's replay is tried: those of the second routing, for a trial of the
+    first one.
+
+    Empty for trials of other routings, which are not replayed.
+    """
     first, second, *_ = routings(size)
     return {"offs": second.offs} if sized[0] == first else {}
 
@@ -380,7 +384,8 @@ def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_wgrad: the buffer is overwritten, added to, or either of these by expert.
+    """Yield trials of grouped_wgrad in which `out` is overwritten, added to, or one of the two for each expert by a
+    mask.
 
     Elements to be overwritten are NaN before the call.
     """

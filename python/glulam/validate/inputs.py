@@ -132,7 +132,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _powers(count: int, most: int, step: int) -> Tensor:
-    """Return powers of two from 2^-most to 2^most, neighbours far apart."""
+    """Return `count` powers of two from 2^-most to 2^most; `step` keeps neighbours far apart."""
     return torch.exp2(((torch.arange(count) * step) % (2 * most + 1) - most).float())
 
 

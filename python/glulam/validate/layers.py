@@ -34,7 +34,7 @@ assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
-    """Return the tensors that place rows, up to the last row: entries after it are undefined."""
+    """Return a routing's tensors that say where rows lie, cut after the last row: entries after it are undefined."""
     end = int(made.offs[-1])
     return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
 
@@ -90,7 +90,7 @@ def routed(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def few_tokens(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of the router for few tokens, which computes logits in the same call.
+    """Yield trials of the router for few tokens, which computes the logits x weight^T in the same call.
 
     Each token is a unit vector, so its logits are exactly a column of the weight.
     """

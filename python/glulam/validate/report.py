@@ -31,7 +31,9 @@ class Machine(NamedTuple):
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Return True if a bundle may serve: a function passed and none failed. Unreached functions serve no call."""
+    """Return True if a bundle may be used: a function passed and none failed. Functions that were not reached serve no
+    call.
+    """
     states = {outcome.state for outcome in outcomes}
     return PASSED in states and FAILED not in states
 

@@ -95,7 +95,7 @@ def check_scale_shape(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def values_of(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values [..., N, K] of a weight's parts."""
+    """Return the values [..., N, K] of an FP8BlockTensor's data and scale."""
     return decoded(data, _scales_of_rows(scale, data), dtype)
 
 
