@@ -73,7 +73,5 @@ def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
 
 
 def keeps_order(spec: Spec, problem: Problem, arch: str) -> bool:
-    """Return True if a kernel may serve a problem: the problem need not be invariant, or the kernel adds in its one
-    order.
-    """
+    """Return True if a kernel adds in the problem's one order, or if the problem need not be invariant."""
     return not problem.invariant or accumulations_of(spec) == order_of(problem, arch)

@@ -104,8 +104,9 @@ def _told(text: str) -> str:
 
 
 def locations() -> list[Path]:
-    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH,
-    or the default.
+    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH.
+
+    If it is not set: the folder `tuned` of the user's configuration of glulam.
     """
     chosen = os.environ.get(ENV_TUNED)
     if chosen is not None:
@@ -134,9 +135,7 @@ def _preferences(place: Path) -> list[Path]:
 
 
 def _fault(path: Path) -> str:
-    """Return why a file is not read as preferences; "" if it is one that `glulam compile`, in whatever
-    version, wrote.
-    """
+    """Return why a file is not read as preferences; "" if some version of `glulam compile` wrote it."""
     if NAME.fullmatch(path.name) and not os.path.islink(path):
         try:
             with trust.ours().opened(path):
@@ -348,9 +347,7 @@ def clear_preferences() -> int:
 
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
-    """Return True if a kernel can be loaded without compiling. If not, warn once with `otherwise`, the text of the
-    warning.
-    """
+    """Return True if a kernel can be loaded without compiling; if not, warn once with the text `otherwise`."""
     if (found := _loadable.get(spec)) is None:
         found = _loadable[spec] = loadable.is_loadable(spec)
         if not found:
@@ -400,11 +397,13 @@ class Tuned(NamedTuple):
 
 
 def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
-    """Return the layer that tuned tables have for a problem with any number of rows, and its file; None if there is
-    none.
+    """Return the layer that tuned tables have for a problem with any number of rows, and the table's file.
 
     Args:
         gpu: the GPU's name. "": no table holds.
+
+    Returns:
+        None if no table has such a layer.
     """
     layers = _known(gpu).layers if gpu else {}
     return layers.get(table.layer_key(problem)) if layers else None

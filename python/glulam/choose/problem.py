@@ -100,8 +100,9 @@ class Problem:
 
     @property
     def expected_rows(self) -> int:
-        """Return the number of rows that get here if all experts of the world are equally popular; T if
-        all are here.
+        """Return the number of rows expected here if all experts of the world are equally popular.
+
+        It is T if all experts are here.
         """
         if self.world_experts <= self.experts:
             return self.rows

@@ -130,17 +130,16 @@ def estimated_rows(problem: Problem) -> int:
 
 
 def size_of(problem: Problem, arch: str) -> Hashable:
-    """Return a key for the problem's number of rows: with equal keys, problems that differ only in rows
-    get one tile.
+    """Return a key for the problem's number of rows.
+
+    Problems that differ only in rows, and have equal keys, get the same shipped tile.
     """
     check_served(problem.operands, arch)
     return room(arch).ruled(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
-    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles'
-    estimated times.
-    """
+    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
     check_served(problem.operands, arch)
     here = room(arch)
     if tile := here.ruled(problem):

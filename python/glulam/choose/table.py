@@ -323,8 +323,9 @@ def preference(spec: Spec) -> Section:
 
 
 def merged(sections: Iterable[Section]) -> list[Section]:
-    """Merge sections with the same stamp (dates aside); of two points at the same number of rows the
-    later one stays.
+    """Merge sections with the same stamp (dates aside).
+
+    If two of them have a point at the same number of rows, the later one is kept.
     """
     result: dict[tuple[Any, ...], Section] = {}
     for each in sorted(sections, key=lambda each: each.stamp.date):

@@ -1,3 +1,1 @@
-"""Formats of quantised weights, a folder each: tensor class, quantiser, and `form.Form`, the layout
-that kernels read.
-"""
+"""Formats of quantised weights, a folder each, with tensor class, quantiser, and `form.Form` (layout for kernels)."""

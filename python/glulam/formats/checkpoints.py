@@ -206,9 +206,7 @@ def _tensor(state: Mapping[str, Tensor], key: str) -> Tensor:
 
 
 class Source(NamedTuple):
-    """The experts of a checkpoint: its tensors by name, the experts' names, and the dialect in which
-    they are stored.
-    """
+    """The experts of a checkpoint: tensors by name, the experts' names, and the dialect that stores them."""
 
     state: Mapping[str, Tensor]
     names: ExpertNames
@@ -286,8 +284,9 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
 
 
 def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
-    """Allocate one part (data, scales or global scale) for all experts; a global scale is a scalar, stored as [] or
-    [1].
+    """Allocate one part (data, scales or global scale) for all experts.
+
+    A global scale is a scalar here, whether stored as [] or [1].
 
     Args:
         shape: (experts, projections).
@@ -307,8 +306,9 @@ def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
 
 
 def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
-    """Return flags, bool [] on the scales' device, that are True if scales are invalid: of the block scales, then of
-    each global scale.
+    """Return flags, bool [], that are True if scales are invalid: one for the block scales, one for each global scale.
+
+    The flags are on the scales' device.
 
     Args:
         scales: block scales and global scales of one projection.
@@ -339,9 +339,7 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Return a tensor of the dialect's format, made of parts [E, halves, ...]; halves are the projections that it
-    holds.
-    """
+    """Return a tensor of the dialect's format from parts [E, halves, ...], where halves are its projections."""
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1
     is_by_row = dialect.block[0] == 1

@@ -1,8 +1,8 @@
-"""Forms: layouts in which kernels read weights, and the conversion of callers' weights to them; a class for each
-format.
+"""Forms: the layouts in which kernels read weights, and the conversion of callers' weights to them.
 
-A weight is passed as `scaled.Parts`: data, scales, and in some formats a third tensor. Kernels read some formats'
-tensors directly; other weights (16-bit ones, or another layout) are first prepared, that is, converted.
+There is a class for each format. A weight is passed as `scaled.Parts`: data, scales, and in some formats a third
+tensor. Kernels read some formats' tensors directly; other weights (16-bit ones, or another layout) are first prepared,
+that is, converted.
 """
 
 from __future__ import annotations
@@ -52,15 +52,11 @@ class Form:
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Prepare parts that kernels cannot read yet. `report`: raise FoldError if this would change
-        values too much.
-        """
+        """Prepare parts that kernels cannot read yet. `report`: raise FoldError if values would change too much."""
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form for a gated 16-bit w1 in layout "concat" with `num_rows` rows; this form itself unless
-        overridden.
-        """
+        """Return the form for a gated 16-bit w1 in layout "concat" with `num_rows` rows; by default this form."""
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
@@ -82,8 +78,11 @@ class Form:
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
-        """Return the shape that the scales of a weight [E, N, K] must have. `scale`: the given scales, of which some
-        formats allow several shapes.
+        """Return the shape that the scales of a weight [E, N, K] must have.
+
+        Args:
+            shape: the weight's shape.
+            scale: the given scales; some formats allow several shapes.
         """
         return *shape[:-1], -(-shape[-1] // self.block)
 

@@ -76,8 +76,9 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, by name, with data as bytes; data of a prepared tensor is
-        copied.
+        """Return the tensors that a checkpoint stores, by name; data is stored as bytes.
+
+        Data of a prepared tensor is copied.
         """
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
@@ -88,9 +89,7 @@ class FourBits(Stored):
         return bytes_of(self.data) if self.is_prepared else self.data
 
     def __getitem__(self: Kind, index: int | slice) -> Kind:
-        """Return a view of entries of the first dimension: of experts of [E, N, K], or of a slice of a
-        matrix's rows.
-        """
+        """Return a view of entries of the first dimension: of experts of [E, N, K], or a slice of rows of [N, K]."""
         if isinstance(index, int) and self.data.dim() < 3:
             raise IndexError(
                 f"{type(self).__name__}: a single matrix has no leading dimension to index; slice its rows"

@@ -23,9 +23,7 @@ from .scaled import Parts
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as parts in some form. Indexed by an expert's number, it gives the expert's weight as `reference` wants
-    it.
-    """
+    """A weight as parts in some form. Indexed by an expert's number, it gives that expert's weight in float32."""
 
     form: Form
     parts: Parts
@@ -36,8 +34,10 @@ class Weight:
 
 
 def rounded(values: Tensor, rows: Any) -> Tensor:
-    """Return `values` rounded as kernels round rows before multiplying them. rows: a recipe's `x` or `activation`;
-    None: unchanged.
+    """Return `values` rounded as kernels round rows before multiplying them.
+
+    Args:
+        rows: a recipe's `x` or `activation`. None: no rounding.
     """
     return values if rows is None else rows.rounded(values)
 

@@ -89,10 +89,10 @@ class _Entry:
         return self.like == _like(tensors) and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare the weight with its sample, if it may have been written without a new version; return True if they
-        are equal.
+        """Return True if the weight equals its sample, or need not be compared with it (`_is_compared`).
 
-        Call `use` before, so that the current stream may read the sample.
+        Call `use` before, so that the current stream may read the sample. A weight prepared in training has no sample:
+        False.
         """
         if self.sample is None:  # prepared in training
             return False
@@ -241,8 +241,9 @@ class PreparedWeights:
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """Return the parts that the graph being captured prepares of this version; the first use in a capture records
-        this work.
+        """Return the parts that the graph being captured prepares of this version of a weight.
+
+        The first use in a capture records this work.
         """
         tensors, capture = _tensors(parts), gpus.capture_id()
         weight = self._weight(tensors)
@@ -313,9 +314,7 @@ def _is_compared(tensors: Sequence[Tensor]) -> bool:
 
 
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bits of about SAMPLED elements, evenly spaced over all tensors. Bits of tensors of several dtypes: as
-    int32.
-    """
+    """Return the bits of about SAMPLED elements, evenly spaced over all tensors; as int32 if dtypes differ in size."""
     each = max(1, SAMPLED // len(tensors))
     parts = []
     for tensor in tensors:
@@ -327,9 +326,7 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """Return a weight's parts converted to what `form` reads. `report`: raise FoldError if this would change values too
-    much.
-    """
+    """Return a weight's parts as `form` reads them. `report`: raise FoldError if this would change values too much."""
     return form.made(parts, report)
 
 

@@ -71,20 +71,18 @@ class Parts(NamedTuple):
 
 
 class Scaled:
-    """Base of the tensor classes of all formats: dataclasses with fields `data` (elements of 8 bits or less), `scale`,
-    in some formats a third tensor, and fields that describe the layout.
+    """Base of the tensor classes of all formats.
 
-    Instances can be copied and pickled, and pass torch.load(weights_only=True) and pytree functions; so containers of
-    them pass torch.compile and torch.export.
+    They are dataclasses with fields `data` (elements of 8 bits or less), `scale`, in some formats a third tensor, and
+    fields that describe the layout. Instances can be copied and pickled, and pass torch.load(weights_only=True) and
+    pytree functions; so containers of them pass torch.compile and torch.export.
     """
 
     data: Tensor
     scale: Tensor
     parts: ClassVar[Parts]
     reads_as: ClassVar[str]
-    """The form's name that `form_name()` returns. `reads_as` and `parts` are set on each instance, but are no dataclass
-    fields.
-    """
+    """The result of `form_name()`. Each instance has `reads_as` and `parts` as attributes, not as dataclass fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
     """Name of a recipe that takes this class; `weight_only`: the recipe that decodes it for rows in 16 bits, if any."""
@@ -122,9 +120,7 @@ class Scaled:
         return tuple(form)
 
     def form_name(self) -> str:
-        """Return the name of the `form.Form` whose kernels read this tensor without preparation; "" if
-        there is none.
-        """
+        """Return the name of the `form.Form` whose kernels read this tensor unprepared; "" if there is none."""
         return ""
 
     def note(self) -> None:

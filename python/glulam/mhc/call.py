@@ -32,9 +32,7 @@ def sms_to_cut_by(call: Any) -> int:
 
 
 class MhcCall(AddressedCall):
-    """A call of a hyper-connection operator. `formed`: names of the parameters whose dtypes the kernel gets as a
-    constant.
-    """
+    """A call of a hyper-connection operator. `formed`: parameters whose dtypes the kernel takes as a constant."""
 
     family = "mhc"
     trailing = 2

@@ -116,8 +116,9 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @operator(AggregateBackwardCall)
 def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, of_x: bool, of_h_pre: bool) -> Any:
-    """Return the gradients of x and h_pre from d_out, that of aggregate's result; None for one whose flag `of_...` is
-    False.
+    """Return the gradients of x and h_pre from d_out, the gradient of aggregate's result.
+
+    None is returned for each gradient whose flag `of_...` is False.
     """
 
 

@@ -1,6 +1,4 @@
-"""project: compute the coefficients that mix the residual streams, from the streams, with their norm in
-the same pass.
-"""
+"""project: compute the coefficients for mixing residual streams, from the streams, and their norm in the same pass."""
 
 from __future__ import annotations
 
@@ -194,8 +192,9 @@ class Projecting(MhcCall):
         check_eps(self.op, self.eps)
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
-        """Return the shapes and dtypes of results with these last dimensions for each token, in the dtype of sums over
-        x.
+        """Return the shapes and dtypes of results with these last dimensions for each token.
+
+        Their dtype is that of sums over x (`accumulator`).
         """
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
@@ -280,14 +279,15 @@ def project_backward(
     alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, stats: Tensor, d_aggregate: Tensor | None,
     h_pre: Tensor | None, d_residual: Tensor | None, eps: float, of_x: bool, of_weight: bool,
 ) -> Any:  # fmt: skip
-    """Return (d_x, d_weight, d_sums): d_sums holds the gradients of bias, then of the alphas, in the dtype of sums over
-    x.
+    """Return (d_x, d_weight, d_sums): d_sums holds the gradients of bias, then of the three alphas.
+
+    d_sums has the dtype of sums over x (`accumulator`).
 
     Args:
         d_pre, d_post, d_res: gradients of the results. None: there is none.
         stats: the fourth result of `project_streams`.
         d_aggregate, h_pre, d_residual: addends of d_x, see `ProjectBackwardCall`. None: not added.
-        of_x, of_weight: whether d_x and d_weight are wanted; None is returned for one that is not.
+        of_x, of_weight: d_x and d_weight are wanted; None is returned for one that is not.
     """
 
 

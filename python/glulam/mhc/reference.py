@@ -140,9 +140,7 @@ def project_backward(
 
 
 def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor | None) -> Tensor:
-    """Return the streams' gradient d_x with two more addends: the gradient through `aggregate`, and d_residual if not
-    None.
-    """
+    """Return d_x, the gradient of the streams, plus the gradient through `aggregate`, plus d_residual if not None."""
     total = wide(d_x) + wide(h_pre).unsqueeze(-1) * wide(d_aggregate).unsqueeze(-2)
     return (total if d_residual is None else total + wide(d_residual)).to(d_x.dtype)
 

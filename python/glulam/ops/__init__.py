@@ -1,3 +1,1 @@
-"""The operators, one file each: the public function, the checks of its arguments, and the definition of its kernel
-call.
-"""
+"""The operators, one file each: the public function, the checks of its arguments, and its kernel call's definition."""

@@ -72,8 +72,9 @@ class Adapted(Call):
         raise NotImplementedError
 
     def reference(self, problem: Problem) -> Any:
-        """Compute one GEMM of x and low side by side with the weight and low_w, so that the sum is rounded once, as by
-        kernels.
+        """Compute one GEMM of x and low side by side with the weight and low_w.
+
+        So the sum is rounded once, as by kernels.
         """
         lead = take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1

@@ -1,6 +1,4 @@
-"""The activation of rows and its gradient as kernels of their own, for calls in which no GEMM's
-epilogue computes them.
-"""
+"""The activation of rows and its gradient as separate kernels, for calls in which no GEMM's epilogue computes them."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _packed = packer("gate")
 
 
 def width_of(columns: int, activation: str) -> int:
-    """Return the number of columns of an activation, given those of its preactivation: half of them if
-    it has a gate.
-    """
+    """Return the columns of an activation, given those of its preactivation: half of them if it has a gate."""
     return columns // 2 if is_gated(activation) else columns
 
 

@@ -45,8 +45,7 @@ def grouped_bias_grad(
     row_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute the gradient of the bias in y = ... + s b_e: for each expert the sum of row_scale[row] dy[row] over its
-    rows.
+    """Compute the gradient of the bias in y = ... + s b_e: for each expert, the sum of s dy over its rows.
 
     Rows after the last group reach no result. The sums are in float32, deterministic, and rounded once.
 

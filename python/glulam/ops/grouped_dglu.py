@@ -60,9 +60,7 @@ D_ROW_SCALE = Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", ze
 
 
 def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the temporary memory of a launch for partial sums of d_row_scale, enough for one in each tile of any
-    width.
-    """
+    """Return the temporary memory of a launch for partial sums of d_row_scale: one for each tile, of any width."""
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
     return {"partials": (shape, torch.float32)} if call.makes(D_ROW_SCALE) and problem.rows else {}
 
@@ -115,11 +113,11 @@ def grouped_dglu(
     transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:
-    """Compute the gradients of h and row_scale for y = m w2_e^T, m = activation(h) row_scale[row]; also compute m
-    again.
+    """Compute the gradients of h and row_scale for y = m w2_e^T with m = activation(h) row_scale[row].
 
     h is preact. With dm = dy w2_e: dpreact = dm * row_scale * activation'(h), and d_row_scale is the sum of
-    dm * activation(h) over the columns. Rows after the last group reach no result, and are not written.
+    dm * activation(h) over the columns. m is computed again and returned, too. Rows after the last group reach no
+    result, and are not written.
 
     Args:
         dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
@@ -136,7 +134,8 @@ def grouped_dglu(
         transpose_w: differentiate y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. w2 is not copied.
 
     Returns:
-        GluGradients: dpreact and act in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. After the last
+        GluGradients: dpreact and act (m) in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. After the
+            last
         group, dpreact and act are uninitialised and d_row_scale is zero.
 
     Raises:

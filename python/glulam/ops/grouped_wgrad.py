@@ -101,8 +101,10 @@ class GroupedWgradCall(Call):
         return self.problem(experts, k, out_features=n, out_dtype=out_dtype, gathers=gathers, operands=operands)
 
     def _check_recipe(self, n: int, k: int) -> str:
-        """Check the recipe, and return the operands that its weight gradients multiply (a key of
-        `cute_kernels.formats.OPERANDS`).
+        """Check the recipe, and return the operands of its weight gradients, a key of `formats.OPERANDS`.
+
+        Args:
+            n, k: columns of dy and of x.
         """
         recipe = recipes.find(self.op, self.recipe)
         if not recipe.trains:
@@ -158,9 +160,7 @@ class GroupedWgradCall(Call):
         return out
 
     def dispatch(self) -> Any:
-        """Dispatch to torch's operator with the recipe's name in place of the recipe, as the operator's schema wants
-        it.
-        """
+        """Dispatch to torch's operator, whose schema takes the recipe's name in place of the recipe."""
         named: Any = changed(self, recipe=recipes.find(self.op, self.recipe).name)
         return super(GroupedWgradCall, named).dispatch()
 

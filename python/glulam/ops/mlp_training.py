@@ -135,9 +135,7 @@ class KeepsPreact(Call):
 
 
 class PreparesRows(KeepsPreact):
-    """A forward in MXFP8 that also returns h, and quantises x and the weights. `trained`: a weight
-    requires a gradient.
-    """
+    """A forward in MXFP8 that also returns h, and quantises x and weights. `trained`: a weight requires a gradient."""
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
@@ -163,8 +161,9 @@ def _forward_reference(call: Any, problem: Problem, out: Tensor, preact: Tensor)
 
 
 class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
-    """The forward in MXFP8 as an operator that returns (y, h). It is one stage of a training step, so not
-    differentiable.
+    """The forward in MXFP8 as an operator that returns (y, h).
+
+    It is one stage of a training step, so it is not differentiable itself.
     """
 
     torch_op = "grouped_mlp_mxfp8_preact"
@@ -249,9 +248,7 @@ def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class PreparesColumns(GradientsCall):
-    """A call that computes the data gradients in MXFP8, and quantises the weights. `trained`: a weight requires a
-    gradient.
-    """
+    """A call for the data gradients in MXFP8 that quantises the weights. `trained`: a weight requires a gradient."""
 
     tabled = ()
     definition = dataclasses.replace(
@@ -296,9 +293,7 @@ class Mxfp8GradientsCall(PreparesColumns):
         return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 
     def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
-        """Check w1, which must have `experts` experts of `rows` rows, and return its number of columns,
-        which is dx's.
-        """
+        """Check that w1 has `experts` experts of `rows` rows, and return its number of columns, which is dx's."""
         shape = check_weight(self, "w1", "E 2I H", recipe)
         if shape[:2] != (experts, rows):
             mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")

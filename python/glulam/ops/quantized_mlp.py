@@ -139,9 +139,7 @@ def _rounds(problem: Problem) -> bool:
 
 
 def _copies(call: Any, problem: Problem) -> bool:
-    """Return True if rows of a layer's tokens are copied, since kernels that decode weights cannot read
-    rows by index.
-    """
+    """Return True if a layer's tokens are copied to rows, since kernels that decode weights cannot read by index."""
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
@@ -173,9 +171,7 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> Before | None:
-    """Return the step before a launch that makes x contiguous for the kernel that copies rows; None if no rows are
-    copied.
-    """
+    """Return the step before a launch that makes x contiguous for the kernel that copies rows; None: no copy."""
     if not _copies(call, problem):
         return None
     if _rounds(problem):
@@ -203,8 +199,10 @@ def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, pr
 
 
 class QuantizedMlpCall(ReadsQuantized):
-    """A call of grouped_mlp with a recipe that quantises. `dtype`: the result's dtype if x is in MXFP8. None: x's
-    dtype.
+    """A call of grouped_mlp with a recipe that quantises.
+
+    Attributes:
+        dtype: the result's dtype if x is in MXFP8. None: x's dtype.
     """
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}

@@ -1,6 +1,4 @@
-"""Quantised weights of calls: their parts (elements, scales, global scale), their checks, and the form that kernels
-read.
-"""
+"""Quantised weights of calls: their parts (elements, scales, global scale), checks, and the form that kernels read."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
 def ready(
     recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
 ) -> Parts:
-    """Return the prepared parts of a weight that kernels cannot read directly; the weight's own parts if it was not
-    prepared.
+    """Return the prepared parts of a weight that kernels cannot read directly; its own parts if it was not prepared.
 
     Args:
         recipe: the recipe's name.
@@ -84,8 +81,7 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return a call's weight `name` in the form in which it is computed with. If it was not prepared before, prepare it
-    now.
+    """Return a call's weight `name` in the form in which it is computed with; prepare it now if necessary.
 
     On the CPU, weights that the reference can read are not prepared.
     """
@@ -172,7 +168,5 @@ class ReadsQuantized(Quantized):
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     def prepared(self) -> Any:
-        """Prepare the call as any operator's call is prepared, after its weights were converted to the form that
-        kernels read.
-        """
+        """Convert weights to the form that kernels read, then prepare the call as for any operator."""
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()

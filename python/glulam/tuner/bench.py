@@ -60,9 +60,7 @@ class GpuBench:
         return num_bytes(problem, self._found) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
-        """Allocate the tensors of a problem: several sets, which calls use in turns, so that they do not stay in the L2
-        cache.
-        """
+        """Allocate the tensors of a problem: several sets that calls use in turns, so that L2 does not keep them."""
         self._problem, self._sets, self._offs = problem, [], {}
         copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem, self._found)), MAX_SETS)
         self._sets = [launches_of(problem, self._found, self._device, seed) for seed in range(copies)]

@@ -75,8 +75,7 @@ def tiles_of(spec: Spec) -> list[TileConfig]:
 
 @functools.lru_cache(maxsize=256)
 def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple[Spec, ...]:
-    """Return the specs to measure: the shipped ones, the default choice first, then others, the fastest in the model
-    first.
+    """Return the specs to measure: the shipped ones, the default choice first, then others by modelled time.
 
     Args:
         count: number of specs besides the shipped ones.

@@ -143,8 +143,10 @@ def shape_of(
     recipe: TunedRecipe = "bf16",
     **rest: Any,
 ) -> Problem:
-    """Return the problem that `tune`'s arguments describe, with 0 rows. Raises ValueError for a recipe that is not
-    tuned.
+    """Return the problem that `tune`'s arguments describe, with 0 rows.
+
+    Raises:
+        ValueError: the recipe cannot be tuned.
     """
     found = recipes.find("tune", recipe)
     if found.name not in TUNED or (op != "grouped_mlp" and found is not recipes.BF16):
@@ -221,8 +223,7 @@ def run(
     progress: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuneReport:
-    """Tune problems on a bench. Each point (one number of rows of a problem) is written to the table when it is
-    decided.
+    """Tune problems on a bench. A point (one number of rows) is written to the table when it is decided.
 
     Args:
         problems: the problems; their own numbers of rows do not matter.
@@ -298,10 +299,10 @@ def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
 
 @contextlib.contextmanager
 def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar on standard error by a number of contests; it does nothing unless
-    `shown`.
+    """Yield a function that advances a progress bar on standard error by a number of contests.
 
-    A line above the bar says how many contests there are and about how long they take.
+    A line above the bar says how many contests there are and about how long they take. Without `shown`, nothing is
+    shown.
     """
     if not shown:
         yield lambda contests: None

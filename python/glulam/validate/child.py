@@ -107,9 +107,7 @@ def _check_same(trial: Trial, made: Sequence[Tensor], again: Sequence[Tensor], w
 
 
 def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
-    """Capture a graph of the trial's call, replay it with other group sizes, and check that its results are those of a
-    call.
-    """
+    """Check that a graph of the call, replayed with other group sizes, gives the results of a call with these sizes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = trial.call(given)

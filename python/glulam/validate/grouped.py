@@ -69,8 +69,7 @@ def _sizes(size: Size, hidden: int) -> list[Sized]:
 
 
 def _replayed(sized: Sized, size: Size) -> Given:
-    """Return the group sizes with which a graph's replay is tried: those of the second routing, for a trial of the
-    first one.
+    """Return the group sizes for a graph's replay: those of the second routing, for a trial of the first one.
 
     Empty for trials of other routings, which are not replayed.
     """
@@ -79,9 +78,7 @@ def _replayed(sized: Sized, size: Size) -> Given:
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_mm. Weights in formats that grouped_mm does not decode are only tried in an MLP, see
-    `mlp`.
-    """
+    """Yield trials of grouped_mm. Weights in formats that it does not decode are only tried in an MLP, see `mlp`."""
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return
@@ -218,8 +215,9 @@ def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Yield pairs of a form (activation, layout) and sizes: every form with the first routing, then the first form with
-    the others.
+    """Yield pairs of a form (activation, layout) and sizes.
+
+    These are every form with the first routing, then the first form with every other routing.
     """
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
@@ -317,9 +315,7 @@ def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
 
 
 def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
-    """Return the result of grouped_mlp, called while a gradient is recorded, so that forward keeps its
-    preactivation.
-    """
+    """Return the result of grouped_mlp while a gradient is recorded, so that forward keeps its preactivation."""
     with torch.enable_grad():
         made = grouped_mlp(**{**given, "x": given["x"].detach().requires_grad_()}, **options)
     return [made.detach()]
@@ -384,8 +380,7 @@ def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_wgrad in which `out` is overwritten, added to, or one of the two for each expert by a
-    mask.
+    """Yield trials of grouped_wgrad: `out` is overwritten, added to, or one of the two for each expert by a mask.
 
     Elements to be overwritten are NaN before the call.
     """

@@ -1,5 +1,7 @@
-"""Inputs on which mistakes show: neighbouring rows, experts and blocks of the contraction have different scales, rows
-after the last group are NaN, and groups have usual and extreme sizes.
+"""Inputs on which mistakes show.
+
+Neighbouring rows, experts and blocks of the contraction have different scales, rows after the last group are NaN, and
+groups have usual and extreme sizes.
 """
 
 from __future__ import annotations

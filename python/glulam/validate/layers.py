@@ -44,8 +44,9 @@ def _chosen(made: Routing) -> list[Tensor]:
 
 
 def _logits(tokens: int, experts: int) -> Tensor:
-    """Return logits [tokens, experts]; those that differ do so by more than any rounding, so all dtypes choose the same
-    experts.
+    """Return logits [tokens, experts] with which all dtypes choose the same experts.
+
+    Some are equal; the others differ by more than any rounding.
     """
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])

@@ -31,9 +31,7 @@ class Machine(NamedTuple):
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Return True if a bundle may be used: a function passed and none failed. Functions that were not reached serve no
-    call.
-    """
+    """Return True if a bundle may be used: a function passed and none failed. Unreached functions serve no call."""
     states = {outcome.state for outcome in outcomes}
     return PASSED in states and FAILED not in states
 

@@ -29,8 +29,9 @@ def scale_exponents(amax: Tensor) -> Tensor:
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x [R, K] by rows: return E2M1 bytes [R, K/2] and E8M0 bytes [R, K/32]. A block with a NaN
-    has elements 0.
+    """Encode x [R, K] by rows: return E2M1 bytes [R, K/2] and E8M0 bytes [R, K/32].
+
+    A block with a NaN has elements 0.
     """
     blocks = x.float().unflatten(1, (-1, BLOCK))
     exponents = scale_exponents(blocks.abs().amax(dim=2))

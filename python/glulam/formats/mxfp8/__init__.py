@@ -1,6 +1,4 @@
-"""MXFP8: E4M3 elements with a power of two (E8M0) for each 32; quantisers, and folding of weights to a scale for each
-row.
-"""
+"""MXFP8: E4M3 elements with a power of two (E8M0) for each 32; quantisers, and folding to one scale for each row."""
 
 from .fold import FoldedWeight, FoldError, FoldReport, prepare_mxfp8_weight, rebase_mxfp8
 from .quantize import quantize_mxfp8

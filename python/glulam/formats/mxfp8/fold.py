@@ -406,8 +406,10 @@ def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) 
 
 
 def _report(changes: list[_Change], max_error: float) -> FoldReport:
-    """Return the report on all experts. Raises FoldError if a weight is not finite, or changed by more than
-    `max_error`.
+    """Return the report on all experts, from the changes of all chunks.
+
+    Raises:
+        FoldError: a weight is not finite, or was changed by more than `max_error`.
     """
     numbers = torch.stack([change.numbers for change in changes]).cpu()
     finite, changed, nonzero, row_errors, errors, places, drops = numbers[:, :-MAX_BINADES].unbind(1)

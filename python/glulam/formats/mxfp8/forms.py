@@ -1,6 +1,4 @@
-"""Forms of MXFP8 weights (a scale for 32 elements, or folded to one for each row), and the rounding of
-rows to MXFP8.
-"""
+"""Forms of MXFP8 weights (a scale for 32 elements, or for each row after folding), and rounding of rows to MXFP8."""
 
 from __future__ import annotations
 
@@ -90,8 +88,9 @@ class Folded(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnBlocks(Blocks):
-    """The form for data gradients: a transposed weight [E, K, N] with a scale for 32 elements along N, which is
-    contracted.
+    """The form for data gradients: a transposed weight [E, K, N], with a scale for 32 elements along N.
+
+    A data gradient contracts over N.
     """
 
     name = "mxfp8-col"
@@ -118,8 +117,9 @@ class Rows:
 
 
 class Columns(Rows):
-    """Rows of a group as weight gradients contract them: a block is 32 rows of a column, and the first begins with the
-    group.
+    """Rows of a group as weight gradients contract them: a block is 32 rows of a column.
+
+    Blocks are counted from the group's first row.
     """
 
     def rounded(self, values: Tensor) -> Tensor:

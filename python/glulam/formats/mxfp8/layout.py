@@ -36,9 +36,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def outer_and_blocks(rows: int, columns: int, axis: str) -> tuple[int, int]:
-    """Return (outer, blocks), the sizes of the matrix of scales, for a matrix [rows, columns] quantised
-    along `axis`.
-    """
+    """Return (outer, blocks), the sizes of the matrix of scales of a matrix [rows, columns]."""
     return (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
 
 

@@ -82,9 +82,7 @@ class MXFP8Tensor(Stored):
         return self._with(scale=layout.swizzled(self._scale_bytes()).view(SCALE_DTYPE), scale_layout="swizzled")
 
     def _turned(self, matrix: Tensor) -> Tensor:
-        """Transpose the matrix if it is quantised along columns, so that blocks lie along rows; the inverse is the
-        same.
-        """
+        """Return the matrix, transposed if quantised along columns, so that blocks lie along rows; its own inverse."""
         return matrix if self.axis == "row" else matrix.mT
 
     def _scale_bytes(self) -> Tensor:

@@ -83,8 +83,9 @@ def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) 
 
 
 def by_row(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the global scale of a weight of this shape, reshaped to multiply its rows: [..., N, 1],
-    [E, 1, 1], or [].
+    """Return the global scale reshaped to multiply the rows of a weight of this shape.
+
+    Its shape is [..., N, 1], [E, 1, 1], or [].
     """
     if global_scale.dim() < 2:
         return global_scale if not global_scale.dim() else global_scale[:, None, None]
