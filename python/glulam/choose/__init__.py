@@ -68,11 +68,12 @@ def _tuned_in_words(found: known.Tuned, ships: Spec) -> str:
 class Chooser:
     """Choose specs as `choose` does, without the reasons, for problems that differ only in their number of rows.
 
-    What does not depend on rows is looked up once: preferences, the layer of a tuned table, and the shipped spec for
-    each size class (`shipped.size_of`).
+    Everything that does not depend on rows is looked up once: preferences, the layer of a tuned table, and the shipped
+    spec for each key of `shipped.size_of`.
 
     Args:
-        problem: any of these problems. arch, gpu: see `choose`.
+        problem: any of these problems.
+        arch, gpu: see `choose`.
     """
 
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:

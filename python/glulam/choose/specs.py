@@ -129,10 +129,10 @@ def _is_valid(make: MakeSpec, tile: TileConfig) -> bool:
 
 
 def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
-    """Return all tiles with which the spec that `make` returns is a kernel that can run.
+    """Return all tiles on which a kernel can run.
 
     Args:
-        make: returns the spec on a tile.
+        make: returns the kernel's spec on a tile.
         bits: size of the operands' elements.
     """
     return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]

@@ -113,7 +113,12 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Unfinished:
-    """An interrupted run of the tuner: its arguments, and the numbers of rows an expert that it has measured."""
+    """An interrupted run of the tuner.
+
+    Attributes:
+        asked: the run's options as JSON.
+        rows: the numbers of rows an expert that it has measured.
+    """
 
     asked: str
     rows: tuple[float, ...]

@@ -96,7 +96,11 @@ def _byte(bits: Bits) -> Bits:
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """Return for each of the four pairs, and each of its 256 byte values, the bits of the word, int32, that it sets."""
+    """Return a table for each of the four pairs: for each of the pair's 256 byte values, the bits of the word that it
+    sets.
+
+    A word is the exclusive or of the four entries. Entries are int32 numbers.
+    """
     rows = []
     for bit in range(WORD_BITS):
         rows.append((sum(byte << 8 * i for i, byte in enumerate(_pairs(1 << bit))), 1 << bit))

@@ -87,7 +87,7 @@ class Adapted(Call):
 
 
 class AdaptedMmCall(Adapted, GroupedMmCall):
-    """A call of adapted_mm."""
+    """A call of adapted_mm: its checks and the width of its result; see `calls.call.Call`."""
 
     op, serves, weight = "adapted_mm", "grouped_mm", "w"
     tabled = ("w",)
@@ -110,7 +110,7 @@ class AdaptedGluCall(Adapted, GroupedGluCall):
 
 
 class AdaptedDgluCall(Adapted, GroupedDgluCall):
-    """A call of adapted_dglu."""
+    """A call of adapted_dglu: its checks and the width of its result; see `calls.call.Call`."""
 
     op, serves, weight = "adapted_dglu", "grouped_dglu", "w2"
     tabled = ("w2",)

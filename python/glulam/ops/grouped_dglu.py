@@ -66,7 +66,7 @@ def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class GroupedDgluCall(Call):
-    """A call of grouped_dglu."""
+    """A call of grouped_dglu: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
 
     op = "grouped_dglu"
     explains = True

@@ -31,7 +31,7 @@ def _reference(call: Any, problem: Problem, out: Tensor, preact: Tensor | None =
 
 
 class GroupedGluCall(Call):
-    """A call of grouped_glu."""
+    """A call of grouped_glu: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
 
     op = "grouped_glu"
     explains = True

@@ -43,7 +43,9 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMlpCall(Call):
-    """A call of grouped_mlp in 16 bits."""
+    """A call of grouped_mlp in 16 bits: the checks of its arguments, and its results and reference; see
+    `calls.call.Call`.
+    """
 
     op = "grouped_mlp"
     explains = True

@@ -28,7 +28,9 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm in 16 bits."""
+    """A call of grouped_mm in 16 bits: the checks of its arguments, and its results and reference; see
+    `calls.call.Call`.
+    """
 
     op = "grouped_mm"
     explains = True

@@ -59,7 +59,7 @@ def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class GroupedWgradCall(Call):
-    """A call of grouped_wgrad."""
+    """A call of grouped_wgrad: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
 
     op = "grouped_wgrad"
     explains = True

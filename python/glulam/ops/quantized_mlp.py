@@ -311,6 +311,6 @@ class QuantizedMlpCall(ReadsQuantized):
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """Return x and its scales with rows in order."""
+        """Return x with its rows in order, as `rows` selects them, and likewise x's scales (None: x is in 16 bits)."""
         scale = self.x_scale
         return take_rows(self.x, self.rows), None if scale is None else take_rows(scale, self.rows)

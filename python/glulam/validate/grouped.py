@@ -374,7 +374,7 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
 
 
 def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """Yield trials of kernels that prepare weights for FP8: training steps with such weights."""
+    """Yield trials of the kernels that fold weights for FP8 GEMMs; these are training steps with such weights."""
     sized = _sizes(size, size.in_blocks)
     return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 

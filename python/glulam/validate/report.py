@@ -37,7 +37,7 @@ def passes(outcomes: Sequence[Outcome]) -> bool:
 
 
 def report(machine: Machine, outcomes: Sequence[Outcome]) -> str:
-    """Return the report in Markdown; it contains no times."""
+    """Return the report in Markdown. It contains no times."""
     counts = Counter(outcome.state for outcome in outcomes)
     bad = [outcome for outcome in outcomes if outcome.state != PASSED]
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
