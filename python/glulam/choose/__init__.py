@@ -1,9 +1,12 @@
-"""Choosing kernels: what a user prefers, else what a tuned table says, else what ships.
+"""Choose the kernel for a problem: the one a user prefers, else the one a tuned table names, else a shipped one.
 
-Read in this order: `choose` asks these in turn; `known` has preferences and tuned tables, `table` their files;
-`shipped` has what ships (what a rule of the architecture says, else what was measured fastest, else what the cost model
-has fastest), `estimates` its times; `specs` the specs that users and files describe; `loadable` what can be had without
-compiling; `records` files that anybody may have written.
+A problem (`problem`) is the host's knowledge of a call: operator, sizes, dtype, options. A spec (`cute_kernels.specs`)
+describes one compiled kernel, with the tile on which it computes. A kernel serves a problem if it can compute it.
+
+Read the files in this order. `choose` below tries the sources in turn. `known` has preferences and tuned tables,
+`table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture, else by measured
+times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions of users and
+files. `loadable` finds functions that need no compiling. `records` reads files that anybody may have written.
 """
 
 from __future__ import annotations
@@ -23,8 +26,12 @@ __all__ = ["Choice", "Chooser", "choose"]
 
 
 def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
-    """The spec that serves a problem on an architecture and the GPU of this name, with the rows that are expected.
-    Nothing is compiled or measured.
+    """Return the spec that serves a problem, with the reasons. Nothing is compiled or measured.
+
+    Args:
+        problem: if it has `world_experts`, the spec is chosen for `problem.expected`, the rows that are expected here.
+        arch: the architecture, e.g. "sm90".
+        gpu: the GPU's name, by which tuned tables are found. "": no tuned table is read.
     """
     if problem.expected is not problem:
         choice = choose(problem.expected, arch, gpu)
@@ -59,9 +66,14 @@ def _tuned_in_words(found: known.Tuned, ships: Spec) -> str:
 
 
 class Chooser:
-    """The specs that `choose` gives problems that differ in their rows alone, without its reasons.
+    """Choose specs as `choose` does, without the reasons, for problems that differ only in their number of rows.
 
-    What rows do not decide is asked for once: preferences, the layer of a tuned table, and the spec for a size.
+    Everything that does not depend on rows is looked up once: preferences, the layer of a tuned table, and the shipped
+    spec for each key of `shipped.size_of`.
+
+    Args:
+        problem: any of these problems.
+        arch, gpu: see `choose`.
     """
 
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:

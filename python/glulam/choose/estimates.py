@@ -1,7 +1,8 @@
-"""Estimated time of a problem on each of several tiles: measured if its shape was, else by the architecture's model.
+"""Estimate a problem's time on each of several tiles, from measurements of its shape if there are any, else by a model.
 
-An architecture's file of measurements holds every tile that was tried on the shapes of known models, at 1 to 4096 rows
-an expert; `python -m perf table` writes the file. It is read once, when the first plan is made.
+Each architecture has a file of measurements: every tile that was tried on the shapes of known models, at 1 to 4096 rows
+an expert; `python -m perf table` writes the file. It is read once, when the first plan is made. The cost model is also
+the architecture's.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ MODELLED = "by the cost model"
 
 
 def interpolated(x: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Return y at x between two points (x, y), linear in logarithms."""
+    """Return y at x, interpolated between two points (x, y) linearly in the logarithms of x and y."""
     (x0, y0), (x1, y1) = left, right
     return y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)) if x1 > x0 else y0
 
 
 class Curve(NamedTuple):
-    """Microseconds by rows an expert, of each tile by its name."""
+    """Measured times of one GEMM shape.
+
+    Attributes:
+        rows: the measured numbers of rows an expert, ascending.
+        us: microseconds at each of these numbers, by the tile's name.
+    """
 
     rows: list[int]
     us: dict[str, list[float]]
 
     def at(self, tile: str, average: float) -> float | None:
-        """Return microseconds interpolated at `average` rows; None outside of the measured rows or for another tile."""
+        """Return microseconds on a tile, interpolated at `average` rows an expert.
+
+        None: the tile was not measured, or not at this many rows.
+        """
         if tile not in self.us or not self.rows[0] <= average <= self.rows[-1]:
             return None
         right = max(bisect.bisect_left(self.rows, average), 1)
@@ -43,7 +52,7 @@ class Curve(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The GPU that the measurements come from, and a curve for each `Part.key`."""
+    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape (`Part.key`)."""
 
     gpu: str
     curves: dict[tuple[str, int, int, int], Curve]
@@ -62,7 +71,13 @@ def measured(arch: str) -> Measured:
 
 
 class Estimate(NamedTuple):
-    """Microseconds on a tile, the mean over even and skewed routing, and the source of the number."""
+    """Estimated time on one tile.
+
+    Attributes:
+        us: microseconds, the mean over even and skewed routing.
+        tile: the tile.
+        source: origin of the number, as text: "measured on <gpu>" or `MODELLED`.
+    """
 
     us: float
     tile: TileConfig
@@ -70,14 +85,17 @@ class Estimate(NamedTuple):
 
 
 def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> float | None:
-    """Return the measured time of all parts together; None if a part was not measured."""
+    """Return a tile's measured time, summed over the parts (the problem's GEMMs); None if a part was not measured."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None
 
 
 def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
-    """Return each tile's time for all parts, the fastest first. All times are measured, or all are modelled."""
+    """Return each tile's time, summed over the parts (the problem's GEMMs), the fastest tile first.
+
+    If any time was not measured, all times come from the architecture's cost model, so that they are comparable.
+    """
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"
     if None in times:

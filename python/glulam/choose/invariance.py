@@ -1,7 +1,8 @@
-"""Kernels that add in one order: which of them may serve where a row's bits must not depend on the other rows.
+"""Batch invariance: restrict the choice to kernels that add in one order, so that no row's bits depend on other rows.
 
-A problem has one order for all numbers of rows and all forms: that of its widest tile without a preactivation, which
-serves many rows, as in training. A kernel in another order is left out, and the next wider tile serves instead.
+A problem has one accumulation order for all numbers of rows, with or without a saved preactivation: the order of its
+widest tile without a preactivation, which serves many rows, as in training. A kernel that adds in another order is left
+out, and the next wider tile in order serves instead.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from .problem import Problem, changed
 Orders = tuple[Accumulation, ...]
 SWITCH = "glulam.batch_invariant(True)"
 ROUNDED = "a forward that records a gradient, without `recompute`, rounds the preactivation before the activation"
-"""Of an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
+"""Reason given for an MLP with frozen weights, whose forward is then three calls (`backward.frozen`)."""
 BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 
 def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
-    """Return the order in which each GEMM of a problem adds, by the tiles that ship for it."""
+    """Return, for each shipped tile of a problem, the accumulation order of each of its GEMMs."""
     tiles = room(arch).tiles(problem)
     return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
 
 
 def order_of(problem: Problem, arch: str) -> Orders:
-    """Return the one order of a problem's GEMMs; in training it is that of inference."""
+    """Return the accumulation order that a problem's GEMMs must have: in training it is that of inference."""
     plain = changed(problem, save_preact=False, adapted=False) if problem.save_preact else problem
     tiles = orders_by_tile(plain, arch)
     return tiles[max(tiles, key=lambda tile: tile.m)]
 
 
 def is_invariant(problem: Problem, arch: str) -> bool:
-    """Return True if every tile that ships for a problem adds in its one order."""
+    """Return True if every tile that ships for a problem adds in the problem's one order (`order_of`)."""
     return set(orders_by_tile(problem, arch).values()) == {order_of(problem, arch)}
 
 
 def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
-    """Return the tiles that add in the problem's one order, those for the fewest rows first.
+    """Return the shipped tiles that add in the problem's one order (`order_of`), smallest m first.
 
     Raises:
-        NotImplementedError: none of them does.
+        NotImplementedError: no tile adds in this order.
     """
     order = order_of(problem, arch)
     found = sorted((t for t, own in orders_by_tile(problem, arch).items() if own == order), key=lambda tile: tile.m)
@@ -58,10 +59,12 @@ def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
 
 
 def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
-    """Return the tile that serves in place of one that a rule took: itself, or the next wider one in order.
+    """Return `tile`, chosen by a rule, if it adds in the problem's one order; else the next wider tile that does.
+
+    If no wider tile adds in this order, the widest one that does is returned.
 
     Raises:
-        NotImplementedError: as of `tiles_in_order`.
+        NotImplementedError: no tile adds in this order.
     """
     usable = tiles_in_order(problem, arch)
     if tile in usable:
@@ -70,5 +73,5 @@ def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
 
 
 def keeps_order(spec: Spec, problem: Problem, arch: str) -> bool:
-    """Return True if a kernel that a user or a table chose may serve a problem."""
+    """Return True if a kernel adds in the problem's one order, or if the problem need not be invariant."""
     return not problem.invariant or accumulations_of(spec) == order_of(problem, arch)

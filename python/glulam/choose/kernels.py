@@ -1,4 +1,4 @@
-"""Find the function that launches a spec: in the bundle, or compiled by `compile`."""
+"""Find the function that launches a spec, in the bundle or the cache; `compile` makes kernels that both lack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .problem import Problem, dtype_name
 
 
 class Kernel(NamedTuple):
-    """A launchable function and its source: "shipped" or "jit"."""
+    """A function that launches a kernel, and its source: "shipped" (the bundle has it) or "jit" (`compile` made it)."""
 
     function: Function
     source: str
@@ -32,7 +32,7 @@ _compiled: dict[Spec, Function] = {}
 
 
 def find(spec: Spec) -> Kernel:
-    """Find the function of a spec. Nothing is compiled.
+    """Find the function that launches a spec. Nothing is compiled.
 
     Raises:
         BundleError: there is no usable bundle, or the bundle lacks this spec and `compile` has not made it.
@@ -48,7 +48,13 @@ def find(spec: Spec) -> Kernel:
 
 
 class Served(NamedTuple):
-    """The function that serves a problem, a flag whether its kernels draw tickets, and its signature."""
+    """The function that serves a problem.
+
+    Attributes:
+        function: launches the kernels.
+        draws_tickets: its kernels draw tickets, so they need the ticket counters of `host.tickets`.
+        signature: the function's arguments.
+    """
 
     function: Function
     draws_tickets: bool
@@ -56,7 +62,7 @@ class Served(NamedTuple):
 
 
 class Serving:
-    """The functions for problems that differ only in their number of rows."""
+    """The functions for problems that differ only in their number of rows; `at(rows)` returns one of them."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
         self._chooser = Chooser(problem, gpu.arch, gpu.name)
@@ -71,7 +77,12 @@ class Serving:
 
 
 class Fixed:
-    """One function for any number of rows, in place of a `Serving`. `function`: None: the one that `find` returns."""
+    """Stand-in for a `Serving` that returns one function for any number of rows.
+
+    Args:
+        spec: the function's spec.
+        function: None: the one that `find` returns.
+    """
 
     def __init__(self, spec: Spec, function: Function | None = None) -> None:
         self._served = Served(function or find(spec).function, draws_tickets(spec), signature_of(spec))
@@ -84,7 +95,7 @@ _serving: Plans[Serving] = Plans()
 
 
 def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
-    """Return the functions for a problem on a GPU, with any number of rows; only the tile may depend on rows.
+    """Return the functions for a problem on a GPU, with any number of rows. Only the tile may depend on the rows.
 
     Raises:
         BundleError: see `find`.
@@ -107,7 +118,7 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
     `glulam cache forget NAME` drops the preference, and so does preferring a spec that ships.
 
     Args:
-        spec: a spec of `cute_kernels.specs`; or, instead of a spec, keywords:
+        spec: a spec of `cute_kernels.specs`. None: the keywords below describe the spec:
         op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad", "quantize_mxfp8" or
             "fold_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
@@ -158,17 +169,20 @@ def _asked_for(spec: Spec | None, fields: dict[str, Any]) -> Spec:
 
 
 def forget_choices() -> None:
-    """Choose anew: preferences and tuned tables are read again."""
+    """Drop all choices made so far; preferences and tuned tables are read again when the next kernel is chosen."""
     known.forget()
     forget_plans()
 
 
 DUMMY_SIZE = 64
-"""Every size except the number of rows, which is 0: a multiple of all layouts' blocks and of all alignments."""
+"""Size of every dimension of `_dummy_arguments` except the number of rows, which is 0.
+
+It is a multiple of all layouts' blocks and of all alignments.
+"""
 
 
 def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
-    """Return arguments of the right types for a call of a stage with no rows, which launches nothing."""
+    """Return arguments of the right types for one call of a spec's function with no rows, which launches no kernel."""
 
     def dummy(argument: Argument) -> Any:
         if argument.kind != TENSOR:

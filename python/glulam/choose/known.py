@@ -1,12 +1,12 @@
-"""What is known here of kernels for problems: what `glulam.compile` prefers, then what tuned tables say.
+"""Kernels known on this machine for a problem: those that `glulam.compile` prefers, then those that tuned tables name.
 
-Both are tables (`table`). Preferences are one in the folder `preferred` of the kernels' cache. The tuner's are at the
-places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read
-once, when the first kernel is chosen; one warning names each that is passed over. A kernel that this machine has not
+Both are files in the format of `table`. Preferences lie in the folder `preferred` of the kernels' cache. The tuner's
+tables lie where $GLULAM_TUNED says, else in the folder `tuned` of the user's configuration of glulam. Files are read
+once, when the first kernel is chosen; one warning names each that is ignored. A kernel that this machine has not
 compiled is passed over as well: choosing never compiles.
 
-The cache may be shared, so preferences are asked what its kernels are (`trust`): folder and file belong to this user or
-to root, and nobody else can write them. Both are reached through the folder as it was when it was checked.
+The cache may be shared, so preferences must pass the same checks as its kernels (`trust`): folder and file belong to
+this user or to root, and nobody else can write them. Both are opened relative to the folder as it was when checked.
 """
 
 from __future__ import annotations
@@ -39,34 +39,39 @@ CLEAR = "run `glulam cache clear --preferred`"
 NOT_OURS = "`glulam compile` did not write it"
 DISTRUSTED = "belongs to another user, or others can write it (`chmod go-w` mends that if it is yours)"
 REACH = 2.0
-"""How far beyond the fewest and the most rows that were tuned their kernels are taken, as a factor."""
+"""Tuned kernels also serve up to this factor fewer rows than were tuned, and up to this factor more."""
 NOISE = 0.01
-"""Between tuned numbers of rows, another kernel than the shipped one must be faster by this share."""
+"""Between two tuned numbers of rows, a kernel replaces the shipped one only if it is faster by this share."""
 
 
 class Held(NamedTuple):
-    """Layers that hold, by `Layer.key`, each with its file; and a line for each thing that was passed over."""
+    """Contents of the tables that hold here.
+
+    Attributes:
+        layers: by `Layer.key`, each layer with its file.
+        ignored: a line of text for each file or part of a file that is ignored.
+    """
 
     layers: dict[str, tuple[Layer, Path]]
     ignored: tuple[str, ...]
 
     @property
     def preferred(self) -> dict[Spec, Spec]:
-        """Of preferences: kernels by family."""
+        """Return the kernels by family (`shipped.family_of`), if these tables are the preferences."""
         return {family_of(spec): spec for layer, _ in self.layers.values() for spec in layer.kernels.values()}
 
 
 _held: dict[str, Held] = {}
-"""What tables say, by the GPU's name; what is preferred under the empty one."""
+"""Tables as they were read, by the GPU's name; preferences have the key ""."""
 _preferred: dict[Spec, Spec] = {}
-"""What is preferred, by family: on disk when that was read, and since then here."""
+"""Preferred kernels by family: those read from disk, and those preferred in this process."""
 _loadable: dict[Spec, bool] = {}
-"""What was asked about kernels that do not ship by choice, and all that this process preferred."""
+"""Results of `_is_there`, by kernel; True for all kernels that this process preferred."""
 _lock = threading.Lock()
 
 
 def folder() -> Path:
-    """Where preferences are."""
+    """Return the folder of preferences."""
     from ffi_bridge.cache import cache_root  # with what compiles: not needed by `import glulam`
 
     return cache_root() / FOLDER
@@ -77,7 +82,10 @@ _REACHED = re.compile(r"/proc/self/fd/[0-9]+")
 
 @contextlib.contextmanager
 def _opened(make: bool = False) -> Iterator[Path]:
-    """Give a path that leads to the folder of preferences, even if others put another folder in its place.
+    """Yield a path that leads to the folder of preferences, even if others put another folder in its place meanwhile.
+
+    Args:
+        make: make the folder if it is missing.
 
     Raises:
         BundleForeign: another user owns the folder, or may write it.
@@ -91,12 +99,15 @@ def _opened(make: bool = False) -> Iterator[Path]:
 
 
 def _told(text: str) -> str:
-    """A message in which the folder of preferences has its own name."""
+    """Return a message with the folder's own name in place of the /proc/self/fd path that `_opened` yields."""
     return _REACHED.sub(lambda _: records.shown(folder()), text)
 
 
 def locations() -> list[Path]:
-    """Files and folders that tables are searched in: those of $GLULAM_TUNED, separated as in PATH, else the user's."""
+    """Return the files and folders to search for tables: those in $GLULAM_TUNED, separated as in PATH.
+
+    If it is not set: the folder `tuned` of the user's configuration of glulam.
+    """
     chosen = os.environ.get(ENV_TUNED)
     if chosen is not None:
         return [Path(place) for place in chosen.split(os.pathsep) if place]
@@ -106,7 +117,7 @@ def locations() -> list[Path]:
 
 
 def tables() -> list[Path]:
-    """Whatever is to be read, and what of `locations` is neither a file nor a folder that can be listed."""
+    """Return the files to read as tables: *.json in the folders of `locations`, and locations that cannot be listed."""
     found: list[Path] = []
     for place in locations():
         try:
@@ -119,12 +130,12 @@ def tables() -> list[Path]:
 
 
 def _preferences(place: Path) -> list[Path]:
-    """Whatever has the ending of a table of preferences."""
+    """Return the files of a folder that may be preferences, by their ending."""
     return sorted(place.glob("*.json"))
 
 
 def _fault(path: Path) -> str:
-    """Why a file is not read as preferences; empty if `glulam compile` wrote it, of whatever version."""
+    """Return why a file is not read as preferences; "" if some version of `glulam compile` wrote it."""
     if NAME.fullmatch(path.name) and not os.path.islink(path):
         try:
             with trust.ours().opened(path):
@@ -138,7 +149,7 @@ def _fault(path: Path) -> str:
 
 
 def read_preferences() -> Held:
-    """What is preferred on disk now."""
+    """Read the preferences that are on disk now."""
     try:
         with _opened() as place:
             held = _preferences_in(place)
@@ -164,12 +175,19 @@ def _preferences_in(place: Path) -> Held:
 
 
 def read_tables(gpu: str) -> Held:
-    """What the tables on disk say now for a GPU of this name."""
+    """Read the tuned tables that are on disk now, for a GPU of this name."""
     return _read(tables(), gpu, ("remove it", "run `glulam tune` here", "tune anew into another file"))
 
 
 def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> Held:
-    """remedies: for what is no table, for one of another GPU or version, for one that is wrong in part."""
+    """Read tables, and keep the layers whose stamp holds here.
+
+    Args:
+        paths: the files.
+        gpu: the GPU's name; "" for preferences.
+        remedies: advice, as text, for a file that is no table, for a table of another GPU or version, and for a table
+            that is wrong in part.
+    """
     here = table.stamp_of(gpu)
     layers: dict[str, tuple[Layer, Path]] = {}
     ignored: list[str] = []
@@ -192,7 +210,7 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
 
 
 def _known(gpu: str = "") -> Held:
-    """What tables said of a GPU when it was first asked for, or without a name the preferences."""
+    """Return the tables of a GPU, read at the first call, or for "" the preferences."""
     if (held := _held.get(gpu)) is not None:
         return held
     with _lock:
@@ -207,26 +225,26 @@ def _known(gpu: str = "") -> Held:
 
 
 def ignored(gpu: str = "") -> tuple[str, ...]:
-    """A line for each thing that was passed over."""
+    """Return a line for each preference, and for each table of this GPU, that is ignored or wrong in part."""
     return (*_known().ignored, *(_known(gpu).ignored if gpu else ()))
 
 
 def forget() -> None:
-    """Forget what this process knows; files are read again when the next kernel is chosen."""
+    """Forget everything read so far; files are read again when the next kernel is chosen."""
     for each in (_held, _preferred, _loadable):
         each.clear()
 
 
 def ignore_preferences() -> None:
-    """Leave aside what earlier processes preferred, for as long as this one runs: benchmarks measure what ships."""
+    """Ignore the preferences of earlier processes for the rest of this one, so that benchmarks measure what ships."""
     _held[""] = Held({}, ())
 
 
 def _sections(path: Path, dropped: str = "") -> list[Section]:
-    """Return the sections of a file of preferences without the preference for the kernel `dropped`.
+    """Return the sections of a file of preferences without the preference for the kernel named `dropped`.
 
     Raises:
-        OSError: `glulam compile` did not write the file, or others can have, so it is not replaced.
+        OSError: `glulam compile` did not write the file, or others can write it, so it must not be replaced.
     """
     if why := _fault(path):
         raise FileExistsError(errno.EEXIST, f"{why}; move it elsewhere")
@@ -240,10 +258,13 @@ def _sections(path: Path, dropped: str = "") -> list[Section]:
 
 
 def prefer(spec: Spec, keep: bool = True) -> None:
-    """Let `spec` serve every problem of its family, whatever the number of rows, here and, with `keep`, in later
-    processes as well.
+    """Let `spec` serve every problem of its family, with any number of rows.
 
-    Where it serves this process alone, a warning says so, and later ones go on with what they preferred.
+    If the preference holds for this process alone, a warning says so, and later processes keep their earlier
+    preference.
+
+    Args:
+        keep: let it hold in later processes too. False: its kernel could not be kept on disk.
     """
     _preferred[family_of(spec)], _loadable[spec] = spec, True
     why_not = "its kernel was not kept"
@@ -259,13 +280,17 @@ def write_preference(spec: Spec) -> None:
     """Let `spec` serve every problem of its family in later processes.
 
     Raises:
-        OSError: what is preferred cannot be written, and stays as it was.
+        OSError: the preferences cannot be written, and stay as they were.
     """
     _rewrite(FILE, [table.preference(spec)])
 
 
 def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
-    """Add sections to a file of preferences, and drop the preference for the kernel `dropped`. Raises OSError."""
+    """Add sections to the file of preferences with this name, and drop the preference for the kernel `dropped`.
+
+    Raises:
+        OSError: the file cannot be written, and stays as it was.
+    """
     try:
         with _opened(make=True) as place:
             table.write(place / name, added, functools.partial(_sections, dropped=dropped))
@@ -279,13 +304,13 @@ def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
 
 
 def drop_preference(name: str) -> bool:
-    """Drop the preference for the kernel of this name, here and on disk, and keep the kernel and all others.
+    """Drop the preference for the kernel of this name, here and on disk. The kernel and all other preferences stay.
 
     Returns:
-        Whether there was one.
+        True if there was such a preference.
 
     Raises:
-        OSError: what is preferred cannot be written, and stays as it was.
+        OSError: the preferences cannot be written, and stay as they were.
     """
     paths = {path for layer, path in read_preferences().layers.values() if name in layer.kernels}
     for path in paths:
@@ -295,7 +320,7 @@ def drop_preference(name: str) -> bool:
 
 
 def _count(path: Path) -> int:
-    """How many preferences a file holds, damaged ones among them; 1 where it cannot be told."""
+    """Return the number of preferences in a file, damaged ones included; 1 if the file cannot be read as a table."""
     with contextlib.suppress(ValueError):
         sections, wrong = table.content(path)
         return sum(len(section.layers) for section in sections) + len(wrong)
@@ -303,11 +328,13 @@ def _count(path: Path) -> int:
 
 
 def clear_preferences() -> int:
-    """Forget all preferences, here and on disk: files that `compile` wrote, of whatever version. Returns how many were
-    removed.
+    """Forget all preferences, here and on disk: files that `compile` wrote, in whatever version.
+
+    Returns:
+        The number of preferences removed.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a file cannot be removed.
     """
     removed = 0
     with contextlib.suppress(BundleForeign, FileNotFoundError, NotADirectoryError), _opened() as place:
@@ -320,7 +347,7 @@ def clear_preferences() -> int:
 
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
-    """Whether a kernel can be had without compiling; a warning says once what happens otherwise."""
+    """Return True if a kernel can be loaded without compiling; if not, warn once with the text `otherwise`."""
     if (found := _loadable.get(spec)) is None:
         found = _loadable[spec] = loadable.is_loadable(spec)
         if not found:
@@ -329,8 +356,12 @@ def _is_there(spec: Spec, otherwise: str) -> bool:
 
 
 def preferred(problem: Problem, shipped: Spec) -> Spec | None:
-    """What a user prefers for a problem that `shipped` serves otherwise: for its very activation and layout, else for
-    several.
+    """Return the kernel that a user prefers for a problem; None if there is none.
+
+    A kernel for exactly the problem's activation and gate layout comes before one that serves several.
+
+    Args:
+        shipped: the spec that serves the problem otherwise.
     """
     _known()
     if not _preferred:  # making the families, up to six, takes longer
@@ -339,7 +370,7 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
 
 
 def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
-    """What is preferred for families, and can be had."""
+    """Yield the preferred kernels of these families that can be loaded without compiling."""
     for spec in [spec for family in families if (spec := _preferred.get(family)) is not None]:
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
@@ -350,7 +381,14 @@ def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
 
 
 class Tuned(NamedTuple):
-    """A kernel for a problem, its time, the shipped one's where that is known, and the file that says so."""
+    """A kernel that a tuned table names for a problem.
+
+    Attributes:
+        spec: the kernel.
+        us: its time in microseconds, the mean over the routings.
+        shipped_us: the shipped kernel's time. None: the table lacks it.
+        path: the table's file.
+    """
 
     spec: Spec
     us: float
@@ -359,18 +397,25 @@ class Tuned(NamedTuple):
 
 
 def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
-    """What tables say of a problem, whatever its rows, and the file that says so; None where they have no word of it.
+    """Return the layer that tuned tables have for a problem with any number of rows, and the table's file.
 
-    `gpu`: the GPU's name; without one no table holds.
+    Args:
+        gpu: the GPU's name. "": no table holds.
+
+    Returns:
+        None if no table has such a layer.
     """
     layers = _known(gpu).layers if gpu else {}
     return layers.get(table.layer_key(problem)) if layers else None
 
 
 def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
-    """The kernel that a layer gives its problem; None where it has none, or none that can be had without compiling.
+    """Return a layer's fastest kernel for its problem; None if no kernel that it names can be loaded without compiling.
 
-    `shipped`: what serves the problem otherwise.
+    Args:
+        told: the layer and its file (`tuned`).
+        problem: the problem, with its rows.
+        shipped: the spec that serves the problem otherwise.
     """
     layer, path = told
     ranked = _ranked(layer, shipped.name, max(problem.rows, 1) / problem.experts)
@@ -386,7 +431,10 @@ def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned 
 
 
 def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float]]:
-    """Kernels that were chosen near a number of rows, and the shipped one, with their times there; best first."""
+    """Return the kernels chosen near `average` rows an expert, and the shipped one: (name, microseconds), best first.
+
+    Empty if the layer has no points near `average` (see `REACH`).
+    """
     if not layer.points:
         return []
     left = next((p for p in reversed(layer.points) if p.rows_per_expert <= average), layer.points[0])
@@ -408,13 +456,13 @@ def _between(left: Point, right: Point, name: str, average: float) -> float | No
 
 
 def tuned_specs(gpu: str) -> list[Spec]:
-    """Every kernel that a table for this GPU chooses somewhere."""
+    """Return every kernel that a table for this GPU chooses for some number of rows."""
     layers = [layer for layer, _ in _known(gpu).layers.values()] if gpu else []
     return list(dict.fromkeys(layer.kernels[point.chosen] for layer in layers for point in layer.points))
 
 
 def all_loadable(gpu: str = "") -> Iterator[Spec]:
-    """All that calls may get without compiling."""
+    """Yield the preferred and tuned kernels that calls may get, as far as they can be loaded without compiling."""
     _known()
     yield from _preferred_of(list(_preferred))
     yield from filter(loadable.is_loadable, tuned_specs(gpu))

@@ -1,4 +1,4 @@
-"""Functions that exist already: in the bundle, or compiled earlier and kept in the cache. Nothing is compiled here."""
+"""Find functions that need no compiling: those in the bundle, and those compiled earlier and kept in the cache."""
 
 from __future__ import annotations
 

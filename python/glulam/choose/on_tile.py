@@ -1,4 +1,4 @@
-"""The spec of a problem's kernel on a tile."""
+"""Make the spec of a problem's kernel on a given tile."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .problem import Problem
 
 
 def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | None = None) -> Spec:
-    """The problem's spec on a tile.
+    """Return the spec of a problem's kernel on a tile.
 
     Args:
-        second: the tile of a grouped_mlp's FC2 or of the data gradient that follows a grouped_dglu; by default what
-            ships beside the first.
+        tile: the tile; for a grouped_mlp the tile of FC1.
+        second: the tile of a grouped_mlp's FC2, of the data gradient that follows a grouped_dglu, or of a grouped_mm.
+            None: the one that ships beside `tile` (`Room.second_tile`).
 
     Raises:
         SpecError: there is no such kernel.

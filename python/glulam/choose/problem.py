@@ -1,4 +1,4 @@
-"""What the host knows of a call: a problem, for which a kernel is chosen."""
+"""A problem: what the host knows of a call (sizes, dtypes, options), from which a kernel is chosen."""
 
 from __future__ import annotations
 
@@ -14,45 +14,65 @@ One = TypeVar("One")
 
 
 def changed(one: One, **changes: Any) -> One:
-    """As `dataclasses.replace` but for __init__ and __post_init__, with which it takes 3 to 6 us of a call's time."""
+    """Return a copy of an object with other values for the attributes in `changes`.
+
+    Unlike `dataclasses.replace` it runs neither __init__ nor __post_init__, which would take 3 to 6 us of a call's
+    time.
+    """
     other = object.__new__(type(one))
     other.__dict__.update(one.__dict__, **changes)
     return other
 
 
 def dtype_name(dtype: Any) -> str:
-    """As specs and problems have it."""
+    """Return a torch dtype's name as specs and problems write it: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 class Part(NamedTuple):
-    """One GEMM of a problem. family: "glu", "nt" or "nn", the kernels whose times are its own."""
+    """One GEMM of a problem.
+
+    Attributes:
+        family: the family of kernels whose measured times apply: "glu" (FC1 with its activation), or a plain GEMM, "nt"
+            with weights [N, K] or "nn" with weights [K, N].
+        gemm: its sizes.
+    """
 
     family: str
     gemm: Gemm
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """What times are found by, beside rows."""
+        """Return the key of this GEMM's measured times in `estimates.Measured.curves`. It does not include the rows."""
         return self.family, self.gemm.experts, self.gemm.columns, self.gemm.depth
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
+    """The host's knowledge of a call; everything that the choice of a kernel may depend on.
 
+    The widths depend on the operator (T rows, E experts):
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
-    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; `quantized`: x already arrives in MXFP8.
-    grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
-    grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
-    in_features] along `axis`, `rounded` to values or as elements and scales.
-    `transpose_w`: of the first four, forward's weights are [E, K, N]. `operands`: what the first GEMM multiplies
-    (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
-    come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own; `adapted`: the GEMM
-    of a grouped_mm, grouped_glu or grouped_dglu contracts a second pair of operands, too.
-    `invariant`: only kernels that add in one order may serve, whatever the rows (`choose.invariance`).
-    `world_experts`: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
-    those here.
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features];
+    grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features];
+    grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features];
+    quantize_mxfp8: x [T, in_features].
+
+    Attributes:
+        rows: T. experts: E.
+        in_features, intermediate, out_features: widths in elements. intermediate: I; 0: there is none.
+        save_preact: the preactivation is stored.
+        transpose_w: forward's weights are [E, K, N]; for the first four operators.
+        axis, rounded: of quantize_mxfp8: the axis of the blocks; True: round to values, False: make elements and
+            scales.
+        quantized: x already arrives in MXFP8; for a grouped_mlp.
+        operands: the operands of the first GEMM, a key of `cute_kernels.specs.OPERANDS`. fc2_operands: those of FC2.
+        gathers: the rows of an operand of grouped_wgrad are selected by index.
+        in_halves: each half of x's columns has weights of its own; for a grouped_mm.
+        adapted: the GEMM also contracts a second pair of operands (LoRA); for grouped_mm, grouped_glu, grouped_dglu.
+        world_experts: experts of all ranks that the T choices are spread over, so that few of the T rows are used; 0:
+            only the experts here.
+        invariant: only kernels that add in one order may serve, whatever the rows (`choose.invariance`).
     """
 
     op: str
@@ -80,19 +100,22 @@ class Problem:
 
     @property
     def expected_rows(self) -> int:
-        """The rows that get here if all experts of the world are chosen alike; T if they are all here."""
+        """Return the number of rows expected here if all experts of the world are equally popular.
+
+        It is T if all experts are here.
+        """
         if self.world_experts <= self.experts:
             return self.rows
         return -(-self.rows * self.experts // self.world_experts)
 
     @property
     def expected(self) -> Problem:
-        """The problem that a kernel is chosen for: it has the rows that are expected here."""
+        """Return the problem that a kernel is chosen for: the same with `expected_rows` rows."""
         return changed(self, rows=self.expected_rows, world_experts=0) if self.world_experts else self
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes of tensors, by the names that launches have for them (`launch.Made`)."""
+        """Return sizes of tensors by the names that the shapes of results use (`launch.Made`)."""
         return {
             "num_rows": self.rows, "num_groups": self.experts, "in_features": self.in_features,
             "intermediate": self.intermediate, "out_features": self.out_features, "preact_width": self.w1_rows,
@@ -100,17 +123,17 @@ class Problem:
 
     @property
     def but_rows(self) -> tuple[Any, ...]:
-        """All fields but `rows`."""
+        """Return the values of all fields except `rows`."""
         return _BUT_ROWS(self)
 
     @property
     def w1_rows(self) -> int:
-        """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
+        """Return the rows of an expert's w1, which are the columns of the preactivation: 2I with a gate, else I."""
         return 2 * self.intermediate if self.activation in GATED else self.intermediate
 
     @property
     def weights(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of an expert's weights: of an MLP's both, else of the one."""
+        """Return (N, K) of each weight matrix of an expert: w1 and w2 for an MLP, else the only one."""
         if not self.intermediate:
             return ((self.out_features, self.in_features),)
         w1 = self.w1_rows, self.in_features
@@ -118,7 +141,7 @@ class Problem:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The GEMMs of grouped_mm, grouped_glu or grouped_mlp."""
+        """Return the GEMMs of a grouped_mm, grouped_glu or grouped_mlp, in order."""
         depth = self.intermediate or self.in_features
         mm = Part(
             "nn" if self.transpose_w else "nt",
@@ -133,7 +156,7 @@ _BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in f
 
 
 class TrainingParts(NamedTuple):
-    """The three functions that a grouped_mlp's forward and backward launch."""
+    """The three problems whose functions a grouped_mlp's forward and backward launch."""
 
     forward: Problem
     data_gradients: Problem
@@ -141,8 +164,12 @@ class TrainingParts(NamedTuple):
 
 
 def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False) -> TrainingParts:
-    """Of a grouped_mlp whose weights are not transposed. `input_grad`: whether x's gradient is wanted; `gathers`:
-    whether rows come by index.
+    """Return the problems of a grouped_mlp's forward and backward.
+
+    Args:
+        mlp: the grouped_mlp; its weights are not transposed.
+        input_grad: x's gradient is wanted.
+        gathers: rows of x are selected by index.
     """
     hidden = mlp.in_features if input_grad else 0
     return TrainingParts(

@@ -1,4 +1,7 @@
-"""JSON files that other users, processes and versions may write: checked when read, replaced whole when written."""
+"""Read and write JSON files that other users, processes and versions may write too.
+
+Contents are checked when read; a file is replaced as a whole when written.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def _refuse(constant: str) -> Any:
 
 @functools.cache
 def types_of(kind: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass, with their types."""
+    """Return the types of a dataclass's fields, by name."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -153,7 +156,11 @@ def brief(value: Any) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file by `text` as a whole and make its folder. Raises OSError, and leaves the file as it is."""
+    """Replace a file as a whole by one with this text, and make its folder if there is none.
+
+    Raises:
+        OSError: the file cannot be written, and stays as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, made = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
     try:

@@ -1,7 +1,7 @@
-"""Which of the shipped kernels serves a problem: a pure function of what the host knows, with no read of device data.
+"""Choose among the shipped kernels: a pure function of what the host knows, which never reads device data.
 
-Group sizes are not among it, so that a captured graph replays the kernel that eager mode would choose. What tiles ship,
-and by which rule, is the architecture's own (`cute_kernels.arch.Room`).
+Group sizes are not known to the host, so a captured graph replays the kernel that eager mode would choose. The tiles
+that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.Room`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,21 @@ WIDTHS = {
     "grouped_dglu": ("in_features", "intermediate"),
     "grouped_wgrad": ("in_features", "out_features"),
 }
-"""Those that a problem cannot do without, by operator: of all whose kernels have tiles, so that one is to be chosen."""
+"""Widths that a problem must have, by operator. Lists the operators whose kernels have tiles to choose from."""
 TILED = tuple(WIDTHS)
 SIZES_AN_OCTAVE = 16
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A spec, why it was chosen, and why nothing faster was. `is_tuned`: a tuned table chose it."""
+    """A chosen spec with the reasons.
+
+    Attributes:
+        spec: the spec.
+        why: why it was chosen.
+        why_not: why nothing faster was chosen, a line for each reason.
+        is_tuned: a tuned table chose it.
+    """
 
     spec: Spec
     why: str
@@ -54,7 +61,7 @@ class Choice:
 
 
 def family_of(spec: Spec) -> Spec:
-    """The spec with its tiles erased: what it computes, not how it is cut."""
+    """Return a spec's family: the spec with a placeholder for its tiles, so that only the computation is described."""
     if isinstance(spec, GroupedMlpSpec):
         return replace(spec, fc1=family_of(spec.fc1), fc2=family_of(spec.fc2))  # type: ignore[arg-type]
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
@@ -72,14 +79,18 @@ def family_of(spec: Spec) -> Spec:
 
 
 def families_of(problem: Problem, arch: str) -> list[Spec]:
-    """The families of the kernels that serve a problem, whatever its number of rows: those compiled for its activation
-    and gate layout alone, then those for several. Raises SpecError where there are none.
+    """Return the families of the kernels that serve a problem with any number of rows.
+
+    Kernels compiled for exactly the problem's activation and gate layout come first, then those that serve several.
+
+    Raises:
+        SpecError: no kernel serves the problem.
     """
     return families_like(spec_on(problem, arch, room(arch).tiles(problem)[0]), problem)
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """The same, of a problem that `spec` serves."""
+    """Return the families of the kernels that serve a problem, from one spec that serves it; see `families_of`."""
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
@@ -96,7 +107,11 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Those that serve one of this name, the narrowest first."""
+    """Return the forms (keys) that serve the activation or layout `name`, the form that serves the fewest first.
+
+    Args:
+        forms: for each form, the activations or layouts that it serves.
+    """
     return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
 
 
@@ -105,22 +120,26 @@ def microseconds(us: float) -> str:
 
 
 def estimated_rows(problem: Problem) -> int:
-    """The rows that times are compared at: near the problem's, 16 sizes an octave, powers of two an expert among them.
+    """Return the number of rows at which tiles' times are compared: the problem's, rounded to 16 sizes an octave.
 
-    Estimates are off by more than the 2 % between two sizes, and most new numbers of rows need none of their own.
+    Powers of two an expert are among these sizes. Estimates are off by more than the 2 % between two sizes, and most
+    new numbers of rows need no estimates of their own.
     """
     step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
     return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
 
 
 def size_of(problem: Problem, arch: str) -> Hashable:
-    """What the shipped tile depends on of the problem's rows, where it depends on them."""
+    """Return a key for the problem's number of rows.
+
+    Problems that differ only in rows, and have equal keys, get the same shipped tile.
+    """
     check_served(problem.operands, arch)
     return room(arch).ruled(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
-    """What serves a problem where nobody compiled or tuned anything: by a rule, else by times of the shipped tiles."""
+    """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
     check_served(problem.operands, arch)
     here = room(arch)
     if tile := here.ruled(problem):
@@ -138,11 +157,11 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
 
 
 def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
-    """Say why a tile serves in place of another."""
+    """Say why batch invariance lets the tile `usable` serve in place of `tile`."""
     return f"{invariance.BY_SWITCH}, as {tile.name} does: {usable.name}"
 
 
 def shipped_specs(problem: Problem, arch: str) -> list[Spec]:
-    """All that ship for a problem, the one that serves it first."""
+    """Return all specs that ship for a problem, the one that serves it first."""
     others = (spec_on(problem, arch, tile) for tile in room(arch).tiles(problem))
     return list(dict.fromkeys([shipped_choice(problem, arch).spec, *others]))

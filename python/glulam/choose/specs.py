@@ -1,4 +1,4 @@
-"""Specs from the descriptions of users and files: checks of field types, and of tiles against the hardware's limits.
+"""Make specs from the descriptions of users and files: check field types, and tiles against the hardware's limits.
 
 An error names the limit of the hardware and the nearest valid tile.
 """
@@ -23,7 +23,12 @@ SPECS: dict[str, Any] = {spec.op: spec for spec in get_args(Spec)}
 
 
 class TileError(SpecError):
-    """An impossible tile. `limit`: the limit that it breaks; `nearest`: the nearest valid tile."""
+    """A tile that the hardware cannot run.
+
+    Attributes:
+        limit: text that says which limit the tile breaks.
+        nearest: the nearest valid tile.
+    """
 
     def __init__(self, limit: str, nearest: TileConfig) -> None:
         cluster = ADAPTIVE if nearest.adaptive else (nearest.cluster_m, nearest.cluster_n)
@@ -70,7 +75,7 @@ def described(data: Any) -> Spec:
 
 
 def spec_of(op: Any, fields: Mapping[str, Any]) -> Spec:
-    """Return the spec that keywords of `glulam.compile` describe.
+    """Return the spec that keywords of `glulam.compile` describe. `fields`: the keywords except `op`.
 
     Raises:
         SpecError, TypeError: see `glulam.compile`.
@@ -124,14 +129,22 @@ def _is_valid(make: MakeSpec, tile: TileConfig) -> bool:
 
 
 def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
-    """Return all tiles, for elements of `bits` bits, with which `make` describes a kernel that can run."""
+    """Return all tiles on which a kernel can run.
+
+    Args:
+        make: returns the kernel's spec on a tile.
+        bits: size of the operands' elements.
+    """
     return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]
 
 
 def _distance(
     shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str, tile: TileConfig
 ) -> tuple[float, ...]:
-    """Return the distance of a tile from a request: of shapes in doublings first, then of schedule, then of cluster."""
+    """Return a sort key for the distance of `tile` from a requested shape (m, n, k), cluster and schedule.
+
+    The shape's distance in doublings counts first, then the schedule, then the cluster.
+    """
     doublings = abs(math.log2(max(shape[0], 1) / tile.m)) + abs(math.log2(max(shape[1], 1) / tile.n))
     if isinstance(cluster, str):
         clusters = int(not tile.adaptive)
@@ -143,7 +156,12 @@ def _distance(
 def _tile_for(
     make: MakeSpec, arch: str, shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str
 ) -> TileConfig:
-    """Return the tile with this shape, cluster and schedule, after checking that `make`'s kernel can run with it.
+    """Return the tile with this shape, cluster and schedule, after checking that the kernel can run with it.
+
+    Args:
+        make: returns the kernel's spec on a tile.
+        shape: (m, n, k) of the tile.
+        cluster: CTAs along m and n, or "adaptive".
 
     Raises:
         TileError: the tile breaks a limit; the error names the limit and the nearest valid tile.

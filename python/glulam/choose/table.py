@@ -1,12 +1,13 @@
-"""Files that say which kernel serves a layer: tables of what the tuner measured, and what `glulam.compile` prefers.
+"""Files that say which kernel serves a layer: tables of the tuner's measurements, and preferences of `glulam.compile`.
 
 A file has sections, each with a stamp: the GPU, the versions and the kernels' sources that it holds for. A section has
-layers: a problem, kernels, and for each number of rows the times of all that took part. A preference is a layer without
-rows: it names a family of kernels instead of a problem, serves it with its only kernel, and holds for a version on
-whatever GPU.
+layers: a problem, kernels, and for each number of rows the times of all kernels that took part. A preference is a layer
+without rows: it names a family of kernels instead of a problem, always serves the family with its only kernel, and
+holds for one version on any GPU.
 
-A file may come from anybody. What the tuner does not write, as a kernel of another family than its layer's, is passed
-over, and said. A section of another version is kept as it is: it may hold problems and kernels that are not known here.
+A file may come from anybody. Entries that the tuner would not write, such as a kernel of another family than its
+layer's, are ignored with a message. A section of another version is kept unchanged: it may hold problems and kernels
+that this version does not know.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What a section holds for: the GPU's name, the versions that code depends on, a hash of the kernels' sources.
+    """The conditions under which a section's measurements hold.
 
-    Of preferences, gpu and kernels are empty.
+    Attributes:
+        gpu: the GPU's name; "" for preferences.
+        versions: versions that the kernels' code depends on, by name.
+        kernels: hash of the kernels' sources; "" for preferences.
+        date, driver: when, and with which driver, it was measured; they are not compared.
     """
 
     gpu: str
@@ -53,7 +58,7 @@ class Stamp:
         return self.gpu, tuple(sorted(self.versions.items())), self.kernels
 
     def unlike(self, here: Stamp) -> str:
-        """How this differs from what is here; empty where it holds here."""
+        """Say how this stamp differs from `here`, the stamp of this machine; "" if the section holds here."""
         if self.gpu != here.gpu:
             return f"measured on {self.gpu or 'no GPU'}, this is {here.gpu or 'no GPU'}"
         made = "measured" if self.gpu else "written"
@@ -64,7 +69,7 @@ class Stamp:
 
 
 def stamp_of(gpu: str, driver: str = "") -> Stamp:
-    """The stamp of what is measured now on a GPU of this name; without a name, that of a preference."""
+    """Return the stamp of measurements made now on a GPU of this name; for "", the stamp of a preference."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     if not gpu:
         return Stamp("", {"glulam": __version__}, "", date, "")
@@ -73,10 +78,13 @@ def stamp_of(gpu: str, driver: str = "") -> Stamp:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What was measured at one number of rows an expert.
+    """Measurements at one number of rows an expert.
 
-    chosen, shipped: names of kernels. gain: the shipped one's time over the chosen one's, in a run of the two alone.
-    us: microseconds of every kernel that took part, by routing.
+    Attributes:
+        rows_per_expert: the number of rows an expert.
+        chosen, shipped: names of kernels.
+        gain: the shipped kernel's time over the chosen one's, in a run of the two alone.
+        us: microseconds of every kernel that took part, by the kernel's name and the routing's.
     """
 
     rows_per_expert: float
@@ -97,7 +105,7 @@ class Point:
                 raise ValueError(f"the {name} kernel of a point has no times")
 
     def mean_us(self, name: str) -> float | None:
-        """The geometric mean over the routings; None of a kernel that took no part."""
+        """Return a kernel's geometric mean over the routings, in microseconds; None if the kernel took no part."""
         if name not in self.us:
             return None
         return math.exp(sum(math.log(us) for us in self.us[name].values()) / len(self.us[name]))
@@ -105,7 +113,12 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Unfinished:
-    """An interrupted run: what it was asked for, and the rows an expert that it has measured."""
+    """An interrupted run of the tuner.
+
+    Attributes:
+        asked: the run's options as JSON.
+        rows: the numbers of rows an expert that it has measured.
+    """
 
     asked: str
     rows: tuple[float, ...]
@@ -113,10 +126,14 @@ class Unfinished:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One problem at several numbers of rows, ascending; or a preference, which has no points.
+    """One problem at several numbers of rows, or a preference, which has no points.
 
-    problem: what tells it from others (`layer_of`). kernels: the specs behind the names. others: descriptions of those
-    that only another version knows.
+    Attributes:
+        problem: the fields that identify the problem (`layer_of`); of a preference, the description of a family.
+        kernels: the specs behind the kernels' names.
+        points: ascending by rows.
+        unfinished: None: no run was interrupted.
+        others: descriptions of kernels that only another version knows.
     """
 
     problem: dict[str, Any]
@@ -132,7 +149,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A layer as a file has it."""
+    """A layer as a file stores it: kernels as descriptions."""
 
     problem: dict[str, Any]
     kernels: tuple[dict[str, Any], ...]
@@ -142,7 +159,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What holds on one GPU with one version; layers by their keys."""
+    """The layers, by `Layer.key`, that hold on one GPU with one version."""
 
     stamp: Stamp
     layers: dict[str, Layer]
@@ -153,7 +170,10 @@ def section(stamp: Stamp, *layers: Layer) -> Section:
 
 
 def layer_of(problem: Problem) -> dict[str, Any]:
-    """A problem's fields that are not their defaults, except those that decide among its kernels."""
+    """Return the problem's fields that differ from their defaults: they identify a layer.
+
+    Left out are `rows`, `world_experts` and `invariant`, which decide among a layer's kernels.
+    """
     deciding = "rows", "world_experts", "invariant"
     fields = {field.name: field.default for field in dataclasses.fields(problem) if field.name not in deciding}
     given = {name: getattr(problem, name) for name in fields}
@@ -161,12 +181,12 @@ def layer_of(problem: Problem) -> dict[str, Any]:
 
 
 def layer_key(problem: Problem) -> str:
-    """`Layer.key` of a problem."""
+    """Return the `Layer.key` of a problem's layer."""
     return json.dumps(layer_of(problem), sort_keys=True)
 
 
 def check(problem: Problem) -> None:
-    """Raises ValueError where no kernel that has a tile serves a problem, whatever its rows."""
+    """Raise ValueError if no kernel with a tile serves a problem, with any number of rows."""
     if problem.op not in shipped.TILED:
         raise ValueError(f"op is {problem.op!r}; choose one of {', '.join(shipped.TILED)}")
     for name in ("experts", "in_features", "intermediate", "out_features"):
@@ -180,7 +200,7 @@ def check(problem: Problem) -> None:
 
 
 class Content(NamedTuple):
-    """What a file holds, and a line for each thing that is wrong with it."""
+    """The sections of a file, and a line of text for each thing that is wrong with it."""
 
     sections: list[Section]
     wrong: list[str]
@@ -191,10 +211,11 @@ def first_of(lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> list[Section]:
-    """The sections of a file.
+    """Return the sections of a file.
 
     Raises:
-        ValueError: in one line: it is no table, of another schema, or holds something that the tuner does not write.
+        ValueError: a message of one line: the file is no table, has another schema, or holds something that the tuner
+            does not write.
     """
     sections, wrong = content(path)
     if wrong:
@@ -204,7 +225,11 @@ def read(path: Path) -> list[Section]:
 
 
 def content(path: Path) -> Content:
-    """What a file holds. Raises ValueError, in one line, where it is no table or of another schema."""
+    """Return the sections of a file, and what is wrong with it.
+
+    Raises:
+        ValueError: a message of one line: the file is no table, or has another schema.
+    """
     try:
         return _parsed(records.read(path))
     except ValueError as error:
@@ -229,7 +254,16 @@ def _parsed(data: dict[str, Any]) -> Content:
 
 
 def _section(found: Content, data: Any, where: str) -> Section:
-    """A section less the layers that are wrong. Raises ValueError where the whole of it is."""
+    """Return a section without its wrong layers; each of these adds a line to `found.wrong`.
+
+    Args:
+        found: sections read before, and lines about what is wrong.
+        data: the section's JSON.
+        where: the section's name in messages.
+
+    Raises:
+        ValueError: the whole section is wrong.
+    """
     if not isinstance(data, dict) or data.keys() != {"stamp", "layers"}:
         raise ValueError("it is no object of a stamp and layers")
     stamp = records.typed("its stamp", data["stamp"], Stamp)
@@ -250,7 +284,11 @@ def _section(found: Content, data: Any, where: str) -> Section:
 
 
 def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
-    """`is_ours`: written by this version, whose problems and kernels are known. Raises ValueError."""
+    """Return the layer that a file stores. Raises ValueError if it is wrong.
+
+    Args:
+        is_ours: this version wrote it, so its problems and kernels are known and get checked.
+    """
     points = tuple(sorted(data.points, key=lambda point: point.rows_per_expert))
     if len({point.rows_per_expert for point in points}) < len(points):
         raise ValueError("two points have the same number of rows")
@@ -268,7 +306,7 @@ def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
 
 
 def _problem(data: dict[str, Any]) -> Problem:
-    """The problem, of no rows, whose `layer_of` this is. Raises ValueError."""
+    """Return the problem, with 0 rows, from the fields that `layer_of` returns. Raises ValueError for other fields."""
     problem: Problem = records.typed("its problem", {"rows": 0, **data}, Problem)
     check(problem)
     if layer_of(problem) != data:
@@ -277,7 +315,7 @@ def _problem(data: dict[str, Any]) -> Problem:
 
 
 def _check_families(problem: Problem, kernels: Sequence[Spec]) -> None:
-    """Raises ValueError where a kernel cannot serve a problem."""
+    """Raise ValueError if a kernel cannot serve a problem."""
     families = {arch: shipped.families_of(problem, arch) for arch in {spec.arch for spec in kernels}}
     for spec in kernels:
         if shipped.family_of(spec) not in families[spec.arch]:
@@ -285,12 +323,15 @@ def _check_families(problem: Problem, kernels: Sequence[Spec]) -> None:
 
 
 def preference(spec: Spec) -> Section:
-    """What is written for a preferred kernel."""
+    """Return the section that stores the preference for a kernel."""
     return section(stamp_of(""), Layer(to_dict(shipped.family_of(spec)), {spec.name: spec}))
 
 
 def merged(sections: Iterable[Section]) -> list[Section]:
-    """One section for each stamp; where two have a point at the same number of rows, the later one's."""
+    """Merge sections with the same stamp (dates aside).
+
+    If two of them have a point at the same number of rows, the later one is kept.
+    """
     result: dict[tuple[Any, ...], Section] = {}
     for each in sorted(sections, key=lambda each: each.stamp.date):
         known = result.get(each.stamp.holds_for)
@@ -311,7 +352,7 @@ def _both(old: Layer, new: Layer) -> Layer:
 
 
 def text(sections: Sequence[Section]) -> str:
-    """A file's content: JSON, a point a line."""
+    """Return a file's content: JSON, one line for each point."""
     return _indented({"format": FORMAT, "schema": SCHEMA, "sections": [_to_dict(each) for each in sections]}) + "\n"
 
 
@@ -329,7 +370,7 @@ def _to_dict(section: Section) -> dict[str, Any]:
 
 
 def _indented(value: Any, depth: int = 0) -> str:
-    """JSON, one line for whatever holds no list of objects."""
+    """Return JSON in which each value that contains no list of objects takes one line."""
     indent = " " * (depth + 1)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(indent + _indented(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
@@ -340,7 +381,15 @@ def _indented(value: Any, depth: int = 0) -> str:
 
 
 def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[Section]] = read) -> None:
-    """Adds sections to a file, which other processes may be doing as well. Raises OSError, and what `read` raises."""
+    """Add sections to a file, under a lock, since other processes may be doing the same.
+
+    Args:
+        read: returns the sections that the file has already, or raises.
+
+    Raises:
+        OSError: the file cannot be written.
+        Others: the errors of `read`.
+    """
     folders.make(path.parent)
     with locks.locked(path.with_name(f".{path.name}.lock")):
         known = read(path) if os.path.lexists(path) else []

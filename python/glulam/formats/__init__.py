@@ -1,1 +1,1 @@
-"""Formats of quantised weights, a folder each: the tensor class, its quantiser, and the `form.Form` kernels read."""
+"""Formats of quantised weights, a folder each, with tensor class, quantiser, and `form.Form` (layout for kernels)."""

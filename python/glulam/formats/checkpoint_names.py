@@ -1,4 +1,4 @@
-"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and formats of these tensors."""
+"""Names and formats of quantised experts in checkpoints. A tensor is named `<prefix>.<expert>.<projection>.<part>`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .mxfp8.forms import BLOCKS as MXFP8
 from .nvfp4.form import NVFP4
 
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""The gate, the up-projection and the down-projection."""
+"""Names of the gate, the up-projection and the down-projection, in either of two conventions."""
 IGNORED = frozenset(("input_scale", "input_global_scale"))
 """Parts that scale activations. They are not read: recipes quantise rows by the rows' own maxima, or not at all."""
 
@@ -31,14 +31,14 @@ SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
 
 class Dialect(NamedTuple):
-    """A way in which checkpoints store a projection [out, in].
+    """One way in which checkpoints store a projection's weight [out, in].
 
     Attributes:
         name: the format, and whose checkpoints have it.
         form: the Form of the loaded weight.
         block: rows and columns of elements that share a scale.
         parts: names of the elements, the scales and the global scale, in this order, each with its allowed dtypes.
-        divides: whether values are divided by the global scale instead of multiplied.
+        divides: values are divided by the global scale; False: multiplied.
     """
 
     name: str
@@ -105,7 +105,12 @@ _ANY_EXPERT = re.compile(rf"(.*?)\.?\d+\.(?:{'|'.join(name for names in PROJECTI
 
 
 def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) -> ExpertNames:
-    """Return the experts whose names begin with a prefix. is_numbered: False: names have no expert number."""
+    """Return the experts whose names begin with a prefix.
+
+    Args:
+        keys: names of tensors.
+        is_numbered: names have an expert number. False: as for a shared expert.
+    """
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     parts: dict[int, dict[str, set[str]]] = {}
     for key in keys:
@@ -120,11 +125,11 @@ def experts_at(keys: Iterable[object], prefix: str, is_numbered: bool = True) ->
 
 
 def prefixes(keys: Iterable[object]) -> list[str]:
-    """Return the prefixes at which there are experts."""
+    """Return the prefixes at which these names have experts."""
     matches = (_ANY_EXPERT.fullmatch(key) for key in keys if isinstance(key, str))
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def dialects_of(part_names: Collection[str]) -> list[Dialect]:
-    """Return the dialects that have exactly these names of parts."""
+    """Return the dialects whose part names are exactly these."""
     return [dialect for dialect in DIALECTS if dialect.parts.keys() == set(part_names)]

@@ -63,7 +63,12 @@ def load_named(
     experts: Sequence[int] | None = None,
     device: torch.device | str | int | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Return (w1, w2) as `load_experts` does, for the experts with these names in the state."""
+    """Load the experts with these names as `load_experts` does, and return (w1, w2).
+
+    Args:
+        names: the experts' names, see `experts_at`.
+        state, num_experts, experts, device: see `load_experts`.
+    """
     wanted, projections = _wanted(state, num_experts, experts, names), _projections(names)
     source = Source(state, names, _dialect(state, names, wanted, projections))
     *gate_up, down = projections
@@ -100,7 +105,11 @@ def _listed(names: Sequence[Any]) -> str:
 def _wanted(
     state: Mapping[str, Tensor], num_experts: int, experts: Sequence[int] | None, names: ExpertNames
 ) -> list[int]:
-    """Return the numbers of the experts to load. Raises ValueError if there are none, or one is missing."""
+    """Return the numbers of the experts to load: `experts`, or all if it is None.
+
+    Raises:
+        ValueError: there are no experts at the prefix, or one of those to load is missing.
+    """
     prefix = names.start.removesuffix(".")
     if not names.parts:
         found = sorted(prefixes(state), key=lambda one: not one.startswith(prefix))
@@ -135,7 +144,18 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """Return the dialect with these names and dtypes. Raises ValueError, TypeError: none fits, or a part is missing."""
+    """Return the dialect whose part names and dtypes are those of the experts.
+
+    Args:
+        state: the checkpoint's tensors by name.
+        names: the experts' names.
+        wanted: numbers of the experts to load.
+        projections: names of gate, up- and down-projection.
+
+    Raises:
+        ValueError: no dialect has these part names, or a part is missing.
+        TypeError: no dialect has these dtypes.
+    """
     part_names = names.part_names()
     by_names = dialects_of(part_names)
     if not by_names:
@@ -186,7 +206,7 @@ def _tensor(state: Mapping[str, Tensor], key: str) -> Tensor:
 
 
 class Source(NamedTuple):
-    """A checkpoint's experts in a dialect."""
+    """The experts of a checkpoint: tensors by name, the experts' names, and the dialect that stores them."""
 
     state: Mapping[str, Tensor]
     names: ExpertNames
@@ -196,9 +216,10 @@ class Source(NamedTuple):
         return _tensor(self.state, self.names.key(expert, projection, next(iter(self.dialect.parts))))
 
     def parts(self, expert: int, projection: str) -> dict[str, Tensor]:
-        """Return a projection's data, scales and, if the dialect has one, global scale, by their keys.
+        """Return a projection's data, scales and, if the dialect has one, global scale, by the checkpoint's names.
 
-        Raises TypeError, ValueError: a part has the wrong dtype or shape.
+        Raises:
+            TypeError, ValueError: a part has the wrong dtype or shape.
         """
         found = {}
         for part, dtypes in self.dialect.parts.items():
@@ -236,7 +257,14 @@ class Source(NamedTuple):
 
 
 def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], device: torch.device) -> Any:
-    """Return a weight of all experts in the dialect's format: the rows of these projections, one after the other."""
+    """Return one weight of all these experts, in the dialect's format.
+
+    Args:
+        source: the checkpoint's experts.
+        experts: numbers of the experts.
+        projections: names of the projections whose rows the weight has, one after the other.
+        device: device of the weight.
+    """
     wholes: list[Tensor] = []
     like, keys, bad = None, [], []
     for place, expert in enumerate(experts):
@@ -256,7 +284,14 @@ def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], 
 
 
 def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
-    """Allocate a part for all experts. A global scale is a scalar here, whether stored as [] or [1]."""
+    """Allocate one part (data, scales or global scale) for all experts.
+
+    A global scale is a scalar here, whether stored as [] or [1].
+
+    Args:
+        shape: (experts, projections).
+        part: the part of one projection.
+    """
     own = part.shape if part.dim() == 2 else ()
     return torch.empty(*shape, *own, dtype=torch.uint8 if part.itemsize == 1 else torch.float32, device=device)
 
@@ -271,7 +306,13 @@ def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
 
 
 def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
-    """Return a flag, bool [] on the scales' device, for the block scales and for each global scale: it is invalid."""
+    """Return flags, bool [], that are True if scales are invalid: one for the block scales, one for each global scale.
+
+    The flags are on the scales' device.
+
+    Args:
+        scales: block scales and global scales of one projection.
+    """
     first, *others = scales
     dtype = dialect.form.kind.scale_dtype
     numbers = scales_of(first) if dtype == SCALE_DTYPE else first.view(dtype).float()
@@ -281,7 +322,12 @@ def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
 
 
 def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
-    """Raise ValueError for the first scale whose flag is set."""
+    """Raise ValueError for the first invalid scales.
+
+    Args:
+        keys: for each projection, the names of its scales in the checkpoint.
+        bad: the flags of these scales, see `_are_bad`.
+    """
     for names, flags in zip(keys, bad.tolist(), strict=True):
         for place, (key, is_bad) in enumerate(zip(names, flags, strict=True)):
             if is_bad and not place:
@@ -293,7 +339,7 @@ def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
 
 
 def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
-    """Make a tensor of the dialect's format from parts [E, halves, ...]."""
+    """Return a tensor of the dialect's format from parts [E, halves, ...], where halves are its projections."""
     data, scale, *others = wholes
     kind, has_halves = dialect.form.kind, data.shape[1] > 1
     is_by_row = dialect.block[0] == 1

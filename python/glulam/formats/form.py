@@ -1,4 +1,9 @@
-"""Forms: the parts of a weight that kernels read, and how callers' weights become these parts. A class per format."""
+"""Forms: the layouts in which kernels read weights, and the conversion of callers' weights to them.
+
+There is a class for each format. A weight is passed as `scaled.Parts`: data, scales, and in some formats a third
+tensor. Kernels read some formats' tensors directly; other weights (16-bit ones, or another layout) are first prepared,
+that is, converted.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,14 @@ class Form:
     """The layout in which a recipe's kernels read weights [E, N, K] of one format.
 
     Attributes:
-        name: the form's name; `Scaled.reads_as` of tensors that need no preparation.
+        name: the form's name; also the `Scaled.reads_as` of tensors that kernels read without preparation.
         kind: the tensor class that callers hold.
         classes: all tensor classes accepted, besides weights in 16 bits.
         multiple: K must be a multiple of this.
         block: elements of a row that share a scale.
         elements: elements in one entry of `kind`'s data.
         quantize: function that makes a `kind` from one or several matrices in 16 bits or float32.
-        ready_as: the dtype of data and the number of dimensions of scales that kernels read.
+        ready_as: the dtype of data and the number of dimensions of scales in parts that kernels can read.
     """
 
     name: ClassVar[str]
@@ -36,47 +41,60 @@ class Form:
     ready_as: ClassVar[tuple[torch.dtype, int]]
 
     def check(self, op: str, name: str, w: Any) -> None:
-        """Raise ValueError if w, an instance of `classes`, does not have the layout that this form reads."""
+        """Raise ValueError if `w`, a tensor of one of `classes`, does not have the layout that this form reads."""
 
     def is_ready(self, parts: Parts) -> bool:
-        """Return whether kernels read these parts as they are."""
+        """Return True if kernels can read these parts without preparation."""
         return parts.scale is not None and (parts.data.dtype, parts.scale.dim()) == self.ready_as
 
     def has_values(self, parts: Parts) -> bool:
-        """Return whether `values` reads these parts."""
+        """Return True if `values`, which the CPU reference uses, can read these parts."""
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Prepare parts that are not ready for kernels. `report`: raise FoldError if values would change too much."""
+        """Prepare parts that kernels cannot read yet. `report`: raise FoldError if values would change too much."""
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form of a gated 16-bit w1 in layout "concat" with this number of rows."""
+        """Return the form for a gated 16-bit w1 in layout "concat" with `num_rows` rows; by default this form."""
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
         """Raise ValueError or TypeError if scales or the third part do not fit a weight of this shape.
-        is_concatenated: the rows are a gate's half followed by an up-projection's.
+
+        Args:
+            op, name: the operator and the argument, for messages.
+            parts: the weight's parts.
+            shape: [E, N, K].
+            is_concatenated: the first half of the rows is the gate and the second half the up-projection.
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:
-        """Return a `kind` from ready parts, unchecked; 8-bit floats may be stored as bytes."""
+        """Return a tensor of class `kind` from prepared parts, unchecked; 8-bit floats may be stored as bytes."""
         raise NotImplementedError
 
     def columns(self, data: Tensor) -> int:
-        """Return the number of elements of a row of data."""
+        """Return the number of elements in a row of `data`, which may hold several elements in an entry."""
         return data.shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight of this shape."""
+        """Return the shape that the scales of a weight [E, N, K] must have.
+
+        Args:
+            shape: the weight's shape.
+            scale: the given scales; some formats allow several shapes.
+        """
         return *shape[:-1], -(-shape[-1] // self.block)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
-        """Return an expert's weight [N, K], float32."""
+        """Return an expert's weight [N, K], dequantised to float32."""
         raise NotImplementedError
 
     def quantized(self, w: Any) -> Parts:
-        """Quantise a weight in 16 bits, packed or a list, expert by expert; a transposed weight is copied first."""
+        """Quantise a weight in 16 bits, [E, N, K] or a list, one expert at a time, and return its parts.
+
+        A matrix that is not contiguous is copied first.
+        """
         if w[0].is_meta:  # there is nothing to quantise
             return self.on_meta(w[0], (len(w), *w[0].shape))
         whole: list[Tensor | None] = []
@@ -90,19 +108,22 @@ class Form:
         return Parts(*whole)
 
     def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
-        """Return parts on the meta device for a weight of this shape."""
+        """Return the parts of a weight of this shape on the meta device. `like`: a tensor on the meta device."""
         *lead, k = shape
         data = like.new_empty((*lead, k // self.elements), dtype=self.kind.data_dtypes[0])
         scale = like.new_empty(self.scale_shape(shape, like.new_empty(0, 0, 0)), dtype=self.kind.scale_dtype)
         return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
-        """Return a weight in 16 bits quantised to a `kind`."""
+        """Return a weight in 16 bits quantised, as a tensor of class `kind`."""
         made: Any = self.kind
         return made(*[part for part in self.quantized(w) if part is not None])
 
     def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
-        """Return the parts of argument w; a weight in 16 bits has data only.
+        """Return the parts of argument `w`; those of a weight in 16 bits are data only.
+
+        Args:
+            op, name, recipe: the operator, the argument and the recipe, for messages.
 
         Raises:
             TypeError: w is in another format. ValueError: w does not have the layout that this form reads.
@@ -128,7 +149,10 @@ class Form:
         )
 
     def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
-        """Raise TypeError if data, or a weight in 16 bits that must be prepared, has another dtype."""
+        """Raise TypeError if `dtype`, the dtype of parts.data, is wrong.
+
+        It must be one of the format's, or, if the weight still must be quantised, one of SOURCE_DTYPES.
+        """
         valid = SOURCE_DTYPES if parts.scale is None else self.kind.data_dtypes
         if dtype not in valid:
             kinds = ", ".join(kind.__name__ for kind in self.classes)

@@ -55,7 +55,7 @@ class FourBits(Stored):
 
     @property
     def is_prepared(self) -> bool:
-        """True if data are words in the order that kernels read."""
+        """True if data are int32 words in the order that kernels read; False if they are a checkpoint's bytes."""
         return self.data.dtype == WORD_DTYPE
 
     def prepare_(self: Kind) -> Kind:
@@ -76,7 +76,10 @@ class FourBits(Stored):
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, with data as bytes; data of a prepared tensor is copied."""
+        """Return the tensors that a checkpoint stores, by name; data is stored as bytes.
+
+        Data of a prepared tensor is copied.
+        """
         stored = self._with(data=self.bytes) if self.is_prepared else self
         return super(FourBits, stored).tensors(prefix)
 
@@ -86,7 +89,7 @@ class FourBits(Stored):
         return bytes_of(self.data) if self.is_prepared else self.data
 
     def __getitem__(self: Kind, index: int | slice) -> Kind:
-        """Return a view of entries of the first dimension: experts of [E, N, K], or a slice of a matrix's rows."""
+        """Return a view of entries of the first dimension: of experts of [E, N, K], or a slice of rows of [N, K]."""
         if isinstance(index, int) and self.data.dim() < 3:
             raise IndexError(
                 f"{type(self).__name__}: a single matrix has no leading dimension to index; slice its rows"

@@ -15,7 +15,10 @@ from .words import WORD_DTYPE, elements_of, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Words(Form):
-    """The parts of a prepared tensor of `kind`; references also read unprepared bytes."""
+    """The form of 4-bit weights whose data kernels read as int32 words of eight elements; scales are read unchanged.
+
+    The CPU reference also reads the bytes of weights that were not prepared.
+    """
 
     kind: ClassVar[type[FourBits]]
     elements = 2

@@ -23,18 +23,22 @@ from .scaled import Parts
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that `reference` indexes by expert: a form and its parts."""
+    """A weight as parts in some form. Indexed by an expert's number, it gives that expert's weight in float32."""
 
     form: Form
     parts: Parts
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Return an expert's weight [R, C], float32."""
+        """Return an expert's weight [N, K], dequantised to float32."""
         return self.form.values(self.parts, expert)
 
 
 def rounded(values: Tensor, rows: Any) -> Tensor:
-    """Return rows as the kernels multiply them. rows: a recipe's `x` or `activation`; None: unchanged."""
+    """Return `values` rounded as kernels round rows before multiplying them.
+
+    Args:
+        rows: a recipe's `x` or `activation`. None: no rounding.
+    """
     return values if rows is None else rows.rounded(values)
 
 
@@ -43,9 +47,15 @@ def grouped_mlp(
     biases: tuple[Any, Any], row_scale: Tensor | None, function: Activation, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write out [T, H], and preact [T, 2I or I] unless None.
+    """Write the results of grouped_mlp: out [T, H], and preact [T, 2I or I] unless it is None.
 
-    x: (rows, their scales if they are MXFP8, else None). The other arguments are those of `reference.grouped_mlp`.
+    Args:
+        recipe: the recipe object.
+        x: rows, and their scales if they are in MXFP8, else None.
+        weights: w1 and w2.
+        ends: each group's end.
+        biases: b1 and b2.
+        Others: see `reference.grouped_mlp`.
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
@@ -60,10 +70,14 @@ def data_gradients(
     row_scale: Tensor | None, function: Activation, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write dpreact, act and d_row_scale as `reference.grouped_dglu` does, and dx [T, H] unless None.
+    """Write dpreact, act and d_row_scale as `reference.grouped_dglu` does, and dx [T, H] unless it is None.
 
-    Weights must be folded along their columns; w1 is needed only for dx. dy and the stored dpreact are quantised as x
-    is in forward.
+    dy and the stored dpreact are quantised as x is in forward.
+
+    Args:
+        recipe: the recipe object.
+        weights: w1 and w2, prepared along their columns; w1 is needed only for dx.
+        ends: each group's end.
     """
     w1, w2 = weights
     reference.grouped_dglu(

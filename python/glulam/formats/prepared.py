@@ -1,23 +1,25 @@
-"""Expert weights as the kernels of a recipe read them, made from what a caller holds, once for each of its versions.
+"""Weights prepared for the kernels of a recipe, kept so that each version of a weight is prepared only once.
 
-Process-wide, by where a weight lies and by its version counter, which in-place operations of torch advance (as
-load_state_dict does). Views of a weight share both, so that a new view of it, as a module or torch.compile may pass at
-each call, is not prepared anew. What was prepared goes once the weight's memory does.
+What is kept is process-wide, and found by the weight's addresses and version counters, which in-place operations of
+torch advance (as load_state_dict does). Views of a weight share both, so a new view, as a module or torch.compile may
+pass at each call, is not prepared again. A prepared weight is freed when the original's memory is freed.
 
-Optimizers need not advance it: torch's fused ones do not, nor do those that copy into parameters through `.data`, as
-sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a gradient.
+Optimizers may leave the counter as it is: torch's fused ones do, and so do those that copy into parameters through
+`.data`, as sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a
+gradient.
 
-Writes through `.data` at another time (averaged weights, weights sent by a trainer), and writes to an inference tensor,
-which has no version, show in a sample: before each use outside of graphs and of training, SAMPLED elements from all
-over a weight are compared with those that were prepared. On a GPU the host waits for the comparison, so for all that
-the stream has queued; there only Parameters and inference tensors are compared, since other tensors are written in
-ways that advance their version. After a write that leaves the sample as it was, call `refresh_weights`.
+Other writes through `.data` (averaged weights, weights sent by a trainer), and writes to an inference tensor, which has
+no version, are detected by a sample: before each use outside of graphs and of training, SAMPLED elements from all over
+a weight are compared with their values when it was prepared. On a GPU the host waits for the comparison, and so for all
+work that the stream has queued; there only Parameters and inference tensors are compared, since other tensors are
+written in ways that advance their version. After a write that leaves the sampled elements unchanged, call
+`refresh_weights`.
 
 CUDA graphs. A replay runs no Python, so no version is looked at. A weight that is not trained is prepared before the
-capture, and the graph goes on with that. A weight that is trained changes between replays, or within them where the
-graph holds the optimizer's step. So the graph itself prepares it, into memory of its own: once for each version that
-the capture sees, so that all micro-batches of a step share it. Nor do replays advance versions. So such a weight is
-prepared for every call outside of graphs from then on.
+capture, and the graph keeps using the prepared weight. A weight that is trained changes between replays, or within
+them if the graph holds the optimizer's step. So the graph itself prepares it, into memory of its own: once for each
+version that the capture sees, so that all micro-batches of a step share the prepared weight. Replays do not advance
+versions, either. So after such a capture the weight is prepared for every call outside of graphs.
 """
 
 from __future__ import annotations
@@ -38,23 +40,29 @@ from .form import Form
 from .scaled import Parts
 
 SAMPLED = 4096
-"""Elements of a weight that are compared before it is used again."""
+"""Number of a weight's elements that are compared before its prepared form is used again."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Entry:
-    """What was prepared of one version, in the capture `capture` or in none.
+    """One version of a weight, prepared.
 
-    `trains`: whether the weight was ever seen to require a gradient; `step`: `steps` as it was prepared.
-    `streams`: on which it may be read; others wait for `ready`. `sample`: of the weight; None where its
-    gradient was being recorded, or a graph captured.
+    Attributes:
+        like, versions: shapes and dtypes, and version counters, of the weight's tensors.
+        prepared: the prepared parts.
+        capture: the CUDA graph capture that prepared it. None: it was prepared outside of captures.
+        index: the GPU's index. None: on the CPU.
+        trains: the weight was at some time seen to require a gradient.
+        step: value of `steps` when it was prepared.
+        streams: raw streams that may read it; other streams wait for the event `ready` first.
+        sample: sampled elements of the weight. None: it was prepared in training, or by a graph.
     """
 
     __slots__ = (
         "capture", "index", "like", "prepared", "ready", "sample", "step", "streams", "trains", "versions",
     )  # fmt: skip
     steps: ClassVar[int] = 0
-    """That optimizers took in this process."""
+    """Number of optimizer steps in this process."""
 
     def __init__(
         self, tensors: Sequence[Tensor], prepared: Parts, trains: bool = False, capture: Any = None,
@@ -81,13 +89,17 @@ class _Entry:
         return self.like == _like(tensors) and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare the weight with its sample, where writes may be unseen. Call `use` before, for the current stream."""
+        """Return True if the weight equals its sample, or need not be compared with it (`_is_compared`).
+
+        Call `use` before, so that the current stream may read the sample. A weight prepared in training has no sample:
+        False.
+        """
         if self.sample is None:  # prepared in training
             return False
         return not _is_compared(tensors) or torch.equal(self.sample, sample_of(tensors))
 
     def use(self) -> Parts:
-        """Ready for the current stream, and alive until its work is done."""
+        """Return the prepared parts, ready for the current stream, and kept alive until the stream's work is done."""
         stream = self._stream()
         if stream in self.streams:
             return self.prepared
@@ -112,10 +124,14 @@ register_optimizer_step_post_hook(_note_step)
 
 
 class _Weight:
-    """What is kept of a weight, by form: entries for eager calls, and those that the last captures made.
+    """All that is kept for one weight.
 
-    `trained_by_graph`: replays may have changed it. `trains`: an entry was seen to train before its place was given to
-    the next version, whose preparation may fail. `memory`: of its tensors; once that is gone, so is this.
+    Attributes:
+        entries: by form, the entry for eager calls.
+        in_graphs: by form, the entry that the last capture made.
+        memory: weak references to the storages of the weight's tensors; when one is freed, this object is dropped.
+        trained_by_graph: a captured graph prepares the weight, so replays may have changed it.
+        trains: an entry was seen to be trained, before it was removed to prepare the next version, which may fail.
     """
 
     __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph", "trains")
@@ -127,15 +143,19 @@ class _Weight:
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if tensors at these addresses are of the storages that were prepared: a storage that was freed
-        and allocated again, as FSDP does, may lie where another one did.
+        """Return True if these tensors lie in the storages that were prepared.
+
+        Equal addresses do not suffice: a storage that was freed and allocated again, as FSDP does, may lie where
+        another did.
         """
         return all(memory() is one.untyped_storage() for memory, one in zip(self.memory, tensors, strict=True))
 
 
 class PreparedWeights:
-    """See above. A weight is `Parts`: [E, N, K] or a list of E tensors [N, K] in 16 bits or float32, or data and scales
-    in a format. `form`: how it is to be read.
+    """The prepared weights of this process; see the module's docstring.
+
+    A weight is passed as `Parts`: data [E, N, K], or a list of E tensors [N, K], in 16 bits or float32; or data and
+    scales in some format. `form` is the form in which it will be read.
     """
 
     def __init__(self) -> None:
@@ -144,11 +164,11 @@ class PreparedWeights:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many were prepared outside of graphs, one for each form."""
+        """Return the number of weights prepared outside of graphs; a weight counts once for each form."""
         return sum(len(weight.entries) for weight in list(self._weights.values()))
 
     def clear(self) -> None:
-        """Forget all weights; what a captured graph reads stays."""
+        """Forget all weights; what captured graphs read is kept."""
         with self._lock:
             self._weights.clear()
 
@@ -161,7 +181,9 @@ class PreparedWeights:
                     self._weights.pop(key, None)
 
     def find(self, form: Form, parts: Parts, trained: bool = False) -> Parts | None:
-        """What was prepared of this version of a weight, ready for the current stream, and compared with its sample.
+        """Return the prepared parts of this version of a weight, ready for the current stream; None if there are none.
+
+        The weight is compared with its sample, see the module's docstring.
 
         Args:
             trained: a gradient is being recorded; the weight is not compared with its sample.
@@ -181,15 +203,17 @@ class PreparedWeights:
         return entry.prepared  # a capture begins when the device is idle, so it is ready
 
     def get(self, form: Form, parts: Parts, trained: bool = False) -> Parts:
-        """The same, prepared now where it was not.
+        """Return the prepared parts of this version of a weight as `find` does; prepare them now if there are none.
 
         Args:
-            trained: a gradient is being recorded, and the weight changes by it: it is not checked for what folding
-                costs, which would make the host wait, and a graph that is being captured prepares it at every replay.
+            trained: a gradient is being recorded, and training changes the weight. Then folding is not checked for the
+                change of values, which would make the host wait; and a graph that is being captured prepares the weight
+                at every replay.
 
         Raises:
-            FoldError, ValueError, TypeError: as of `prepare_mxfp8_weight`.
-            CaptureError: a graph is being captured, which would prepare a weight at every replay that is not trained.
+            FoldError, ValueError, TypeError: see `prepare_mxfp8_weight`.
+            CaptureError: a weight that is not trained would have to be prepared in a graph that is being captured, and
+                so again at every replay.
         """
         tensors = _tensors(parts)
         capturing = _is_capturing(tensors)
@@ -217,7 +241,10 @@ class PreparedWeights:
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """What the graph that is being captured prepares of this version; the capture records it at its first use."""
+        """Return the parts that the graph being captured prepares of this version of a weight.
+
+        The first use in a capture records this work.
+        """
         tensors, capture = _tensors(parts), gpus.capture_id()
         weight = self._weight(tensors)
         found = weight.in_graphs.pop(form, None)
@@ -228,7 +255,10 @@ class PreparedWeights:
         return found.use()
 
     def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
-        """What is kept of these, until the memory of one of them is gone, which may hold anything from then on."""
+        """Return the record of a weight, a new one if there is none.
+
+        The record is dropped when the memory of one of the tensors is freed, since that may hold anything from then on.
+        """
         addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
             weight = weights.get(addresses)
@@ -238,22 +268,23 @@ class PreparedWeights:
 
 
 PREPARED = PreparedWeights()
-"""Of this process."""
+"""The prepared weights of this process."""
 
 
 def refresh_weights(*weights: Any) -> None:
-    """Make what recipes keep of 16-bit weights anew, at the next use of each.
+    """Forget what recipes keep of 16-bit weights, so that each weight is prepared again at its next use.
 
-    Operators see almost every write to a weight by themselves: in-place operations, steps of optimizers, and, by a
-    sample of the elements, writes through `.data`; on a GPU the latter of Parameters and inference tensors alone. Call
-    this after a write through `.data` of a few elements, or to another tensor on a GPU. CUDA graphs that were captured
-    keep the weights of their capture.
+    Operators detect almost every write to a weight by themselves: in-place operations, steps of optimizers, and, by
+    comparing a sample of the elements, writes through `.data`; on a GPU the last only of Parameters and inference
+    tensors. Call this after a write through `.data` that changes only a few elements, or that changes another tensor on
+    a GPU. CUDA graphs that were captured before keep the weights of their capture.
 
     Args:
-        weights: tensors, lists of tensors, or modules, of which all parameters and buffers are meant; none: everything.
+        weights: tensors, lists of tensors, or modules, with all their parameters and buffers. No arguments: all
+            weights.
 
     Raises:
-        TypeError: something else.
+        TypeError: an argument is something else.
     """
     if not weights:
         PREPARED.clear()
@@ -274,12 +305,16 @@ def _all_tensors(weight: Any) -> Iterator[Tensor]:
 
 
 def _is_compared(tensors: Sequence[Tensor]) -> bool:
-    """Return True if writes may pass by the version counters of these tensors, or if comparing waits for nobody."""
+    """Return True if the weight is to be compared with its sample.
+
+    This is so if writes to one of these tensors may leave its version counter unchanged (Parameters, inference
+    tensors), or if one is on the CPU, where comparing needs no synchronisation.
+    """
     return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
 
 
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The bits of SAMPLED elements, evenly spaced, of all tensors together; of tensors of several dtypes, as int32."""
+    """Return the bits of about SAMPLED elements, evenly spaced over all tensors; as int32 if dtypes differ in size."""
     each = max(1, SAMPLED // len(tensors))
     parts = []
     for tensor in tensors:
@@ -291,7 +326,7 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """A weight as `form` reads it. `report`: raise what folding refuses."""
+    """Return a weight's parts as `form` reads them. `report`: raise FoldError if this would change values too much."""
     return form.made(parts, report)
 
 

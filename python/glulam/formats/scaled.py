@@ -71,29 +71,29 @@ class Parts(NamedTuple):
 
 
 class Scaled:
-    """Base of dataclasses with `data` (elements of 8 bits or less), `scale`, in some formats `global_scale`, and fields
-    that describe the layout.
+    """Base of the tensor classes of all formats.
 
-    Instances can be copied and pickled, and pass torch.load(weights_only=True) and pytree functions; so containers of
-    them pass torch.compile and torch.export.
+    They are dataclasses with fields `data` (elements of 8 bits or less), `scale`, in some formats a third tensor, and
+    fields that describe the layout. Instances can be copied and pickled, and pass torch.load(weights_only=True) and
+    pytree functions; so containers of them pass torch.compile and torch.export.
     """
 
     data: Tensor
     scale: Tensor
     parts: ClassVar[Parts]
     reads_as: ClassVar[str]
-    """The result of `form_name()`. `reads_as` and `parts` are set on each instance, but are not dataclass fields."""
+    """The result of `form_name()`. Each instance has `reads_as` and `parts` as attributes, not as dataclass fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
-    """The name of a recipe that takes it; `weight_only`: the recipe that decodes it for rows in 16 bits, if any."""
+    """Name of a recipe that takes this class; `weight_only`: the recipe that decodes it for rows in 16 bits, if any."""
     weight_only: ClassVar[str] = "mxfp8_weight_only"
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
     """Dtypes of data; bytes read from a file are viewed as the first."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
     names: ClassVar[tuple[str, ...]]
-    """The fields that are tensors."""
+    """Names of the fields that are tensors."""
     form: ClassVar[tuple[str, ...]]
-    """The fields that are not tensors."""
+    """Names of the fields that are not tensors."""
     fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
@@ -120,7 +120,7 @@ class Scaled:
         return tuple(form)
 
     def form_name(self) -> str:
-        """Return the name of the `form.Form` that reads this tensor without preparation; "" if there is none."""
+        """Return the name of the `form.Form` whose kernels read this tensor unprepared; "" if there is none."""
         return ""
 
     def note(self) -> None:
@@ -132,7 +132,7 @@ class Scaled:
         return [getattr(self, name) for name in self.names]
 
     def in_16_bits(self, name: str) -> str:
-        """Return the expression that gives argument `name` in 16 bits."""
+        """Return the expression, for messages, that gives argument `name` in 16 bits."""
         return f"{name}.dequantize(torch.bfloat16)"
 
     def _flat(self) -> tuple[list[Any], Any]:
@@ -214,7 +214,7 @@ class Scaled:
 
 
 class Stored(Scaled):
-    """A Scaled whose non-tensor fields are strings, so that a checkpoint can store it."""
+    """A Scaled that a checkpoint can store, because all its fields that are not tensors are strings."""
 
     def cpu(self: Kind) -> Kind:
         return self.to("cpu")

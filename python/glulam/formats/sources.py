@@ -39,7 +39,9 @@ def check_source(op: str, w: Any, multiple: int, *, any_batch: bool = False) -> 
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once. Dividing by a Python number, torch's GPU operators multiply by its reciprocal;
-    dividing by a tensor, they divide, as the CPU and the kernels do.
+    """Return x / number, rounded once.
+
+    Dividing by a Python number, torch's GPU operators multiply by its reciprocal. So x is divided by a tensor here, and
+    torch divides as the CPU and the kernels do.
     """
     return x / torch.full_like(x, number)

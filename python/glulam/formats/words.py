@@ -43,9 +43,11 @@ def elements_of(dtype: torch.dtype) -> int:
 
 
 def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return words, int32 [..., K/8], of bytes [..., K/2] that hold the even element in the lower half; 32 divides K.
+    """Return the words, int32 [..., K/8], of bytes [..., K/2]; K is a multiple of 32.
 
-    out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
+    Args:
+        data: bytes of two elements, the even element in the lower half.
+        out: contiguous tensor for the words; it may share the memory of the bytes. None: a new one.
     """
     *lead, num_bytes = data.shape
     words = torch.empty(*lead, num_bytes // WORD_BYTES, dtype=WORD_DTYPE, device=data.device) if out is None else out
@@ -94,7 +96,11 @@ def _byte(bits: Bits) -> Bits:
 
 @functools.cache
 def _tables() -> list[list[int]]:
-    """Return for each of the four pairs, and each of its 256 byte values, the bits of the word, int32, that it sets."""
+    """Return a table for each of the four pairs: for each of the pair's 256 byte values, the bits of the word that it
+    sets.
+
+    A word is the exclusive or of the four entries. Entries are int32 numbers.
+    """
     rows = []
     for bit in range(WORD_BITS):
         rows.append((sum(byte << 8 * i for i, byte in enumerate(_pairs(1 << bit))), 1 << bit))

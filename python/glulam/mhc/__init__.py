@@ -1,4 +1,8 @@
-"""Manifold-constrained hyper-connections: n residual streams, mixed by matrices that Sinkhorn keeps balanced."""
+"""Manifold-constrained hyper-connections: n residual streams, mixed by matrices that Sinkhorn steps keep balanced.
+
+A token's state is n streams [n, C] (in `boundary` [n, D]) instead of one residual vector. Coefficients computed from
+the streams weigh their sum, which a sublayer reads, and mix the streams when the sublayer's output is added.
+"""
 
 from .boundary import BoundaryResults, boundary
 from .mixing import aggregate, post_mix

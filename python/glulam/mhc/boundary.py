@@ -1,7 +1,7 @@
 """boundary: from one sublayer's output to the next sublayer's input, with hyper-connections as DeepSeek-V4.1 has them.
 
-The mix takes coefficients that the boundary before made, so the update, the mix, its norm and the projection that makes
-the next coefficients need one read of the streams.
+The mix of the streams uses coefficients that the previous boundary computed. So the streams are read once for all four
+steps: their update, the mix, its norm, and the projection that makes the next coefficients.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .mixing import post_mix_backward
 from .project import accumulator, project_backward
 
 MAX_ITERS = 100
-"""Backward keeps the matrix after each step in shared memory."""
+"""Largest `iters`: backward keeps the matrix after each step in shared memory."""
 STREAM_DTYPES = (torch.bfloat16, torch.float16)
 COEFFICIENTS = ("pre", "post", "comb")
 
 
 class BoundaryResults(NamedTuple):
-    """What boundary returns; coefficients are float32 (float64 of float64 streams).
+    """Results of `boundary`; the coefficients pre, post and comb are float32 (float64 if the streams are float64).
 
     Attributes:
-        streams: [..., n, D], updated; without an update the streams that were given.
+        streams: [..., n, D], the updated streams; without an update the streams that were passed in.
         x: [..., D] in the streams' dtype, the next sublayer's input.
-        pre: [..., n], in (eps, 1 + eps), for the mix of the next boundary.
-        post: [..., n], in (0, 2), and comb: [..., n, n], for the update with the next sublayer's output.
+        pre: [..., n], in (eps, 1 + eps), weights for the mix of the next boundary.
+        post: [..., n], in (0, 2), and comb: [..., n, n], coefficients for the update with the next sublayer's output.
     """
 
     streams: Tensor
@@ -61,31 +61,36 @@ def boundary(
     norm_eps: float = 1e-6,
     iters: int = 20,
 ) -> BoundaryResults:
-    """Update the streams, mix the next sublayer's input, and make the coefficients of the boundary after that.
+    """Update the streams, mix the next sublayer's input, and make the coefficients for the boundary after this one.
 
         streams'_j = post_j y + sum over i of comb_ij streams_i          rounded to the streams' dtype
-        u = sum over j of pre_j streams'_j                               rounded to it
+        u = sum over j of pre_j streams'_j                               rounded to the streams' dtype
         x = u / sqrt(mean u^2 + norm_eps) norm_weight
         z = (streams'_flat weight^T) / sqrt(mean streams'_flat^2 + rms_eps) scale + base
         pre' = sigmoid(z_pre) + eps;  post' = 2 sigmoid(z_post)
         comb' = softmax of z_comb's rows + eps; columns / (their sum + eps); then `iters` - 1 times rows and columns
 
-    Differentiable in every tensor. A token's results do not depend on the other tokens, nor on how many there are.
+    streams'_flat is streams' as [..., n D]. Differentiable in every tensor. A token's results do not depend on the
+    other tokens, nor on how many there are.
 
     Args:
         y: the sublayer's output [..., D], the streams' dtype. None: no update; then post and comb are None, too.
         streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 4 and
             D a multiple of 8.
-        pre: [..., n], post: [..., n], comb: [..., n, n]: of the boundary before, float32 (float64 of float64 streams).
+        pre, post, comb: [..., n], [..., n] and [..., n, n], from the previous boundary's results; float32 (float64 if
+            the streams are float64).
         weight: [n n + 2n, n D], rows for pre, post and comb (row-major) in this order; float32 or 16-bit. A float32
             weight keeps its precision.
-        scale: [3], of pre, post and comb. base: [n n + 2n]. norm_weight: [D]. float32 or 16-bit.
-        rms_eps, norm_eps: in the roots. eps: of `pre` and of Sinkhorn's sums.
-        iters: 1 to 100.
+        scale: [3], a factor each for pre, post and comb; float32 or 16-bit.
+        base: [n n + 2n], added to each coefficient's z; float32 or 16-bit.
+        norm_weight: [D], the RMSNorm's weight; float32 or 16-bit.
+        rms_eps, norm_eps: added under the square roots of z and of x.
+        eps: added to `pre` and to Sinkhorn's sums.
+        iters: number of Sinkhorn iterations, 1 to 100.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     made = boundary_streams(
         y, streams, pre, post, comb, weight, scale, base, norm_weight, rms_eps, eps, norm_eps, iters
@@ -108,7 +113,7 @@ def _cut(call: Any) -> dict[str, Any]:
 
 
 class BoundaryCall(MhcCall):
-    """`of_stats`: whether to make what backward needs, the last result."""
+    """A call of boundary. `of_stats`: return also the last result, `stats`, which backward needs."""
 
     op = kernel = "boundary"
     leads = "streams"
@@ -146,7 +151,7 @@ class BoundaryCall(MhcCall):
             raise ValueError(f"{op}: iters is {self.iters}; it must be 1 or more, since the first only divides columns")
 
     def _check_update(self, lead: tuple[int, ...], n: int, width: int) -> None:
-        """Check y and the coefficients."""
+        """Check y and the coefficients pre, post and comb, for streams with these dimensions before n, n and D."""
         op, streams, ends = self.op, self.streams, {"pre": (n,), "post": (n,), "comb": (n, n)}
         if self.y is not None:
             check_like(op, "y", self.y, (*lead, width), streams, "it is added to the streams")
@@ -210,7 +215,10 @@ def _partial_sums(call: Any) -> dict[str, int]:
 
 
 class BoundaryBackwardCall(MhcCall):
-    """Back through norm, mix and Sinkhorn; the projection's and the update's gradients are other operators'."""
+    """A call of boundary_backward: the gradients of boundary's norm, mix and Sinkhorn steps.
+
+    The gradients of the projection and of the update are those of `project_backward` and `post_mix_backward`.
+    """
 
     op, kernel = "boundary", "boundary_backward"
     leads = "streams"
@@ -235,7 +243,12 @@ def boundary_streams(
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
     of_stats: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the results of `BoundaryCall`; None for the streams if there is no update."""
+    """Return the six results that `BoundaryCall.returns` names; None for the streams if there is no update (y is None).
+
+    Args:
+        of_stats: return the last result, `stats`, which backward needs. False: None in its place.
+        Others: see `boundary`.
+    """
 
 
 @operator(BoundaryBackwardCall)
@@ -244,4 +257,10 @@ def boundary_backward(
     norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int, of_mix: bool, of_pre: bool,
     of_logits: bool, of_norm_weight: bool,
 ) -> Any:  # fmt: skip
-    """Return gradients of the mix, pre, the logits and norm_weight, None for those that are not wanted."""
+    """Return (d_mix, d_pre, d_logits, d_norm_weight); None for each gradient whose flag `of_...` is False.
+
+    Args:
+        d_x: the gradient of x. d_comb: the gradient of the new comb. None: there is none.
+        streams: the updated streams.
+        stats: the last result of `boundary_streams`.
+    """

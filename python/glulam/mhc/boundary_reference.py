@@ -1,7 +1,7 @@
-"""The boundary between two sublayers in torch, with its gradients: what runs on the CPU, and what kernels are held to.
+"""The boundary between two sublayers and its gradients in torch: runs on the CPU, and is the reference for kernels.
 
-16-bit inputs compute in float32. The updated streams and their mix are rounded to the streams' dtype, as they would be
-if each were read from memory; all else is rounded once.
+16-bit inputs are computed in float32. The updated streams and their mix are rounded to the streams' dtype, as if each
+were read from memory; everything else is rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .reference import segments
 
 
 def balanced(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]:
-    """Return the softmax of each row, and the matrix after each step, in float64.
+    """Return the softmax of each row of the logits, and a list of the matrix after each Sinkhorn step; both in float64.
 
     The steps: softmax + eps; columns divided by their sum + eps; then `iters` - 1 times rows and columns.
     """
@@ -26,13 +26,14 @@ def balanced(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tenso
 
 
 def _axes(iters: int) -> list[int]:
-    """The axis over which each step after the first sums."""
+    """Return, for each step of `balanced` after the first, the axis over which it sums."""
     return [-2, *[-1, -2] * (iters - 1)]
 
 
 def balanced_backward(d_comb: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
-    """Return the gradient of the logits. With H = gradient * M, a step M' = M / (sum M + eps) takes H' to
-    H = H' - M' sum H'.
+    """Return the gradient of the logits, from `d_comb`, the gradient of the matrix after the last step of `balanced`.
+
+    With H = gradient * M, elementwise, going back through a step M' = M / (sum M + eps) gives H = H' - M' sum H'.
     """
     shares, steps = balanced(logits, iters, eps)
     h = d_comb.double() * steps[-1]
@@ -43,13 +44,19 @@ def balanced_backward(d_comb: Tensor, logits: Tensor, iters: int, eps: float) ->
 
 
 def gate_arguments(stats: Tensor, scale: Tensor, base: Tensor, n: int) -> Tensor:
-    """Return z [..., K] = p / rms * scale + base."""
+    """Return z [..., K] = p / rms * scale + base, for the K = n n + 2n coefficients.
+
+    Args:
+        stats: [..., K + 1], the projections p, then rms.
+        scale: [3], a factor each for pre, post and comb.
+        base: [K].
+    """
     by_row = torch.cat([wide(scale)[place].expand(rows.stop - rows.start) for place, rows in enumerate(segments(n))])
     return stats[..., :-1] / stats[..., -1:] * by_row.to(stats.dtype) + wide(base).to(stats.dtype)
 
 
 def mix(streams: Tensor, pre: Tensor) -> Tensor:
-    """Return the streams' sum with weights `pre`, in the streams' dtype."""
+    """Return the sum of the streams [..., n, D] with weights `pre` [..., n], in the streams' dtype."""
     return (pre.to(wide(streams).dtype).unsqueeze(-1) * wide(streams)).sum(-2).to(streams.dtype)
 
 
@@ -57,7 +64,11 @@ def boundary(
     y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the operator's results, and what backward needs: p and sqrt(mean square + rms_eps), side by side."""
+    """Compute `mhc.boundary` in torch, and return its results, then stats, which backward needs.
+
+    stats [..., K + 1] holds p = streams'_flat weight^T and sqrt(mean square + rms_eps), for K = n n + 2n coefficients.
+    The updated streams are None if y is None.
+    """
     n, dtype, updated = streams.shape[-2], streams.dtype, None
     if y is not None and post is not None and comb is not None:
         mixed = comb.transpose(-1, -2) @ wide(streams)
@@ -78,9 +89,12 @@ def boundary_backward(
     d_x: Tensor | None, d_comb: Tensor | None, streams: Tensor, pre: Tensor, scale: Tensor, base: Tensor,
     norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return gradients of the mix, of `pre`, of the logits, and of norm_weight: back through norm, mix and Sinkhorn.
+    """Return (d_mix, d_pre, d_logits, d_norm): back through the norm, the mix and Sinkhorn's steps.
 
-    streams: after the update. Without d_x there are no gradients but the logits', without d_comb not these.
+    Args:
+        d_x: the gradient of x. None: d_mix, d_pre and d_norm are None.
+        d_comb: the gradient of the new comb. None: d_logits is None.
+        streams: the streams after the update.
     """
     n = streams.shape[-2]
     d_mix = d_pre = d_logits = d_norm = None

@@ -1,4 +1,4 @@
-"""What the hyper-connection operators share: their kernels' spec, and checks of arguments from metadata alone."""
+"""Base class of the hyper-connection operators' calls, and checks of arguments from metadata alone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 USUAL_SMS = 132
-"""By which sums are cut where the GPU must not: those of an H100."""
+"""Number of SMs of an H100: decides how sums are cut if results must not depend on the GPU at hand."""
 
 
 def sms_to_cut_by(call: Any) -> int:
-    """Return the number of SMs that decides into how many parts a call's sums are cut."""
+    """Return the number of SMs that decides into how many parts a call's sums are cut.
+
+    A call that must be batch-invariant uses `USUAL_SMS`, any other its GPU's number.
+    """
     return USUAL_SMS if call.invariant else int(call.gpu.sm_count)
 
 
 class MhcCall(AddressedCall):
-    """Of hyper-connections. `formed`: parameters whose dtypes the kernel is told."""
+    """A call of a hyper-connection operator. `formed`: parameters whose dtypes the kernel takes as a constant."""
 
     family = "mhc"
     trailing = 2
@@ -43,14 +46,17 @@ class MhcCall(AddressedCall):
 
 
 def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """A parameter or coefficient of `shape`, of any dtype of `check_dtype`."""
+    """Check that argument `name` is a tensor of this shape, on the device of `like`, and return it.
+
+    Its dtype may be any that `check_dtype` allows. `why`: the reason for the shape, for messages.
+    """
     tensor = check_tensor(op, name, value, f"a tensor {shape_text(shape)}", like, shape=shape, why=why)
     check_dtype(op, name, tensor)
     return tensor
 
 
 def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
-    """The number of streams, n."""
+    """Check n, the number of streams of argument `name`."""
     if n == 0 or (runs_kernels(tensor) and n not in COUNTS):
         choices = ", ".join(map(str, COUNTS))
         raise ValueError(
@@ -59,7 +65,7 @@ def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
 
 
 def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int, int]:
-    """Streams [..., n, C]: the leading shape, n and C."""
+    """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C."""
     x = check_tensor(op, name, value, "streams [..., n, C]")
     check_dtype(op, name, x)
     if x.dim() < 2:

@@ -1,4 +1,4 @@
-"""Sums of residual streams: `aggregate`, which a sub-layer reads, and `post_mix`, which takes its output in."""
+"""Sums of residual streams: `aggregate` makes a sublayer's input, and `post_mix` adds its output to the streams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AggregateBackwardCall(MhcCall):
 
 
 class _Mixing(MhcCall):
-    """What forward and backward of post_mix have in common."""
+    """Attributes that the forward and the backward call of post_mix share."""
 
     op = "post_mix"
     leads = "residual"
@@ -95,28 +95,31 @@ class PostMixBackwardCall(_Mixing):
 
 @operator(AggregateCall)
 def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """out = sum over j of h_pre[..., j] x[..., j, :]. Differentiable in both.
+    """Compute out = sum over j of h_pre[..., j] x[..., j, :]. Differentiable in x and h_pre.
 
     Args:
         x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
             8 and C a multiple of 8.
         h_pre: [..., n], float32 or 16-bit.
-        out: the result's buffer; only where no gradient is recorded.
+        out: buffer for the result; only if no gradient is recorded. None: a new tensor.
 
     Returns:
         [..., C] in x's dtype, summed in float32.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` is given and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     raise NotImplementedError  # `front` writes the body
 
 
 @operator(AggregateBackwardCall)
 def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, of_x: bool, of_h_pre: bool) -> Any:
-    """Gradients of x and h_pre, None of what is not wanted."""
+    """Return the gradients of x and h_pre from d_out, the gradient of aggregate's result.
+
+    None is returned for each gradient whose flag `of_...` is False.
+    """
 
 
 @operator(PostMixCall)
@@ -130,25 +133,27 @@ def post_mix(
     transpose_res: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[..., i, :] = sum over j of h_res[..., i, j] residual[..., j, :], + h_post[..., i] (x + bias). Differentiable.
+    """Mix the residual streams and add a sublayer's output x to each. Differentiable in every tensor.
+
+        out[..., i, :] = sum over j of h_res[..., i, j] residual[..., j, :] + h_post[..., i] (x + bias)
 
     Args:
         residual: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is
             2, 4 or 8 and C a multiple of 8.
         h_res: [..., n, n], float32 or 16-bit.
         h_post: [..., n], float32 or 16-bit.
-        x: a sub-layer's output [..., C], residual's dtype.
-        bias: [C], float32 or 16-bit: that of the sub-layer's last linear layer, added here.
+        x: a sublayer's output [..., C], residual's dtype.
+        bias: [C], float32 or 16-bit: the bias of the sublayer's last linear layer, added here. None: no bias.
         transpose_res: use h_res[..., j, i] in place of h_res[..., i, j].
-        out: the result's buffer; only where no gradient is recorded.
+        out: buffer for the result; only if no gradient is recorded. None: a new tensor.
 
     Returns:
-        Like residual; summed in float32.
+        A tensor like residual; summed in float32.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` is given and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -158,4 +163,7 @@ def post_mix_backward(
     d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None,
     transpose_res: bool, of_residual: bool, of_h_res: bool, of_h_post: bool, of_x: bool, of_bias: bool,
 ) -> Any:  # fmt: skip
-    """Gradients of the five tensors behind the first, None of what is not wanted."""
+    """Return the gradients of residual, h_res, h_post, x and bias from d_out, the gradient of post_mix's result.
+
+    None is returned for each gradient whose flag `of_...` is False.
+    """

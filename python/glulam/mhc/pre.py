@@ -81,7 +81,10 @@ def pre(
 
 
 class PreCall(Projecting):
-    """A call of pre. If a gradient is recorded, it returns x in place of the results that backward needs."""
+    """A call of pre.
+
+    If a gradient is recorded, the call returns out, h_post, h_res and x, and keeps the other results for backward.
+    """
 
     op = kernel = "pre"
     is_torch_op = False  # torch sees project, sinkhorn and aggregate
@@ -129,4 +132,4 @@ def prepare_streams(
     x: Tensor, weight: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, eps: float,
     iters: int, sinkhorn_eps: float,
 ) -> Any:  # fmt: skip
-    """Return the results of `PreCall`, or, if a gradient is recorded, of `PreCall.recorded`."""
+    """Return the results that `PreCall.returns` names; if a gradient is recorded, (out, h_post, h_res, x) instead."""

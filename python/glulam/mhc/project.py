@@ -1,4 +1,4 @@
-"""project: from the residual streams to the coefficients of their mixing, with the streams' norm in the same pass."""
+"""project: compute the coefficients for mixing residual streams, from the streams, and their norm in the same pass."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .call import USUAL_SMS, MhcCall, check_eps, check_param, check_streams, sms
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 PARAMETERS = ("x", "weight", *ALPHAS, "bias")
 USUAL_TOKENS = 4096
-"""By which columns are cut where the number of tokens must not."""
+"""Number of tokens that decides how columns are cut if results must not depend on the call's number of tokens."""
 
 
 class Coefficients(NamedTuple):
-    """What project returns, float32 (float64 of float64 streams).
+    """Results of `project`, float32 (float64 if the streams are float64).
 
     Attributes:
         h_pre: [..., n], in (0, 1).
@@ -53,11 +53,13 @@ def project(
     norm_weight: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Coefficients:
-    """p = x_flat weight^T, r = 1 / (||x_flat|| / sqrt(nC) + eps), z = r p alpha + bias, where x_flat is x as [..., nC];
-    h_pre = sigmoid(z_pre), h_post = 2 sigmoid(z_post), h_res = z_res. Differentiable in all but eps.
+    """Compute the coefficients of the streams' mixing. Differentiable in every tensor.
+
+        p = x_flat weight^T,  r = 1 / (||x_flat|| / sqrt(nC) + eps),  z = r p alpha + bias,  with x_flat = x as [...,
+        nC] h_pre = sigmoid(z_pre),  h_post = 2 sigmoid(z_post),  h_res = z_res
 
     A float32 weight keeps its precision, whatever x is: products are summed in float32, with an error of some 1e-6 of
-    their size. A 16-bit weight is multiplied in x's dtype (float32: TF32), and rounded to it where it is of another.
+    their size. A 16-bit weight is multiplied in x's dtype (float32: TF32), after rounding to that dtype if it differs.
 
     Args:
         x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
@@ -67,13 +69,13 @@ def project(
         bias: [n n + 2n], float32 or 16-bit.
         eps: keeps a token of zeros from dividing by zero.
         norm_weight: [n C], float32 or 16-bit, an RMSNorm's weight: weight * norm_weight, a float32 product by columns,
-            takes weight's place, whatever weight's dtype.
-        out: buffers for the three results; only where no gradient is recorded.
+            replaces weight, whatever weight's dtype. None: no RMSNorm weight.
+        out: buffers for the three results; only if no gradient is recorded. None: new tensors.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` is given and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
     if norm_weight is not None:
@@ -90,12 +92,16 @@ def _three(out: Any) -> tuple[Any, ...]:
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of sums over x."""
+    """Return the dtype of sums over x: float32, or float64 if x is float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def check_parameters(op: str, tensors: Any) -> None:
-    """weight, the alphas and bias, for streams x that were checked."""
+    """Check weight, the three alphas and bias.
+
+    Args:
+        tensors: x, weight, alpha_pre, alpha_post, alpha_res, bias; x was checked before.
+    """
     x, weight, *alphas, bias = tensors
     n, width = x.shape[-2:]
     rows = shapes.outputs(n)
@@ -109,11 +115,16 @@ def check_parameters(op: str, tensors: Any) -> None:
 
 
 def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> Tensor:
-    """weight * norm_weight in float32, of `tensors`: x, weight, the alphas and bias.
+    """Return weight * norm_weight, in float32.
 
-    By torch, whose autograd also makes both gradients from the product's, which is float32: 24 rows of some 10^4
-    columns take a few us beside streams that take hundreds. Kernels that multiplied would read one more address each,
-    and backward needed a kernel more for the sums over rows.
+    Torch computes the product, and its autograd both gradients from the product's gradient, which is float32: 24 rows
+    of some 10^4 columns take a few us, while the streams take hundreds. If the kernels multiplied instead, they would
+    read one more address each, and backward would need one more kernel, for the sums over rows.
+
+    Args:
+        op: the operator's name, for messages.
+        tensors: x, weight, alpha_pre, alpha_post, alpha_res, bias.
+        norm_weight: [n C].
     """
     x, weight = tensors[:2]
     _, n, width = check_streams(op, "x", x)
@@ -128,10 +139,13 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
 
 
 def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu, invariant: bool = False) -> shapes.Slices:
-    """How kernels cut the columns; the weight's dtype decides between them.
+    """Return how kernels cut the columns into slices; it depends on the weight's dtype.
 
     Args:
-        invariant: whether slices depend on the columns alone, as a usual number of tokens has them on a usual GPU.
+        x, weight: the operator's arguments.
+        tokens: number of tokens.
+        gpu: the GPU.
+        invariant: slices depend on the columns alone: they are those of `USUAL_TOKENS` tokens and `USUAL_SMS` SMs.
     """
     is_exact = weight.dtype is torch.float32
     cut = functools.partial(
@@ -160,7 +174,7 @@ def _cut_of_backward(call: Any) -> dict[str, Any]:
 
 
 class Projecting(MhcCall):
-    """What project, its backward and pre have in common."""
+    """Checks and results that the calls of project, project_backward and pre share."""
 
     formed = ("weight", "alpha_pre", "bias")
     unaligned = frozenset(ALPHAS)
@@ -178,13 +192,16 @@ class Projecting(MhcCall):
         check_eps(self.op, self.eps)
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
-        """Results with these dimensions behind those of tokens, as precise as sums over x."""
+        """Return the shapes and dtypes of results with these last dimensions for each token.
+
+        Their dtype is that of sums over x (`accumulator`).
+        """
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
 
 
 class ProjectCall(Projecting):
-    """`of_stats`: whether to make what backward needs, the fourth result."""
+    """A call of project. `of_stats`: return also the fourth result, `stats`, which backward needs."""
 
     op = kernel = "project"
     returns = ("h_pre", "h_post", "h_res", "stats")
@@ -209,8 +226,10 @@ class ProjectCall(Projecting):
 
 
 class ProjectBackwardCall(Projecting):
-    """The gradient of x also gets h_pre d_aggregate, that of `aggregate`, and d_residual, where these are given: a
-    layer's streams have three uses, and adding their gradients up costs passes of its own.
+    """A call of project_backward.
+
+    The streams of a layer have three uses, and adding up their gradients afterwards would take separate passes. So the
+    gradient of x includes h_pre d_aggregate, the gradient through `aggregate`, and d_residual, if these are given.
     """
 
     op, kernel = "project", "project_backward"
@@ -220,7 +239,7 @@ class ProjectBackwardCall(Projecting):
     )
 
     def check_inputs(self) -> None:
-        """Nothing, as in other backward operators."""
+        """Check nothing: like other backward operators, this one is called only by `backward` methods."""
 
     def likes(self) -> Sequence[Like | None]:
         sums = ((shapes.outputs(self.x.shape[-2]) + len(ALPHAS),), accumulator(self.x))
@@ -245,7 +264,13 @@ def project_streams(
     of_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
     h_res: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """The three results of `project`, and p with the streams' root mean square, or None."""
+    """Return the three results of `project`, then stats [..., n n + 2n + 1]: p and the streams' root mean square.
+
+    Args:
+        of_stats: return stats, which backward needs. False: None in its place.
+        h_pre, h_post, h_res: buffers for the results. None: new tensors.
+        Others: see `project`.
+    """
 
 
 @operator(ProjectBackwardCall)
@@ -254,17 +279,28 @@ def project_backward(
     alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, stats: Tensor, d_aggregate: Tensor | None,
     h_pre: Tensor | None, d_residual: Tensor | None, eps: float, of_x: bool, of_weight: bool,
 ) -> Any:  # fmt: skip
-    """Gradients of x and weight, None of what is not wanted, and those of bias and the alphas side by side, in the
-    accumulators' dtype."""
+    """Return (d_x, d_weight, d_sums): d_sums holds the gradients of bias, then of the three alphas.
+
+    d_sums has the dtype of sums over x (`accumulator`).
+
+    Args:
+        d_pre, d_post, d_res: gradients of the results. None: there is none.
+        stats: the fourth result of `project_streams`.
+        d_aggregate, h_pre, d_residual: addends of d_x, see `ProjectBackwardCall`. None: not added.
+        of_x, of_weight: d_x and d_weight are wanted; None is returned for one that is not.
+    """
 
 
 def parameter_gradients(
     saved: Sequence[Tensor], eps: float, needed: Sequence[bool], *given: Tensor | None
 ) -> Gradients:  # fmt: skip
-    """Of project's arguments, each in its own dtype and shape.
+    """Return the gradients of project's arguments, each in its own dtype and shape; None for one that is not needed.
 
     Args:
-        saved: these and stats. needed: which of them. given: d_pre, d_post, d_res, d_aggregate, h_pre and d_residual.
+        saved: project's arguments, then stats (see `project_streams`).
+        eps: project's eps.
+        needed: for each of these arguments, True if its gradient is needed.
+        given: d_pre, d_post, d_res, d_aggregate, h_pre and d_residual, see `project_backward`.
     """
     _, _, *alphas, bias, _ = saved
     made = project_backward(*given[:3], *saved, *given[3:], eps, *needed[:2])  # type: ignore[arg-type, call-arg]

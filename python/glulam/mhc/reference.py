@@ -1,7 +1,7 @@
-"""The hyper-connection operators and their gradients in torch: what runs on the CPU, and what kernels are held to.
+"""The hyper-connection operators and their gradients in torch: run on the CPU, and are the reference for kernels.
 
-16-bit inputs compute in float32. Each function takes and returns tensors as the operator of its name does; results are
-rounded to the dtypes of `operator.py`'s callers, gradients to those of what they are gradients of.
+16-bit inputs are computed in float32. Each function takes and returns tensors as the operator of the same name does.
+Results are rounded to the dtypes that the operators return, gradients to the dtype of the tensor they belong to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def _normalised(logits: Tensor, iters: int, eps: float) -> list[Tensor]:
-    """The matrix after each step, in float64: the exponentials, then rows and columns in turns.
+    """Return the matrix after each step, in float64: first the exponentials, then rows and columns normalised in turns.
 
     In float32 the exponentials of a column 104 below its rows' maxima would be zeros, which no step brings back.
     """
@@ -32,7 +32,12 @@ def _normalised(logits: Tensor, iters: int, eps: float) -> list[Tensor]:
 
 
 def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
-    """With H = gradient * M, elementwise, a step M' = M / (sum M + eps) takes H' to H = H' - M' sum H'."""
+    """Return the gradient of the logits, from `d_out`, the gradient of the matrix after the last step of `_normalised`.
+
+    With H = gradient * M, elementwise, going back through a step M' = M / (sum M + eps) gives H = H' - M' sum H'. The
+    first matrix is exp(l - rowmax), so each row's sum of H is subtracted at the row's maximum, in equal shares if
+    several elements tie.
+    """
     steps = _normalised(logits, iters, eps)
     h = d_out.double() * steps[-1]
     for step in reversed(range(2 * iters)):
@@ -47,7 +52,7 @@ def aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and h_pre."""
+    """Return the gradients of x and h_pre from d_out, the gradient of aggregate's result."""
     d = wide(d_out).unsqueeze(-2)
     return (d * wide(h_pre).unsqueeze(-1)).to(x.dtype), (d * wide(x)).sum(-1).to(h_pre.dtype)
 
@@ -67,7 +72,7 @@ def post_mix(
 def post_mix_backward(
     d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None, transpose_res: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of residual, h_res, h_post, x and bias."""
+    """Return the gradients of residual, h_res, h_post, x and bias (None if there is no bias) from d_out."""
     d, streams = wide(d_out), wide(residual)
     added = wide(x) if bias is None else wide(x) + wide(bias)
     d_residual = _matrix(h_res, not transpose_res).to(d.dtype) @ d
@@ -85,24 +90,27 @@ def post_mix_backward(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A row for each token, also where tokens have no dimension."""
+    """Return a tensor [..., C] as [tokens, C], also if there are no token dimensions."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def segments(n: int) -> tuple[slice, slice, slice]:
-    """The rows of `weight` that make h_pre, h_post and h_res."""
+    """Return the slices of `weight`'s rows that make h_pre, h_post and h_res."""
     return slice(0, n), slice(n, 2 * n), slice(2 * n, 2 * n + n * n)
 
 
 def spread(alphas: tuple[Tensor, Tensor, Tensor], n: int) -> Tensor:
-    """The factor of each row of `weight`."""
+    """Return the factor (alpha) of each row of `weight`, as one vector of n n + 2n elements."""
     return torch.cat([wide(a).reshape(1).expand(size) for a, size in zip(alphas, (n, n, n * n), strict=True)])
 
 
 def project(
     x: Tensor, weight: Tensor, alphas: tuple[Tensor, Tensor, Tensor], bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h_pre, h_post and h_res; and what backward needs: p and the streams' root mean square, side by side."""
+    """Compute `mhc.project` in torch, and return h_pre, h_post, h_res and stats, which backward needs.
+
+    stats [..., n n + 2n + 1] holds p and the streams' root mean square.
+    """
     n = x.shape[-2]
     flat = wide(x).flatten(-2)
     p = flat @ wide(weight).to(flat.dtype).t()
@@ -117,7 +125,7 @@ def project_backward(
     d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, x: Tensor, weight: Tensor,
     alphas: tuple[Tensor, Tensor, Tensor], bias: Tensor, stats: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and weight, and those of bias and the three alphas, side by side."""
+    """Return the gradients of x and of weight, and a vector with the gradients of bias, then of the three alphas."""
     n = x.shape[-2]
     flat, p, rms = wide(x).flatten(-2), stats[..., :-1], stats[..., -1:]
     r, alpha = 1 / (rms + eps), spread(alphas, n).to(stats.dtype)
@@ -132,13 +140,16 @@ def project_backward(
 
 
 def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor | None) -> Tensor:
-    """The streams' gradient with those of `aggregate` and of the residual."""
+    """Return d_x, the gradient of the streams, plus the gradient through `aggregate`, plus d_residual if not None."""
     total = wide(d_x) + wide(h_pre).unsqueeze(-1) * wide(d_aggregate).unsqueeze(-2)
     return (total if d_residual is None else total + wide(d_residual)).to(d_x.dtype)
 
 
 def _through_gates(d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, z: Tensor, n: int) -> Tensor:
-    """The gradient of z, the arguments of the sigmoids and the logits."""
+    """Return the gradient of z from those of h_pre, h_post and h_res (None: there is none).
+
+    z holds the arguments of the sigmoids (pre, post), then the logits (res).
+    """
     dz = torch.zeros_like(z)
     pre, post, res = segments(n)
     gate = torch.sigmoid(z)

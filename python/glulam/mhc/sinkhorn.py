@@ -14,8 +14,9 @@ from . import reference
 from .call import MhcCall, check_count, check_eps, check_iters
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
-"""Largest number of iterations by n: backward keeps 2n factors per matrix and iteration, for 32 matrices, in 227 KB of
-shared memory."""
+"""Largest number of iterations by n, the matrices' size: backward keeps 2n factors per matrix and iteration, for 32
+matrices, in 227 KB of shared memory.
+"""
 
 
 class _Normalising(MhcCall):
@@ -82,4 +83,4 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
 
 @operator(SinkhornBackwardCall)
 def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Any:
-    """Return the gradient of logits."""
+    """Return the gradient of logits from d_out, the gradient of sinkhorn's result."""

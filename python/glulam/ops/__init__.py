@@ -1,1 +1,1 @@
-"""The operators, a file each: the public function, the meaning of its arguments and its plan."""
+"""The operators, one file each: the public function, the checks of its arguments, and its kernel call's definition."""

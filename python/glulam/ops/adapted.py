@@ -1,8 +1,8 @@
-"""GEMMs with adapters: operators of LoRA's steps, which are no part of the public interface.
+"""GEMMs with LoRA adapters: the operators that a step with LoRA uses; they are not part of the public interface.
 
-Each is an operator of `glulam` whose kernel also contracts `low` [T, r] with `low_w`, in the same accumulators: it adds
-low low_w_e^T before whatever follows the GEMM, and rounds once. `low_w` lies as the weight does: [E, N, r], and if the
-kernel contracts over the weight's rows [E, r, N].
+Each is an operator of `glulam` whose kernel also contracts `low` [T, r] with `low_w` in the same accumulators: it adds
+low low_w_e^T before the rest of the epilogue, and rounds once. `low_w` is laid out like the weight: [E, N, r]; if the
+kernel contracts over the weight's rows, [E, r, N].
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Adapted(Call):
     """A call of an operator with adapters.
 
     Attributes:
-        weight: the argument whose layout low_w has. serves: the operator whose kernels, with adapters, serve the call.
+        weight: name of the argument whose layout low_w has.
+        serves: name of the operator whose kernels, with adapters, compute the call.
     """
 
     explains = False
@@ -67,11 +68,14 @@ class Adapted(Call):
             raise ValueError(f"{self.op}: low_w has shape {shape_text(shape)}; give {shape_text(wanted)}, contiguous")
 
     def _width(self, problem: Problem) -> int:
-        """Columns that the GEMM makes."""
+        """Return the number of columns that the GEMM makes."""
         raise NotImplementedError
 
     def reference(self, problem: Problem) -> Any:
-        """Compute one GEMM of operands that lie side by side, so that the sum is rounded once, as by kernels."""
+        """Compute one GEMM of x and low side by side with the weight and low_w.
+
+        So the sum is rounded once, as by kernels.
+        """
         lead = take_rows(self.lead, self.rows)
         w, dim = getattr(self, self.weight), 0 if self.contracts_rows else 1
         if isinstance(w, Tensor):
@@ -83,7 +87,7 @@ class Adapted(Call):
 
 
 class AdaptedMmCall(Adapted, GroupedMmCall):
-    """A call of adapted_mm."""
+    """A call of adapted_mm: its checks and the width of its result; see `calls.call.Call`."""
 
     op, serves, weight = "adapted_mm", "grouped_mm", "w"
     tabled = ("w",)
@@ -106,7 +110,7 @@ class AdaptedGluCall(Adapted, GroupedGluCall):
 
 
 class AdaptedDgluCall(Adapted, GroupedDgluCall):
-    """A call of adapted_dglu."""
+    """A call of adapted_dglu: its checks and the width of its result; see `calls.call.Call`."""
 
     op, serves, weight = "adapted_dglu", "grouped_dglu", "w2"
     tabled = ("w2",)
@@ -125,7 +129,10 @@ def adapted_mm(
     bias: Any = None, rows: Tensor | None = None, bias_scale: Tensor | None = None, transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """grouped_mm, whose y has low low_w_e^T added, or with transpose_w low low_w_e."""
+    """Compute grouped_mm with low low_w_e^T (with transpose_w low low_w_e) added to y.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_mm`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -135,7 +142,10 @@ def adapted_glu(
     rows: Tensor | None = None, bias: Any = None, row_scale: Tensor | None = None, activation: str = "swiglu",
     glu_layout: str = "concat", transpose_w: bool = False, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """grouped_glu with return_preact, whose h has low low_w_e^T added, or with transpose_w low low_w_e."""
+    """Compute grouped_glu with return_preact, and with low low_w_e^T (with transpose_w low low_w_e) added to h.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_glu`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -146,5 +156,8 @@ def adapted_dglu(
     glu_layout: str = "concat", row_scale_grad: bool = True, transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:  # fmt: skip
-    """grouped_dglu, whose dm has low low_w_e added, or with transpose_w low low_w_e^T."""
+    """Compute grouped_dglu with low low_w_e (with transpose_w low low_w_e^T) added to dm.
+
+    low, low_w: see the module's docstring. The other arguments are those of `grouped_dglu`.
+    """
     raise NotImplementedError  # `front` writes the body

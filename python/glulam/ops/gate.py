@@ -1,4 +1,4 @@
-"""The activation of rows and its gradient, for calls in which no GEMM computes them in its epilogue."""
+"""The activation of rows and its gradient as separate kernels, for calls in which no GEMM's epilogue computes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _packed = packer("gate")
 
 
 def width_of(columns: int, activation: str) -> int:
-    """Return the columns of an activation, from the columns of its preactivation."""
+    """Return the columns of an activation, given those of its preactivation: half of them if it has a gate."""
     return columns // 2 if is_gated(activation) else columns
 
 
@@ -29,7 +29,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 class _OfRows(AddressedCall):
-    """A call of a kernel with one CTA per row."""
+    """A call of a kernel with one CTA for each row."""
 
     family = "layer"
     leads = "preact"
@@ -59,7 +59,7 @@ class GateCall(_OfRows):
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        """Return the gradients; the row scale's is uninitialised for rows after the last group."""
+        """Return (d_preact, d_row_scale). After the last group, d_row_scale is uninitialised."""
         (preact, row_scale), (activation, glu_layout, numbers), (_, of_row_scale) = saved, options, needed
         made: Gradients = gate_rows_backward(
             gradients[0], preact, row_scale, activation, glu_layout, numbers, of_row_scale
@@ -94,7 +94,10 @@ class GateBackwardCall(_OfRows):
 def gate_rows(
     preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers
 ) -> Any:  # fmt: skip
-    """Compute the activation of h [T, 2I or I] times a scale [T]: [T, I]."""
+    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None: [T, I].
+
+    activation, glu_layout, numbers: the activation, see `grouped_glu`; numbers are packed in a tuple.
+    """
 
 
 @operator(GateBackwardCall)
@@ -102,11 +105,24 @@ def gate_rows_backward(
     d_act: Tensor, preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, numbers: Numbers,
     of_row_scale: bool,
 ) -> Any:  # fmt: skip
-    """Compute the gradients of h and of the row scale from the gradient of the scaled activation [T, I]."""
+    """Compute (d_preact, d_row_scale) from d_act [T, I], the gradient of the scaled activation.
+
+    Args:
+        preact: h, [T, 2I or I].
+        row_scale: [T]. None: no scale.
+        of_row_scale: d_row_scale is wanted; otherwise None is returned for it.
+    """
 
 
 def gate(preact: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, **numbers: float) -> Tensor:
-    """Compute the activation of h [T, 2I or I] times a scale [T]: [T, I] in h's dtype, computed in float32."""
+    """Compute the activation of h = preact [T, 2I or I], times row_scale [T] unless None.
+
+    Args:
+        activation, glu_layout, numbers: the activation, see `grouped_glu`.
+
+    Returns:
+        [T, I] in h's dtype, computed in float32.
+    """
     made: Tensor = gate_rows(preact, row_scale, activation, glu_layout, _packed(**numbers))
     return made
 
@@ -122,8 +138,8 @@ def gate_gradients(
         preact: h, [T, 2I or I].
         row_scale: [T]. None: no scale.
         of_row_scale: the gradient of the row scale is wanted.
-        groups: group sizes as a keyword, offs or splits.
-        activation, glu_layout, numbers: the activation.
+        groups: the group sizes, as {"offs": ...} or {"splits": ...}.
+        activation, glu_layout, numbers: the activation, see `grouped_glu`.
 
     Returns:
         The gradient of h in h's dtype; the gradient of the row scale, zero after the last group, or None if it is not
@@ -136,11 +152,11 @@ def gate_gradients(
 
 
 def without_tail(row_scale: Tensor | None, groups: Callable[[], dict[str, Any]]) -> Tensor | None:
-    """Return a row scale for `gate` whose gradient is zero after the last group; `gate` leaves it uninitialised there.
+    """Return a row scale for `gate` whose gradient is zero after the last group, where `gate` leaves it uninitialised.
 
     Args:
         row_scale: [T]. None: no scale.
-        groups: returns group sizes as a keyword, offs or splits; called only if a gradient is recorded.
+        groups: returns the group sizes, as {"offs": ...} or {"splits": ...}; called only if a gradient is recorded.
     """
     if row_scale is None or not (torch.is_grad_enabled() and row_scale.requires_grad):
         return row_scale

@@ -45,7 +45,7 @@ def grouped_bias_grad(
     row_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute the gradient of the bias in y = ... + s b_e: each expert's sum of dy[row] (* row_scale[row]).
+    """Compute the gradient of the bias in y = ... + s b_e: for each expert, the sum of s dy over its rows.
 
     Rows after the last group reach no result. The sums are in float32, deterministic, and rounded once.
 
@@ -54,7 +54,7 @@ def grouped_bias_grad(
         offs, splits: group sizes as in the forward, see `grouped_mm`; their length is E.
         rows: int32 [T]: row t is dy[rows[t]], as in `grouped_wgrad`; dy then has any number of rows. None: rows of dy
             lie in order.
-        row_scale: float32 [T], a factor for each row. None: 1.
+        row_scale: float32 [T], the factor s of each row. None: 1.
         out_dtype: dtype of the result: dy's dtype, or float32 if dy is 16-bit. None: dy's dtype.
 
     Returns:
@@ -94,9 +94,10 @@ def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype
 
 
 def _weights(dy: Tensor, rows: int, row_scale: Tensor | None) -> Tensor:
-    """Return a matrix [T, 8] whose columns sum up to the rows' factors.
+    """Return a matrix [T, 8] in dy's dtype whose row t sums up to row_scale[t]; all ones if row_scale is None.
 
-    A float32 factor is the sum of three bfloat16 numbers, so that no bit of the factor is lost.
+    A float32 factor is the sum of three bfloat16 numbers, in three columns, so that no bit of the factor is lost. The
+    other columns are zeros.
     """
     if row_scale is None:
         return dy.new_ones(rows, COLUMNS)

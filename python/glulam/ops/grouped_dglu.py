@@ -1,4 +1,4 @@
-"""grouped_dglu: the backward of grouped_glu and of the GEMM behind it, in one call."""
+"""grouped_dglu: the gradient of grouped_glu and of the GEMM that follows it, in one call."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PARTIAL_COLUMNS = 64
-"""Columns of the narrowest tile: a row's sum has a part in each tile."""
+"""Columns of the narrowest tile. A row's sum for d_row_scale consists of one partial sum for each tile."""
 
 
 class GluGradients(NamedTuple):
-    """What grouped_dglu returns.
+    """Results of grouped_dglu.
 
     Attributes:
         dpreact: [T, 2I or I], laid out as preact.
         act: [T, I], the activation times the row scale, computed again.
-        d_row_scale: float32 [T], zero in the tail; None where it was not asked for.
+        d_row_scale: float32 [T], zero after the last group. None: not asked for.
     """
 
     dpreact: Tensor
@@ -60,13 +60,13 @@ D_ROW_SCALE = Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", ze
 
 
 def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
-    """Memory for parts of d_row_scale: one a tile of any width."""
+    """Return the temporary memory of a launch for partial sums of d_row_scale: one for each tile, of any width."""
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
     return {"partials": (shape, torch.float32)} if call.makes(D_ROW_SCALE) and problem.rows else {}
 
 
 class GroupedDgluCall(Call):
-    """A call of grouped_dglu."""
+    """A call of grouped_dglu: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
 
     op = "grouped_dglu"
     explains = True
@@ -113,10 +113,11 @@ def grouped_dglu(
     transpose_w: bool = False,
     **numbers: Unpack[NamedNumbers],
 ) -> GluGradients:
-    """The gradient of y = m w2_e^T, m = activation(h) * row_scale[row], by h and row_scale, and m again; h is preact.
+    """Compute the gradients of h and row_scale for y = m w2_e^T with m = activation(h) row_scale[row].
 
-    With dm = dy w2_e: dpreact = dm * row_scale * activation'(h), d_row_scale = sum of dm * activation(h) over columns.
-    Rows behind the last group are neither read into a result nor written.
+    h is preact. With dm = dy w2_e: dpreact = dm * row_scale * activation'(h), and d_row_scale is the sum of
+    dm * activation(h) over the columns. m is computed again and returned, too. Rows after the last group reach no
+    result, and are not written.
 
     Args:
         dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
@@ -125,21 +126,22 @@ def grouped_dglu(
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on dy's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on dy's device: row t is dy[rows[t]], dy is [N, H], and no copy of the rows is made. An index
-            out of range is clamped.
-        row_scale: float32 [T], as in the forward.
+            out of range is clamped. None: rows of dy lie in order.
+        row_scale: float32 [T], as in the forward. None: 1.
         activation, glu_layout, **numbers: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
-        row_scale_grad: False leaves d_row_scale out. It is left out without a row_scale, too.
-        transpose_w: of y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. No copy of it is made.
+        row_scale_grad: False: do not compute d_row_scale. It is not computed without a row_scale, either.
+        transpose_w: differentiate y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. w2 is not copied.
 
     Returns:
-        GluGradients: dpreact and act in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. The
-        tails of dpreact and act are uninitialised, that of d_row_scale is zero.
+        GluGradients: dpreact and act (m) in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. After the
+            last
+        group, dpreact and act are uninitialised and d_row_scale is zero.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: grad mode is on and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
     raise NotImplementedError  # `front` writes the body

@@ -33,7 +33,7 @@ Weights = Tensor | Sequence[Tensor] | Scaled
 
 
 def mid(call: Any, problem: Problem) -> dict[str, Part]:
-    """The activation between the two GEMMs."""
+    """Return the temporary memory of a launch for the activation between the two GEMMs, [T, I], by its name."""
     return {"mid": ((problem.rows, problem.intermediate), call.lead.dtype)}
 
 
@@ -43,7 +43,9 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMlpCall(Call):
-    """A call of grouped_mlp in 16 bits."""
+    """A call of grouped_mlp in 16 bits: the checks of its arguments, and its results and reference; see
+    `calls.call.Call`.
+    """
 
     op = "grouped_mlp"
     explains = True
@@ -57,7 +59,7 @@ class GroupedMlpCall(Call):
         reference=_reference,
     )
     added: tuple[str, ...] = ("b2",)
-    """Arguments that are added to the result."""
+    """Names of the arguments that are added to the result."""
     with_lora: ClassVar[Callable[..., Any]]  # set by `lora.mlp`, which is made of operators, and so of calls
 
     @classmethod
@@ -121,65 +123,71 @@ def grouped_mlp(
     out: Tensor | None = None,
     **numbers: Unpack[NamedNumbers],
 ) -> Tensor:
-    """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
+    """Compute y = m w2_e^T + s b2_e with m = activation(h) s and h = x w1_e^T + b1_e: each expert's MLP, in one call.
 
-    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
-    [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.host.workspace`).
+    s is row_scale[row], and e the expert of the row's group. Rows are sorted by expert. Rows after the last group reach
+    no result, and are not written. The activation m [T, I] is kept in memory that the calling thread reuses on the same
+    stream (see `glulam.host.workspace`).
 
-    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for and the recipe trains weights:
-    forward then saves x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of
-    rows behind the last group are zero.
+    Differentiable once in x, w1, w2, row_scale, b1 and b2, if an argument requires a gradient and the recipe trains
+    weights: forward then saves x, h and row_scale for the backward. Only required gradients are computed; those of rows
+    after the last group are zero.
 
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes "mxfp8" and
-            "mxfp8_exact" also an MXFP8Tensor by rows; the result is then of `out`'s or a bias's dtype, or bfloat16.
-        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype. By
-            recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one of glu_layout "concat". Other recipes
-            take weights prepared, which spares the first call that work and the memory for both: a FoldedWeight
-            ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype or float32,
-            prepared once for each version of theirs and kept as long as they live.
+            "mxfp8_exact" also an MXFP8Tensor by rows; the result then has the dtype of `out` or of a bias, or bfloat16.
+        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
+            With recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one with glu_layout "concat". Recipes
+            that quantise take weights of any 16-bit dtype or float32, and prepare them once for each version of their
+            contents; the prepared weights are kept as long as the originals live. They also take prepared weights,
+            which spares the first call this work, and the memory for both: a FoldedWeight ("mxfp8"), or an MXFP8Tensor
+            [E, 2I or I, H] by rows with plain scales; see `recipe` for other formats.
         w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
-            rows of w2 may be of another number than x's columns; so is then the result.
+            number of w2's rows may differ from x's columns; the result has as many columns as w2 has rows.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. "bf16" and "mxfp8" make no copy of the rows,
-            and "mxfp8" quantises x's N rows; others make one. An index out of range is clamped. There is no gradient
-            with it.
-        row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
-        b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
-        activation, glu_layout, **numbers: as of `grouped_glu`.
-        recipe: a name of `glulam.recipes.RECIPES`, or one of those objects. Products are accumulated in float32.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. Recipes "bf16" and "mxfp8" make no copy of the
+            rows, and "mxfp8" quantises x's N rows; other recipes copy the rows. An index out of range is clamped. Not
+            differentiable when this is given. None: rows of x lie in order.
+        row_scale: float32 [T], such as the router's probabilities; it scales m and also the second bias. None: 1.
+        b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows; x's dtype. None: no bias.
+        b2: [E, H] or a list of E tensors; x's dtype. None: no bias.
+        activation, glu_layout, **numbers: see `grouped_glu`.
+        recipe: a name in `glulam.recipes.RECIPES`, or one of the objects there. Products are accumulated in float32.
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
-            "mxfp8_blocks": such operands with a scale for 32 elements, weights included; "mxfp8_wgrad": the same, and
-            gradients of weights of such operands, too (docs/mxfp8-training.md).
+            "mxfp8_blocks": x, the activation and weights in MXFP8 with a scale for 32 elements.
+            "mxfp8_wgrad": as "mxfp8_blocks", and gradients of weights also multiply such operands
+            (docs/mxfp8-training.md).
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
-            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only" and "nvfp4_weight_only":
-            weights in MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).
+            "mxfp8_weight_only": weights as "mxfp8_exact", rows in bfloat16.
+            "mxfp4_weight_only", "nvfp4_weight_only": weights in MXFP4 or NVFP4, as MXFP4Tensors or NVFP4Tensors, rows
+            in bfloat16 (docs/mxfp4.md, docs/nvfp4.md).
             "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights with one for
-            128 x 128; "fp8_block_weight_only": such weights, rounded to bfloat16, and rows in bfloat16
-            (docs/formats.md).
-            Weights in 16 bits are quantised once for each version. Recipes with MXFP8, MXFP4 or NVFP4 want H, I and
-            the result's columns to be multiples of 32, those with FP8 blocks of 16.
-        recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
+            128 x 128.
+            "fp8_block_weight_only": weights as "fp8_block", rounded to bfloat16, rows in bfloat16 (docs/formats.md).
+            16-bit weights are quantised once for each version of their contents. Recipes with MXFP8, MXFP4 or NVFP4
+            need H, I and the result's columns to be multiples of 32, recipes with FP8 blocks multiples of 16.
+        recompute: with gradients: save x and row_scale only, and compute h again in the backward ("mxfp8": by the whole
             forward).
-        transpose_w: h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H], and
-            w1's columns lie as else its rows, and so do gradients. No copy of them is made. Of recipe "bf16".
-        lora: adapters, an `ExpertLora`: w1_e + s b1_e a1_e and w2_e + s b2_e a2_e are multiplied in place of w1_e and
-            w2_e, by further GEMMs of few columns. Differentiable. Of recipe "bf16" and of those of weights alone,
-            without `recompute`.
-        out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
+        transpose_w: compute h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H],
+            glu_layout is the order of w1's columns, and the weights' gradients have these shapes. The weights are not
+            copied. Only with recipe "bf16".
+        lora: adapters, an `ExpertLora`: w1_e + s b1_e a1_e and w2_e + s b2_e a2_e (with the adapters' own s, a and b)
+            are multiplied in place of w1_e and w2_e, by additional GEMMs with few columns. Differentiable. Only with
+            recipe "bf16" and with the weight-only recipes, without `recompute`. None: no adapters.
+        out: buffer for the result, [T, H] (rows may be padded). None: a new tensor, uninitialised after the last group.
 
     Returns:
-        [T, H] in x's dtype; `out` where given.
+        [T, H] in x's dtype; `out` if given.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` or `rows` is given although an argument requires a gradient, or a second derivative
             is taken.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
         FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
-        CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there; but those
-            that are trained the graph prepares at each replay.
+        CaptureError: under CUDA graph capture, splits are on the host, or a weight must first be prepared. (Weights
+            that are being trained may be captured: the graph prepares them at each replay.)
     """
     raise NotImplementedError  # `front` writes the body

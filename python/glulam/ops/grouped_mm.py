@@ -28,7 +28,9 @@ def _reference(call: Any, problem: Problem, out: Tensor) -> None:
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm in 16 bits."""
+    """A call of grouped_mm in 16 bits: the checks of its arguments, and its results and reference; see
+    `calls.call.Call`.
+    """
 
     op = "grouped_mm"
     explains = True
@@ -53,7 +55,7 @@ class GroupedMmCall(Call):
         return Split({"w": width, "bias": 1}, 1), Split({"x": 1, "w": contracted, "bias": SUM}, SUM)
 
     def _check_halves(self) -> tuple[int, ...]:
-        """[E, 2N, K], of a GateUp."""
+        """Check a w that is a GateUp, and return the shape [E, 2N, K] of its two halves together."""
         if not self.transpose_w:
             raise ValueError(
                 f"{self.op}: w is a GateUp, of which transpose_w=True alone is there; call it with w.gate and w.up"
@@ -79,34 +81,35 @@ def grouped_mm(
     transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = x w_e^T (+ bias_e * bias_scale[row]), where e is the expert whose group the row lies in.
+    """Compute y = x w_e^T (+ bias_e * bias_scale[row]), where e is the expert of the row's group.
 
-    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. Differentiable
-    once in x, w, bias and bias_scale; gradients of rows behind the last group are zero.
+    Rows are sorted by expert. Rows after the last group reach no result, and are not written. Differentiable once in x,
+    w, bias and bias_scale; gradients of rows after the last group are zero.
 
     Args:
         x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
-        w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU. With
-            transpose_w also a GateUp of two [E, N, K], without bias, rows and gradients: x is [T, 2N] and
-            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it. Or quantised
-            by rows, [E, N, K], without transpose_w and gradients: an MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or
-            FP8BlockTensor; x is then bfloat16 on a GPU, and K a multiple of 32, of an FP8BlockTensor of 16.
+        w: one of the following; K and N are multiples of 8 on a GPU.
+            A tensor [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype.
+            With transpose_w also a GateUp of two tensors [E, N, K], without bias, rows and gradients: x is [T, 2N] and
+            y = x[:, :N] gate_e + x[:, N:] up_e. This is x's gradient if the x here is the gradient of `grouped_glu`'s
+            h. Without transpose_w and gradients also [E, N, K] quantised by rows: an MXFP8Tensor, MXFP4Tensor,
+            NVFP4Tensor or FP8BlockTensor. x is then bfloat16 on a GPU, and K a multiple of 32 (FP8BlockTensor: 16).
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, K], and no copy of the rows is made. An index
-            out of range is clamped. There is no gradient with it.
-        bias: [E, N] or a list of E tensors [N], x's dtype; with transpose_w [E, K].
-        bias_scale: float32 [T], a factor for the bias of each row.
-        transpose_w: y = x w_e instead: x is [T, N] and the result [T, K].
-        out: the result's buffer, [T, N] (rows may be padded); by default a new one, whose tail is uninitialised.
+        bias: [E, N] or a list of E tensors [N], x's dtype; with transpose_w [E, K]. None: no bias.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [num_tokens, K], and no copy of the rows is made. An
+            index out of range is clamped. Not differentiable when this is given. None: rows of x lie in order.
+        bias_scale: float32 [T], a factor for the bias of each row. None: 1.
+        transpose_w: compute y = x w_e instead: x is [T, N] and the result [T, K].
+        out: buffer for the result, [T, N] (rows may be padded). None: a new tensor, uninitialised after the last group.
 
     Returns:
-        [T, N] in x's dtype, computed with float32 accumulation; `out` where given.
+        [T, N] in x's dtype, computed with float32 accumulation; `out` if given.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
     raise NotImplementedError  # `front` writes the body

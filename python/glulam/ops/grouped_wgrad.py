@@ -1,4 +1,4 @@
-"""grouped_wgrad: the weight gradient, one GEMM for each expert, contracting its rows."""
+"""grouped_wgrad: the weight gradient, one GEMM for each expert that contracts over the expert's rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> N
 
 
 def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
-    """Memory for dy and x in MXFP8 by groups, if the recipe multiplies them so."""
+    """Return the temporary memory of a launch for dy and x in MXFP8, with blocks along the rows of each group.
+
+    Empty unless the recipe multiplies in MXFP8.
+    """
     if problem.operands == recipes.BF16.wgrad_operands:
         return {}
     found: dict[str, Part] = {}
@@ -56,7 +59,7 @@ def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class GroupedWgradCall(Call):
-    """A call of grouped_wgrad."""
+    """A call of grouped_wgrad: the checks of its arguments, and its results and reference; see `calls.call.Call`."""
 
     op = "grouped_wgrad"
     explains = True
@@ -98,7 +101,11 @@ class GroupedWgradCall(Call):
         return self.problem(experts, k, out_features=n, out_dtype=out_dtype, gathers=gathers, operands=operands)
 
     def _check_recipe(self, n: int, k: int) -> str:
-        """What the recipe's weight gradients multiply."""
+        """Check the recipe, and return the operands of its weight gradients, a key of `formats.OPERANDS`.
+
+        Args:
+            n, k: columns of dy and of x.
+        """
         recipe = recipes.find(self.op, self.recipe)
         if not recipe.trains:
             trained = ", ".join(repr(name) for name, one in recipes.RECIPES.items() if one.trains)
@@ -111,7 +118,7 @@ class GroupedWgradCall(Call):
         return recipe.wgrad_operands
 
     def _check_dy(self) -> int:
-        """dy's columns."""
+        """Check dy and dy_rows, and return the number of dy's columns."""
         by_index = self.dy_rows is not None and isinstance(self.dy, Tensor) and self.dy.dim()
         rows = self.dy.shape[0] if by_index else self.num_rows
         like = self.x if rows == self.x.shape[0] else self.x.new_empty(rows, 0)
@@ -128,7 +135,7 @@ class GroupedWgradCall(Call):
         return tuple(place for place, rows in enumerate((self.dy_rows, self.x_rows)) if rows is not None)
 
     def _check_contradictions(self) -> None:
-        """Options that contradict each other."""
+        """Raise ValueError for options that contradict each other."""
         if self.out is None and (self.accumulate or self.mask is not None):
             name = "accumulate" if self.accumulate else "mask"
             raise ValueError(f"{self.op}: {name} is given but out is not; give the buffer to add to as out")
@@ -140,7 +147,7 @@ class GroupedWgradCall(Call):
             )
 
     def without_rows(self, problem: Problem) -> Any:
-        """Every group is empty: zeros, but for those that accumulate."""
+        """Return the results if every group is empty: zeros, except for experts whose result is added to `out`."""
         out = self.results(problem)
         if self.accumulate:
             return out
@@ -153,7 +160,7 @@ class GroupedWgradCall(Call):
         return out
 
     def dispatch(self) -> Any:
-        """By the recipe's name, as torch's schema has it."""
+        """Dispatch to torch's operator, whose schema takes the recipe's name in place of the recipe."""
         named: Any = changed(self, recipe=recipes.find(self.op, self.recipe).name)
         return super(GroupedWgradCall, named).dispatch()
 
@@ -185,36 +192,39 @@ def grouped_wgrad(
     out_dtype: torch.dtype | None = None,
     recipe: RecipeName | Recipe = "bf16",
 ) -> Tensor | Sequence[Tensor]:
-    """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
+    """Compute dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
 
-    Rows are sorted by expert. Rows behind the last group are not read into a result. Every element is summed in one
-    fixed order, so the same inputs give the same bits.
+    Rows are sorted by expert. Rows after the last group reach no result. Every element is summed in one fixed order, so
+    the same inputs give the same bits.
 
     Args:
-        dy: [T, N] and x: [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
+        dy, x: [T, N] and [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
             padded. N and K are multiples of 8 on a GPU.
-        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Its length is E;
-            out and mask, where given, must agree with it, and without them nothing else tells E.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Their length
+            defines E, with which out and mask must agree.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        dy_rows, x_rows: int32 [T] on x's device, of one of the two: its row t is dy[dy_rows[t]], or x[x_rows[t]], and
-            no copy of the rows is made. An index out of range is clamped.
-        out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
-            inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
-        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype, and where experts have
-            many rows dw_e is before.
-        mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
-        out_dtype: of a new result: x's dtype (default), or float32.
-        recipe: a name of `glulam.recipes.RECIPES` that trains weights, or that object. By "mxfp8_wgrad" the call
-            quantises dy and x first, to E4M3 with a power of two for 32 rows of a column; blocks begin with a group,
-            and N and K are multiples of 32. By the others dy and x are multiplied as they are.
+        dy_rows, x_rows: int32 [T] on x's device; at most one of the two. Row t is dy[dy_rows[t]], or x[x_rows[t]], and
+            no copy of the rows is made. An index out of range is clamped. None: rows lie in order.
+        out: buffer for the result [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for
+            16-bit inputs. For an expert without rows, zeros are written, or nothing if the call adds. None: a new
+            tensor.
+        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype; if experts have many
+            rows, dw_e is rounded to it before the addition, too.
+        mask: bool [E] on x's device: add where it is True, overwrite elsewhere. Give this or `accumulate`. None:
+            `accumulate` decides.
+        out_dtype: dtype of a new result: x's dtype, or float32. None: x's dtype.
+        recipe: the name of a recipe in `glulam.recipes.RECIPES` that trains weights, or the recipe itself. With
+            "mxfp8_wgrad" the call first quantises dy and x to E4M3 with a power of two for each 32 rows of a column;
+            blocks start at a group's first row, and N and K must be multiples of 32. With the other recipes dy and x
+            are multiplied as they are.
 
     Returns:
-        [E, N, K]; `out` where given.
+        [E, N, K]; `out` if given.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: grad mode is on and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
     raise NotImplementedError  # `front` writes the body

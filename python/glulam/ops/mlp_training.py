@@ -1,9 +1,9 @@
-"""The parts of a trained MLP: the forward that keeps the preactivation h, and the data gradients.
+"""Stages of an MLP's training step: the forward that returns the preactivation h, too, and the data gradients.
 
-In 16 bits these parts are only launches of planned steps (`backward.data_path`); `step` is the problem of the step's
-grouped_mlp. In MXFP8 they are also operators, registered with torch so that a trace sees each as one operator, but
-outside the public interface. The MXFP8 parts take the trained weights in 16 bits or float32 and prepare them: forward
-along rows, backward along columns.
+In 16 bits these stages are only launches of planned training steps (`backward.data_path`); the attribute `step` of
+their calls is the problem of the step's grouped_mlp. In MXFP8 they are also operators, registered with torch so that a
+trace sees each as one operator, but outside the public interface. The MXFP8 stages take the weights that are trained,
+in 16 bits or float32, and prepare them: forward quantises along rows, backward along columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
 
 
 class DataGradients(NamedTuple):
-    """Results of a backward besides weight gradients; dx and d_row_scale are None if not wanted."""
+    """Results of a backward, besides weight gradients.
+
+    Attributes:
+        dpreact: [T, 2I or I], the gradient of h.
+        act: [T, I], the activation times the row scale, computed again.
+        dx: the gradient of x. None: not wanted.
+        d_row_scale: float32 [T]. None: not wanted.
+    """
 
     dpreact: Tensor
     act: Tensor
@@ -54,13 +61,23 @@ class DataGradients(NamedTuple):
 
 
 def weights_forward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
-    """Return w1 and w2 in the form that forward reads. `trained`: a weight is trained; see `PreparedWeights.get`."""
+    """Return w1 and w2 in the form that forward reads.
+
+    Args:
+        recipe: the recipe's name.
+        trained: a weight requires a gradient; see `PreparedWeights.get`.
+    """
     form, get = _form(recipe, "weights"), prepared.PREPARED.get
     return get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
 
 def weights_backward(recipe: str, w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
-    """Return w1 and w2 in the form that data gradients read; w1 is None if dx is not wanted."""
+    """Return w1 and w2 in the form that data gradients read. w1 is None if dx is not wanted.
+
+    Args:
+        recipe: the recipe's name.
+        trained: a weight requires a gradient; see `PreparedWeights.get`.
+    """
     form, get = _form(recipe, "gradient_weights"), prepared.PREPARED.get
     return None if w1 is None else get(form, Parts(w1), trained), get(form, Parts(w2), trained)
 
@@ -71,7 +88,13 @@ def _form(recipe: str, which: str) -> Form:
 
 
 def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
-    """Return the step that prepares trained weights. `w1`: a Python expression, "None" if w1 is not read."""
+    """Return the step of a launch that calls `prepare` on the weights and hands their data and scales to the kernels.
+
+    Args:
+        call: the call.
+        prepare: `weights_forward` or `weights_backward`.
+        w1: the first weight as a Python expression, "None" if it is not read.
+    """
     name = prepare.__name__
     return Before(
         Line(f"read_w1, read_w2 = {name}({call.recipe!r}, {w1}, w2, trained)"),
@@ -92,7 +115,9 @@ def _reads_columns(call: Any, problem: Problem) -> Before:
 
 
 SMALL_BYTES = workspace.GRANULE
-"""Largest activation of forward that lies in the kept workspace; memory of a larger one is freed after the call."""
+"""Largest activation of forward, in bytes, that lies in the kept workspace; memory of a larger one is freed after the
+call.
+"""
 LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
 
 
@@ -101,7 +126,7 @@ def _small_mid(call: Any, problem: Problem) -> dict[str, Part]:
 
 
 class KeepsPreact(Call):
-    """A forward that keeps h. `is_large`: the activation, in 16 bits, has more than SMALL_BYTES."""
+    """A forward that also returns h. `is_large`: the activation, in 16 bits, takes more than SMALL_BYTES."""
 
     is_large: Any = False
 
@@ -110,7 +135,7 @@ class KeepsPreact(Call):
 
 
 class PreparesRows(KeepsPreact):
-    """A forward in MXFP8 that keeps h; x and weights are not quantised yet. `trained`: a weight is trained."""
+    """A forward in MXFP8 that also returns h, and quantises x and weights. `trained`: a weight requires a gradient."""
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
@@ -118,7 +143,7 @@ class PreparesRows(KeepsPreact):
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
-    """Return the kind of calls that are like calls of `kind`, an MLP or a layer, but keep h."""
+    """Return a class of calls that does what `kind`, a call class of an MLP or a layer, does, and also returns h."""
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
         own = kind.definition.extended(results=(PREACT,), before=(_reads_rows,))
@@ -136,7 +161,10 @@ def _forward_reference(call: Any, problem: Problem, out: Tensor, preact: Tensor)
 
 
 class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
-    """The forward in MXFP8 as an operator that returns the result and h; a part of a step, not differentiable."""
+    """The forward in MXFP8 as an operator that returns (y, h).
+
+    It is one stage of a training step, so it is not differentiable itself.
+    """
 
     torch_op = "grouped_mlp_mxfp8_preact"
     differentiable = False
@@ -161,7 +189,12 @@ def forward(
     b1: Any = None, b2: Any = None, activation: str, glu_layout: str, recipe: str, trained: bool,
     rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> Any:  # fmt: skip
-    """Compute (y, h), y in `out` if given. `trained`: a weight is trained; see `PreparedWeights.get`."""
+    """Compute (y, h) of grouped_mlp, with y in `out` if given.
+
+    Args:
+        trained: a weight requires a gradient; see `PreparedWeights.get`.
+        Others: see `grouped_mlp`.
+    """
     raise NotImplementedError  # `front` writes the body
 
 
@@ -174,7 +207,13 @@ def _tokens(call: Any) -> dict[str, int]:
 
 
 class GradientsCall(Call):
-    """Data gradients in 16 bits. `out`: buffer for dx; without `input_grad` there is no dx."""
+    """A call that computes the data gradients in 16 bits.
+
+    Attributes:
+        out: buffer for dx. None: a new tensor.
+        input_grad: dx is wanted.
+        row_of: of a layer, [num_tokens, K], the row of each token's choice; dx is then summed by token. None: by row.
+    """
 
     op = "grouped_mlp_backward"
     leads = "dy"
@@ -202,14 +241,14 @@ class GradientsCall(Call):
 
 
 def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for dy and the gradient of h in MXFP8."""
+    """Return the temporary memory of a launch for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
     rows = OPERANDS[problem.operands].x
     dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
     return {**dy8, **(quantised(rows, "dpreact8", (problem.rows, problem.w1_rows)) if call.input_grad else {})}
 
 
 class PreparesColumns(GradientsCall):
-    """Data gradients in MXFP8. `trained`: a weight is trained."""
+    """A call for the data gradients in MXFP8 that quantises the weights. `trained`: a weight requires a gradient."""
 
     tabled = ()
     definition = dataclasses.replace(
@@ -230,7 +269,7 @@ def _gradients_reference(call: Any, problem: Problem, *results: Any) -> None:
 
 
 class Mxfp8GradientsCall(PreparesColumns):
-    """Data gradients in MXFP8 of rows, as an operator."""
+    """The data gradients in MXFP8 as an operator; dx has a row for each row of dy, not for each token."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
     definition = PreparesColumns.definition.extended(reference=_gradients_reference)
@@ -254,7 +293,7 @@ class Mxfp8GradientsCall(PreparesColumns):
         return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 
     def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
-        """Check w1 and return the columns of dx."""
+        """Check that w1 has `experts` experts of `rows` rows, and return its number of columns, which is dx's."""
         shape = check_weight(self, "w1", "E 2I H", recipe)
         if shape[:2] != (experts, rows):
             mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")
@@ -262,7 +301,7 @@ class Mxfp8GradientsCall(PreparesColumns):
 
 
 class WeightGradientCall(GroupedWgradCall):
-    """A weight gradient in a planned step; one kernel serves both weights of an MLP."""
+    """A weight gradient in a planned training step; one kernel serves both weights of an MLP."""
 
     def check(self) -> Problem:
         gathers = self.dy_rows is not None or self.x_rows is not None
@@ -287,11 +326,15 @@ def backward(
     row_scale: Tensor | None = None, activation: str, glu_layout: str, recipe: str, trained: bool, input_grad: bool,
     row_scale_grad: bool, rows: Tensor | None = None, out: Tensor | None = None, **numbers: Unpack[NamedNumbers],
 ) -> DataGradients:  # fmt: skip
-    """Compute all gradients except those of weights and biases, dx in `out` if given.
+    """Compute all gradients except those of weights and biases, with dx in `out` if given.
 
     Args:
+        dy: the gradient of y.
         preact: h as returned by `forward`.
         w1: may be None without input_grad.
-        rows: indices of rows of dy, see `grouped_dglu`; dx has the selected rows.
+        rows: indices of rows of dy, see `grouped_dglu`; dx has the selected rows. None: rows of dy lie in order.
+        trained: a weight requires a gradient; see `PreparedWeights.get`.
+        input_grad, row_scale_grad: dx and d_row_scale are wanted.
+        Others: see `grouped_mlp`.
     """
     raise NotImplementedError  # `front` writes the body

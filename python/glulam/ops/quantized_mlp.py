@@ -1,4 +1,4 @@
-"""grouped_mlp with the recipes that quantise: arguments split into parts, and their checks."""
+"""grouped_mlp with the recipes that quantise: arguments are split into elements and scales, and checked."""
 
 from __future__ import annotations
 
@@ -103,14 +103,23 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
 
 
 def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
-    """Return the memory for elements and scales of quantised rows. `shape`: [rows, columns]."""
+    """Return the temporary memory of a launch for quantised rows: {name: elements, name_scale: bytes of the scales}.
+
+    Args:
+        rows: the rows' format.
+        name: the name of the elements' memory.
+        shape: [rows, columns].
+    """
     count, columns = shape
     scales = count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
     return {name: (shape, DATA_DTYPE), f"{name}_scale": scales}
 
 
 def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
-    """Return the memory for the activation, and for rows as GEMMs read them: quantised, rounded to MXFP8, copied."""
+    """Return the temporary memory of a launch: for the activation, and for x as the GEMM reads it.
+
+    x is quantised, or rounded to values of MXFP8, or copied, or read as it is.
+    """
     operands, dtype = OPERANDS[problem.operands], call.result_dtype
     x, mid = (call.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
     if operands.has_scaled_rows:
@@ -130,12 +139,15 @@ def _rounds(problem: Problem) -> bool:
 
 
 def _copies(call: Any, problem: Problem) -> bool:
-    """Return True if a layer's rows are copied: kernels that decode weights cannot read rows by index."""
+    """Return True if a layer's tokens are copied to rows, since kernels that decode weights cannot read by index."""
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
 def _rounding(call: Any, problem: Problem) -> Before | None:
-    """Return the step that rounds x; only up to the last group's end if rows lie in order and offs are given."""
+    """Return the step before a launch that rounds x to values of MXFP8; None if x is not rounded.
+
+    If rows lie in order and offs are given, x is rounded only up to the last group's end.
+    """
     if not _rounds(problem):
         return None
     until = call.offs is not None and call.rows is None
@@ -159,7 +171,7 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
 
 
 def _copying(call: Any, problem: Problem) -> Before | None:
-    """Return the step that makes tokens contiguous for the kernel that copies rows; None if no rows are copied."""
+    """Return the step before a launch that makes x contiguous for the kernel that copies rows; None: no copy."""
     if not _copies(call, problem):
         return None
     if _rounds(problem):
@@ -187,7 +199,11 @@ def reference_of_rows(call: Any, weights: tuple[Weight, Weight], out: Tensor, pr
 
 
 class QuantizedMlpCall(ReadsQuantized):
-    """A call with a recipe that quantises. `dtype`: the result's dtype if x is in MXFP8. None: x's dtype."""
+    """A call of grouped_mlp with a recipe that quantises.
+
+    Attributes:
+        dtype: the result's dtype if x is in MXFP8. None: x's dtype.
+    """
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
     unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
@@ -214,7 +230,10 @@ class QuantizedMlpCall(ReadsQuantized):
         cls, recipe: Recipe, x: Any, w1: Any, w2: Any, rows: Any, row_of: Any, transpose_w: Any, dtype: Any, out: Any,
         b1: Any, b2: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the parts of arguments. If kernels cannot read rows by index, rows are copied: a layer's in the call.
+        """Return x, its scales, the result's dtype, rows, and the three parts of w1 and of w2.
+
+        If kernels cannot read rows by index, x is copied in the order of `rows`, and None is returned for rows. A layer
+        (with row_of) copies its rows in the call instead.
 
         Raises:
             ValueError, TypeError: the recipe does not take such an argument.
@@ -292,6 +311,6 @@ class QuantizedMlpCall(ReadsQuantized):
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """Return x and its scales with rows in order."""
+        """Return x with its rows in order, as `rows` selects them, and likewise x's scales (None: x is in 16 bits)."""
         scale = self.x_scale
         return take_rows(self.x, self.rows), None if scale is None else take_rows(scale, self.rows)

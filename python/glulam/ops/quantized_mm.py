@@ -51,7 +51,7 @@ class QuantizedMmCall(ReadsQuantized):
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any) -> tuple[Any, ...]:
-        """Return the parts of arguments; if `rows` are given, x is copied in their order."""
+        """Return x and the elements and scales of w; if `rows` are given, x is copied in their order."""
         if rows is not None:
             x = cls.rows_in_order(x, rows)
         return x, *weight_parts(cls.op, "w", w, recipe)

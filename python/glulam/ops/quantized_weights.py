@@ -1,4 +1,4 @@
-"""Weights of calls whose arguments are quantised: their parts, their checks, and the form that kernels read."""
+"""Quantised weights of calls: their parts (elements, scales, global scale), checks, and the form that kernels read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ READY_AS = {name: form.ready_as for name, form in FORMS.items()}
 
 
 def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
-    """Return the parts of weight `w`. Raises TypeError or ValueError if the recipe does not take it."""
+    """Return the parts of weight `w`: elements, scales and global scale.
+
+    Raises:
+        TypeError, ValueError: the recipe does not take such a weight.
+    """
     form: Any = recipe.weights
     if w.__class__ in form.classes and w.reads_as == form.name:
         parts: Parts = w.parts
@@ -41,7 +45,7 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
 def ready(
     recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
 ) -> Parts:
-    """Return the prepared parts of a weight that kernels cannot read yet; if it was never prepared, its own parts.
+    """Return the prepared parts of a weight that kernels cannot read directly; its own parts if it was not prepared.
 
     Args:
         recipe: the recipe's name.
@@ -55,24 +59,32 @@ def ready(
 
 
 def form_of(call: Any, name: str) -> Form:
-    """Return the form in which kernels read a call's weight."""
+    """Return the form in which kernels read a weight of a call.
+
+    Args:
+        call: a call of an operator with quantised weights.
+        name: the weight's argument, such as "w1".
+    """
     form, data = FORMS[call.recipe], getattr(call, name)
     first = data if isinstance(data, Tensor) else data[0]
     return form.of_gate(first.shape[-2]) if is_concatenated(call, name) else form
 
 
 def is_concatenated(call: Any, name: str) -> bool:
-    """Return True if the first half of a weight's rows is the gate and the second half the up-projection."""
+    """Return True if `name` is "w1" and its rows are a gate followed by an up-projection (layout "concat")."""
     return name == "w1" and is_in_halves(call.activation, call.glu_layout)
 
 
 def parts_given(call: Any, name: str) -> Parts:
-    """Return the parts of a call's weight."""
+    """Return the parts of a call's weight (elements, scales, global scale) as the call was given them."""
     return Parts(*[getattr(call, name + suffix, None) for suffix in SUFFIXES])
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return a call's weight, prepared now if it was not; the CPU reference reads more forms than kernels do."""
+    """Return a call's weight `name` in the form in which it is computed with; prepare it now if necessary.
+
+    On the CPU, weights that the reference can read are not prepared.
+    """
     form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
         return Weight(form, parts)
@@ -80,7 +92,7 @@ def weight_as_read(call: Any, name: str) -> Weight:
 
 
 def with_parts_as_read(call: Any) -> Any:
-    """Return a call with weights in the form that kernels read; the call itself if they are in it already."""
+    """Return the call with its weights in the form that kernels read; the call itself if they already are."""
     changes = {
         part: value
         for name in call.weights
@@ -90,7 +102,14 @@ def with_parts_as_read(call: Any) -> Any:
 
 
 def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
-    """Check a call's weight, in any form that the recipe takes, and return its shape [E, N, K]."""
+    """Check a call's weight, in any form that the recipe takes, and return its shape [E, N, K].
+
+    Args:
+        call: the call.
+        name: the weight's argument, such as "w1".
+        letters: names of the three dimensions, for messages.
+        recipe: the call's recipe.
+    """
     form, parts = FORMS[recipe.name], parts_given(call, name)
     value = parts.data
     first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -107,7 +126,13 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
 
 
 def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
-    """Raise ValueError for E4M3 scales of weights at an odd address: kernels read two at once."""
+    """Raise ValueError if E4M3 scales of a weight start at an odd address: kernels read two at once.
+
+    Args:
+        kind: the class of the call.
+        outs: not used.
+        read: the arguments that kernels read, by name.
+    """
     for name, tensor in read.items():
         if name.endswith("_scale") and getattr(tensor, "dtype", None) == torch.float8_e4m3fn and tensor.data_ptr() % 2:
             raise ValueError(
@@ -116,7 +141,7 @@ def look_at_scales(kind: Any, outs: list[Any], read: Mapping[str, Any]) -> None:
 
 
 def global_counts(call: Any) -> dict[str, int]:
-    """Return the number of dimensions of each weight's global scales, which kernels take besides the addresses."""
+    """Return the number of dimensions of each weight's global scales; kernels take it besides the scales' addresses."""
     found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
     has_counts = OPERANDS[recipes.RECIPES[call.recipe].operands].w.has_global
     return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None and has_counts}
@@ -143,5 +168,5 @@ class ReadsQuantized(Quantized):
     recipe_of, recipes = staticmethod(recipes.find), recipes.RECIPES
 
     def prepared(self) -> Any:
-        """Prepare the call like any operator's call, with weights in the form that kernels read."""
+        """Convert weights to the form that kernels read, then prepare the call as for any operator."""
         return super(ReadsQuantized, with_parts_as_read(self)).prepared()

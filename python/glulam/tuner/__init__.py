@@ -1,4 +1,7 @@
-"""The tuner: candidates from the valid space, compiled while the GPU measures, and a table for the dispatcher."""
+"""The tuner: measures candidate kernels for a layer, compiled while the GPU measures, and writes a table of the best.
+
+`choose.known` reads such tables when a kernel is chosen.
+"""
 
 from .entry import tune
 from .report import TuneReport

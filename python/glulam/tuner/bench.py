@@ -1,4 +1,4 @@
-"""Measure kernels on a GPU."""
+"""Measure a problem's kernels on a GPU: their times, and whether their results agree."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ TOLERANCE = 2.0**-6  # relative to the largest element: float32 sums in other or
 
 
 def driver_version() -> str:
-    """Return the newest CUDA version that the driver runs; empty if unknown."""
+    """Return the newest CUDA version that the driver supports, as text; "" if unknown."""
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     return f"CUDA {version // 1000}.{version % 1000 // 10}" if version else ""
 
 
 class GpuBench:
-    """A GPU that measures kernels, with the tensors of one problem at a time.
+    """A GPU that measures kernels. It holds the tensors of one problem at a time, see `load`.
+
+    A step is what is timed: one call of the operator, or for the weight gradients of an MLP one for each weight.
 
     Attributes:
         gpu: the GPU's name.
-        arch: the architecture that serves the GPU.
-        driver: the driver's CUDA version, for the stamp.
+        arch: the architecture of the kernels that run on the GPU.
+        driver: the driver's CUDA version, for the table's stamp.
     """
 
     def __init__(self, index: int) -> None:
@@ -58,7 +60,7 @@ class GpuBench:
         return num_bytes(problem, self._found) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
-        """Allocate the tensors of a problem with all its rows."""
+        """Allocate the tensors of a problem: several sets that calls use in turns, so that L2 does not keep them."""
         self._problem, self._sets, self._offs = problem, [], {}
         copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem, self._found)), MAX_SETS)
         self._sets = [launches_of(problem, self._found, self._device, seed) for seed in range(copies)]
@@ -71,7 +73,7 @@ class GpuBench:
         return self._offs[rows, routing]
 
     def _call(self, function: Function, rows: int, routing: str) -> Call:
-        """Return a call that runs one step, on the sets of tensors in turns."""
+        """Return a function that runs step number n on the n-th set of tensors, in turns."""
         offs = self._groups(rows, routing)
         steps = [[of_rows(bare, rows, offs) for bare in made] for made in self._sets]
 
@@ -82,7 +84,12 @@ class GpuBench:
         return call
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
-        """Return the specs whose results agree with the results of `first`, on skewed routing."""
+        """Return the specs whose results agree with those of `first`, on skewed routing.
+
+        Args:
+            functions: the specs with their functions.
+            rows: number of rows to compute, at most the loaded problem's.
+        """
         rows = min(rows, self._problem.rows)
         written = [result for bare in self._sets[0] for result in bare.results]
         written = [result[:rows] if len(result) == self._problem.rows else result for result in written]
@@ -97,7 +104,14 @@ class GpuBench:
         return [spec for spec in functions if spec == first or all(map(_close, results(spec), wanted))]
 
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
-        """Return a sampler for each kernel, in microseconds per step. `us`: about the time of a step."""
+        """Return a sampler for each kernel; it returns microseconds for a step.
+
+        Args:
+            functions: the specs with their functions.
+            rows: number of rows of all groups.
+            routing: one of `routing.ROUTINGS`.
+            us: about the time of a step, which decides how many calls a sample has.
+        """
         calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
         return {spec: _sampler(self._call(function, rows, routing), calls) for spec, function in functions.items()}
 

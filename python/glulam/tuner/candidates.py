@@ -28,7 +28,7 @@ Model = Callable[[Gemm, TileConfig], float]
 
 
 class Work(NamedTuple):
-    """The GEMMs of one of a spec's tiles, and the cost model for them."""
+    """The GEMMs that run on one of a spec's tiles, and the cost model for their time."""
 
     gemms: tuple[Gemm, ...]
     model: Model
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def works(problem: Problem, arch: str) -> tuple[Work, ...]:
-    """Return the work of each tile of a problem's spec."""
+    """Return the work of each tile of the problem's specs, in the order of `tiles_of`."""
     here, rows, experts, inner = room(arch), problem.rows, problem.experts, problem.intermediate
     if problem.op == "grouped_wgrad":  # groups have N rows each; the contraction is ragged
         depth = max(rows // experts, 1)
@@ -51,7 +51,7 @@ def works(problem: Problem, arch: str) -> tuple[Work, ...]:
 
 
 def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
-    """Yield every valid spec of a problem in the order of modelled time, the fastest first."""
+    """Yield every valid spec for a problem, the fastest in the cost model first."""
     if problem.operands != "16bit":  # kernels that decode weights exist only with shipped tiles
         return
     timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]
@@ -75,7 +75,11 @@ def tiles_of(spec: Spec) -> list[TileConfig]:
 
 @functools.lru_cache(maxsize=256)
 def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple[Spec, ...]:
-    """Return the shipped specs, the dispatcher's choice first, then the `count` best others."""
+    """Return the specs to measure: the shipped ones, the default choice first, then others by modelled time.
+
+    Args:
+        count: number of specs besides the shipped ones.
+    """
     known = shipped_specs(problem, arch)
     alike: Counter[tuple[tuple[int, int], ...]] = Counter()
     chosen: list[Spec] = []
@@ -90,6 +94,6 @@ def candidates(problem: Problem, arch: str, count: int = DEFAULT_COUNT) -> tuple
 
 
 def rough_us(problem: Problem, arch: str) -> float:
-    """Return about how many microseconds the shipped kernels take."""
+    """Return the modelled time, in microseconds, of the kernel that is shipped for a problem."""
     tiles = tiles_of(candidates(problem, arch, 0)[0])
     return sum(work.us(tile) for work, tile in zip(works(problem, arch), tiles, strict=True))

@@ -1,4 +1,4 @@
-"""`glulam.tune`: which questions its arguments ask, and where the answers go."""
+"""`glulam.tune`: check the arguments, tune the problems that they describe, and write the results to a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .routing import ROUTINGS
 from .session import Options, Session
 
 TUNED = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.x is None)
-"""Recipes whose kernels read nothing of x but its 16-bit rows."""
+"""Names of the recipes that can be tuned: those whose kernels read x only as 16-bit rows."""
 COMPILE_S = 1.7  # one kernel, with its process
 SETUP_S = 3.0
 
@@ -60,36 +60,46 @@ def tune(
     out: str | Path | None = None,
     progress: bool = False,
 ) -> TuneReport:
-    """Measure which kernels serve a layer best on the present GPU, and let the dispatcher use them from then on.
+    """Measure which kernels serve a layer best on this GPU; operators use the fastest ones from then on.
 
     Candidates are all valid tiles, clusters and schedules, pruned by the cost model; they are compiled in helper
-    processes while the GPU measures. At each number of rows all compete with the shipped kernels under uniform and
-    under skewed routing; another kernel is chosen only where it is faster by more than noise in a run against the
-    shipped one alone. The table that results is read by this process at once, and by later ones. Nothing else tunes.
+    processes while the GPU measures. At each number of rows all candidates compete with the shipped kernels under
+    uniform and under skewed routing. Another kernel is chosen only if it is faster by more than noise in a run against
+    the shipped one alone. This process reads the resulting table at once, and later processes read it too. Nothing is
+    ever tuned except by this function.
 
-    An interrupted run keeps what it has measured; the same call goes on from there.
+    An interrupted run keeps what it has measured; the same call continues from there.
 
     Args:
         op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu" or "grouped_wgrad".
-        experts, in_features, intermediate, out_features: of the layer: x has in_features columns, the activation
-            `intermediate`, the result out_features (of a grouped_mlp in_features by default). Of a grouped_dglu,
-            in_features are dy's columns; a grouped_wgrad makes [experts, out_features, in_features].
-        rows_per_expert: at which to measure; in between the dispatcher interpolates.
-        dtype: bfloat16 or float16. activation, glu_layout, save_preact, transpose_w, out_dtype: as the operator's.
-        recipe: of a grouped_mlp: "bf16", or of weights alone: "mxfp8_weight_only", "mxfp4_weight_only". Weights that
-            are decoded have few tiles, which all ship and compete.
-        training: of a grouped_mlp: its training step (forward with preactivation, data gradients, weight gradients)
-            instead of its inference.
-        budget_s: seconds of sampling for each problem. candidates: beside the shipped ones, at each number of rows.
-        jobs: compile processes; by default one a CPU but two.
-        device: a CUDA device; by default the current one.
-        out: the table to add to; by default one in the first place where the dispatcher looks (`glulam.tuned`).
+        experts: E.
+        in_features: columns of x; for a grouped_dglu, columns of dy.
+        intermediate: columns of the activation. 0: the operator has none.
+        out_features: columns of the result; for a grouped_wgrad, of dy: it makes [experts, out_features, in_features].
+            0: for a grouped_mlp in_features, for other operators none.
+        rows_per_expert: the mean numbers of rows an expert to measure; in between, times are interpolated.
+        dtype: bfloat16 or float16.
+        activation, glu_layout, save_preact, transpose_w, out_dtype: the operator's options; save_preact: of a
+            grouped_glu, return_preact.
+        recipe: "bf16", or for a grouped_mlp also a weight-only recipe: "mxfp8_weight_only", "mxfp4_weight_only".
+            Kernels that decode weights have few tiles, which all ship and compete.
+        training: for a grouped_mlp: tune its training step (forward with preactivation, data gradients, weight
+            gradients) instead of inference.
+        budget_s: seconds of measuring for each problem.
+        candidates: number of kernels to measure besides the shipped ones, at each number of rows.
+        jobs: number of compile processes. None: the number of CPUs less two, at most 16.
+        device: a CUDA device. None: the current one.
+        out: the table to add to. None: one in the first place where tables are searched (`glulam.tuned`).
         progress: show a progress bar on standard error.
 
+    Returns:
+        A TuneReport: the kernels chosen, and their times.
+
     Raises:
-        ValueError, TypeError: an argument that does not fit, a file at `out` that is no table, or nothing to measure.
+        ValueError, TypeError: an argument does not fit, the file at `out` is not a table, or there is nothing to
+            measure.
         UnsupportedDevice: there is no GPU that kernels run on.
-        BundleError, CompileError, ToolchainError (RuntimeErrors): there is nothing to compare with.
+        BundleError, CompileError, ToolchainError (RuntimeErrors): the shipped kernel to compare with cannot be had.
     """
     flags = {"save_preact": save_preact, "transpose_w": transpose_w, "training": training, "progress": progress}
     for name, value in flags.items():
@@ -133,7 +143,11 @@ def shape_of(
     recipe: TunedRecipe = "bf16",
     **rest: Any,
 ) -> Problem:
-    """The problem of `tune`'s arguments, of no rows. Raises ValueError for a recipe that is not tuned."""
+    """Return the problem that `tune`'s arguments describe, with 0 rows.
+
+    Raises:
+        ValueError: the recipe cannot be tuned.
+    """
     found = recipes.find("tune", recipe)
     if found.name not in TUNED or (op != "grouped_mlp" and found is not recipes.BF16):
         raise ValueError(
@@ -156,10 +170,15 @@ def shape_of(
 
 
 def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
-    """What is tuned: the shape itself, or the three functions of an MLP's training step as its plan asks for them.
+    """Return the problems to tune: the shape itself, or the three problems of an MLP's training step.
+
+    Args:
+        caller: the function's name in messages.
+        shape: the problem that `shape_of` returns.
+        training: tune the training step of a grouped_mlp.
 
     Raises:
-        ValueError: they are none that kernels serve.
+        ValueError: options contradict each other, or no kernel serves the problems.
     """
     for name, given, ops in (
         ("training", training, ("grouped_mlp",)),
@@ -184,7 +203,11 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
 
 
 def default_table(gpu: str) -> Path:
-    """Where results go: a file named by the GPU in the first place where the dispatcher looks. Raises ValueError."""
+    """Return the default path of the results: a file named after the GPU in the first place where tables are searched.
+
+    Raises:
+        ValueError: no place is searched, as $GLULAM_TUNED is empty.
+    """
     places = known.locations()
     if not places:
         raise ValueError(f"tune: ${known.ENV_TUNED} is empty, so no table is read; unset it, or give out")
@@ -200,10 +223,19 @@ def run(
     progress: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuneReport:
-    """Tunes problems on a bench. Each point goes into the table at `path` when it is decided.
+    """Tune problems on a bench. A point (one number of rows) is written to the table when it is decided.
+
+    Args:
+        problems: the problems; their own numbers of rows do not matter.
+        bench: the GPU.
+        pool: compiles the candidates.
+        options: sizes and costs of the run.
+        path: the table.
+        progress: show a progress bar.
+        clock: returns seconds.
 
     Raises:
-        ValueError: there is something else than a table at `path`; there is nothing to measure.
+        ValueError: the file at `path` is not a table, or there is nothing to measure.
     """
     start = time.perf_counter()
     if path.exists():
@@ -220,7 +252,13 @@ def run(
 
 
 def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], None]) -> Layer:
-    """One session's result, which is in the table as well; what an interrupted run has measured is taken from there."""
+    """Run one session, and return its layer, which is written to the table as well.
+
+    Points that an interrupted run with the same options has measured are taken from the table.
+
+    Args:
+        advance: called with a number of finished contests.
+    """
     asked = json.dumps(dataclasses.asdict(session.options))
     points = _measured_already(session, asked, stamp, path)
     advance(len(points) * (len(ROUTINGS) + 1))
@@ -237,7 +275,12 @@ def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], 
 
 
 def _measured_already(session: Session, asked: str, stamp: Stamp, path: Path) -> dict[float, Point]:
-    """By rows an expert, the points of a run that was asked for the same and did not end."""
+    """Return the points, by rows an expert, of an interrupted run with the same options, from the table at `path`.
+
+    Args:
+        asked: the options as JSON.
+        stamp: the stamp that the points must have.
+    """
     sections = table.read(path) if path.exists() else []
     held = [section.layers for section in sections if not section.stamp.unlike(stamp)]
     layer = held[0].get(session.layer([]).key) if held else None
@@ -247,7 +290,7 @@ def _measured_already(session: Session, asked: str, stamp: Stamp, path: Path) ->
 
 
 def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
-    """About how long sessions take, from their budgets and what is to be compiled."""
+    """Return about how many seconds sessions take, from their budgets and the number of kernels to compile."""
     specs = {spec for session in sessions for problem in session.problems for spec in session.candidates(problem)}
     missing = sum(not loadable.is_loadable(spec) for spec in specs)
     sampling = sum(session.options.budget_s + SETUP_S for session in sessions)
@@ -256,7 +299,11 @@ def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
 
 @contextlib.contextmanager
 def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[int], None]]:
-    """A callable that advances one progress bar on standard error, under a line that says what is coming."""
+    """Yield a function that advances a progress bar on standard error by a number of contests.
+
+    A line above the bar says how many contests there are and about how long they take. Without `shown`, nothing is
+    shown.
+    """
     if not shown:
         yield lambda contests: None
         return

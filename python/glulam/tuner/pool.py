@@ -1,4 +1,4 @@
-"""Compile kernels while the GPU measures: threads that each drive a compile process, and a future for each spec."""
+"""Compile kernels while the GPU measures: each thread drives a compile process, and each spec has a future."""
 
 from __future__ import annotations
 

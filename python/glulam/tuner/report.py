@@ -1,4 +1,4 @@
-"""The results of a tuning run as text."""
+"""The report of a tuning run, printed as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..choose.table import Layer, Point, Stamp
 
 
 def describe(layer: Layer) -> str:
-    """Describe a problem in one line."""
+    """Describe a layer's problem in one line."""
     p = layer.problem
     sizes = [str(p[name]) for name in ("in_features", "intermediate", "out_features") if name in p]
     words = [str(p[name]) for name in ("dtype", "activation") if name in p]
@@ -24,7 +24,7 @@ def _us(point: Point, name: str) -> str:
 
 
 def rows_of(layer: Layer) -> list[tuple[str, ...]]:
-    """Return a row for each point: rows an expert, shipped and chosen kernel's microseconds, gain, chosen kernel."""
+    """Return the table's rows, one for each point, in the columns of HEADER."""
     return [
         (
             f"{point.rows_per_expert:.15g}",

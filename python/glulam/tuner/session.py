@@ -1,8 +1,8 @@
 """A tuning run of one problem: the order of measurements, and the decisions.
 
 At each number of rows all candidates are measured in turns under each routing. The fastest is then measured against the
-shipped kernel alone, with fresh samples, since the best of many samples is biased. It is chosen only if it is faster
-than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
+shipped kernel alone (the final), with fresh samples, since the best of many samples is biased. It is chosen only if it
+is faster than the shipped kernel by more than noise over both routings, and slower by more than noise under neither.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Advance = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Cost of a run.
+    """Sizes and costs of a run.
 
     Attributes:
-        rows_per_expert: the sizes to measure.
+        rows_per_expert: mean numbers of rows an expert to measure.
         budget_s: seconds of sampling.
-        count: candidates besides the shipped kernels, at each size.
+        count: candidates besides the shipped kernels, at each number of rows.
     """
 
     rows_per_expert: tuple[int, ...] = ROWS_PER_EXPERT
@@ -57,10 +57,10 @@ class Options:
 
 
 class Decision(NamedTuple):
-    """The decision for a size.
+    """The decision at one number of rows.
 
     Attributes:
-        chosen: the challenger, or the shipped kernel unless the challenger is certainly faster.
+        chosen: the challenger if it is certainly faster, else the shipped kernel.
         gain: time of the shipped kernel divided by the time of the chosen one.
     """
 
@@ -74,8 +74,10 @@ def mean_us(times: Times, spec: Spec) -> float:
 
 
 def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
-    """Choose the challenger if it is faster than the shipped kernel by more than noise and under no routing slower by
-    more than noise; otherwise the shipped kernel.
+    """Choose between the shipped kernel and the challenger, from their times in the final.
+
+    The challenger is chosen if it is faster by more than noise over all routings, and under no routing slower by more
+    than noise; otherwise the shipped kernel.
     """
     gain = mean_us(final, shipped) / mean_us(final, challenger)
     noises = [max(NOISE, of[shipped].spread, of[challenger].spread) for of in final.values()]
@@ -89,7 +91,14 @@ def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
 
 
 class Session:
-    """Tunes one problem on a bench; the problem's own `rows` do not matter.
+    """A tuning run of one problem on a bench.
+
+    Args:
+        problem: the problem; its number of rows does not matter.
+        bench: the GPU.
+        pool: compiles the candidates.
+        options: sizes and costs.
+        clock: returns seconds.
 
     Attributes:
         problems: the problem at each number of rows that can be measured, the fewest first.
@@ -130,17 +139,22 @@ class Session:
         return {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
 
     def layer(self, points: Collection[Point], unfinished: Unfinished | None = None) -> Layer:
-        """Return the table's entry for these points, with only the kernels that were measured."""
+        """Return the table's entry for these points, with only the kernels that were measured.
+
+        Args:
+            points: the measurements, in any order.
+            unfinished: what an interrupted run was asked for. None: the run has ended.
+        """
         names = {name for point in points for name in point.us}
         kernels = {name: spec for name, spec in self._specs.items() if name in names}
         ascending = tuple(sorted(points, key=lambda point: point.rows_per_expert))
         return Layer(layer_of(self.problems[0]), kernels, ascending, unfinished)
 
     def run(self, known: Collection[float], advance: Advance = lambda: None) -> Iterator[Point]:
-        """Yield each point when it is decided, except points at `known` rows an expert.
+        """Yield a point for each number of rows when it is decided, except for those in `known`.
 
         Args:
-            known: rows an expert that need no measurement.
+            known: numbers of rows an expert that need no measurement.
             advance: called after each contest; a point has one contest under each routing and a final.
 
         Raises:
@@ -200,7 +214,13 @@ class Session:
         rounds: tuple[int, int],
         advance: Advance = lambda: None,
     ) -> Times:
-        """Measure each function under each routing, in turns."""
+        """Measure each function under each routing, in turns.
+
+        Args:
+            budget_s: seconds for all routings.
+            rounds: least and largest number of rounds.
+            advance: called after each routing.
+        """
         times: Times = {}
         us = rough_us(problem, self._bench.arch)
         for routing in ROUTINGS:

@@ -1,4 +1,7 @@
-"""A problem's calls on random tensors, and the arguments that these calls pass to exported functions."""
+"""A problem's calls on random tensors, and the arguments that these calls pass to the exported functions.
+
+A step is what is timed: one call of the operator, or for the weight gradients of an MLP one for each weight.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,21 @@ from ..ops.quantized_weights import FORMS
 from ..recipes import BF16, RECIPES, of_weight_gradients
 
 Random = Callable[..., Tensor]
-"""(*shape, scale=1.0) -> normal random numbers of the problem's dtype."""
+"""Function (*shape, scale=1.0) -> normal random numbers of the problem's dtype, with standard deviation `scale`."""
 
 
 def call_with(kind: Any, **given: Any) -> Any:
-    """Return a call of a kind with these arguments and usual values for all others."""
+    """Return a call of class `kind` with these arguments, and usual values for all others."""
     flags = {"accumulate": False, "row_scale_grad": True}
     usual = {"numbers": DEFAULTS, "activation": "swiglu", "glu_layout": "concat", **flags}
     return kind(**{**dict.fromkeys(kind.names), **usual, **given})
 
 
 def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the kind of calls that make a step, and the arguments of each call by their sizes.
+    """Return the class of a step's calls, and for each call the sizes of its tensors by argument name.
 
-    A size is the number of columns of a matrix of rows, None for a factor [T], or (N, K) for a weight of forward.
+    A size is the number of columns of a matrix of rows, None for a factor [T], or (N, K) for a weight as forward has
+    it.
     """
     w1, w2 = (p.w1_rows, p.in_features), (p.out_features, p.intermediate)
     if p.op == "grouped_wgrad":
@@ -61,7 +65,12 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
-    """Return the calls that make a step, on tensors scaled so that results have scale 1."""
+    """Return the calls that make a step, on random tensors scaled so that results have scale 1.
+
+    Args:
+        random: makes a tensor, see `Random`.
+        offs: each group's end.
+    """
     p, (kind, step) = problem, _step(problem)
 
     def made(size: Any) -> Tensor:
@@ -93,7 +102,12 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
 
 
 def launches_of(problem: Problem, gpu: gpus.Gpu, device: torch.device | str, seed: int = 0) -> list[Bare]:
-    """Return the launches of a step on one set of tensors; the groups are set later by `of_rows`."""
+    """Return the launches of a step on one set of tensors; the groups are set later by `of_rows`.
+
+    Args:
+        device: "meta": shapes only, nothing is allocated.
+        seed: seed of the random numbers.
+    """
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -106,13 +120,13 @@ def launches_of(problem: Problem, gpu: gpus.Gpu, device: torch.device | str, see
 
 
 def num_bytes(problem: Problem, gpu: gpus.Gpu) -> int:
-    """Return about how many bytes one set of tensors takes."""
+    """Return about how many bytes one set of a step's tensors takes."""
     made = launches_of(problem, gpu, "meta")
     return sum(tensor.nbytes for bare in made for tensor in (*bare.memory, *bare.results))
 
 
 def of_rows(bare: Bare, rows: int, offs: Tensor) -> tuple[Any, ...]:
-    """Return the arguments of a launch on the first `rows` rows, in groups that end at `offs`."""
+    """Return the arguments of a launch for only the first `rows` rows, in groups that end at `offs`."""
 
     def part(name: str, shape: tuple[str, ...], value: Any) -> Any:
         if name == "groups":

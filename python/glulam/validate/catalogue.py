@@ -1,4 +1,4 @@
-"""The trials of each function."""
+"""The trials of each function, by the class of its spec."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def _none(spec: Spec, size: Size) -> Iterator[Trial]:
 
 
 def trials_of(spec: Spec, size: Size = FULL) -> Iterator[Trial]:
-    """Yield calls that a spec's function serves; none for a kernel that only runs in a chain or between GPUs."""
+    """Yield the trials of a spec's function: calls that it serves.
+
+    Kernels that only run in a chain or between GPUs have no trials.
+    """
     if isinstance(spec, LayerSpec):
         return _OF_A_LAYER.get(spec.kernel, _none)(spec, size)
     return _BY_KIND.get(type(spec), _none)(spec, size)

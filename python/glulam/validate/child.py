@@ -22,7 +22,7 @@ from .guards import Guards, untouched
 from .trial import Given, Trial
 
 Tell = Callable[[str], Any]
-"""Called with a description of the next step, so that a report can say where a process ended."""
+"""Function called with a description of the next step, so that a report can say where a process ended."""
 
 
 class Wrong(Exception):
@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 
 def prefer(spec: Spec) -> None:
-    """Let the function serve every call of its kind, whatever the number of rows."""
+    """Let a spec's function serve every call of its kind in this process, with any number of rows."""
     if spec.op in TILED:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warning that it is preferred only in this process
@@ -52,7 +52,7 @@ def _all(given: Given, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 
 
 def _in_float64(given: Given) -> dict[str, Any]:
-    """Return the arguments in float64, except quantised tensors, which are exact."""
+    """Return the arguments in float64. Integers and quantised tensors stay as they are; the latter are exact."""
 
     def wide(one: Tensor) -> Tensor:
         return one.double() if one.is_floating_point() else one
@@ -82,7 +82,12 @@ def try_out(trial: Trial, device: torch.device) -> None:
 
 
 def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
-    """Raise Wrong if a result differs from that of the CPU reference for the same arguments."""
+    """Raise Wrong if a result differs from that of the CPU reference for the same arguments.
+
+    Args:
+        trial: the trial.
+        made: the results on the GPU.
+    """
     rounded = trial.call(trial.given)
     exact = rounded if trial.is_bits else trial.call(_in_float64(trial.given))
     for place, (one, wanted, in_its_dtype) in enumerate(zip(made, exact, rounded, strict=True)):
@@ -102,7 +107,7 @@ def _check_same(trial: Trial, made: Sequence[Tensor], again: Sequence[Tensor], w
 
 
 def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
-    """Check a graph that was captured with `given` and replayed with other group sizes."""
+    """Check that a graph of the call, replayed with other group sizes, gives the results of a call with these sizes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = trial.call(given)
@@ -114,6 +119,11 @@ def _check_graph(trial: Trial, given: dict[str, Any]) -> None:
 
 def run(spec: Spec, device: torch.device, tell: Tell) -> int:
     """Run all trials of a function and return their number.
+
+    Args:
+        spec: the function's spec.
+        device: the GPU.
+        tell: called with a description of each trial before it runs.
 
     Raises:
         Wrong: a trial failed; the rest of the trials do not run.
@@ -128,12 +138,13 @@ def run(spec: Spec, device: torch.device, tell: Tell) -> int:
 
 
 def main(described: dict[str, Any], index: int, connection: Any) -> None:
-    """Run in the child process: send each step through `connection`, and finally the result.
+    """Try one function, in the child process: send each step through `connection`, and finally the result.
 
     Args:
-        described: a spec as in a manifest.
+        described: the function's spec as in a manifest.
         index: index of the GPU.
-        connection: the sending end of a pipe.
+        connection: the sending end of a pipe; gets ("at", step), and last ("passed", number of trials, names of the
+            functions called) or ("failed", reason).
     """
     spec = from_dict(described)
     torch.set_num_threads(1)  # references are small: with two threads their products take longer

@@ -18,7 +18,7 @@ from .trial import Given, Trial
 
 
 def values_of_all_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return numbers of all magnitudes of the dtype, including zeros, infinities and NaN."""
+    """Return a tensor of this shape and dtype with numbers of all magnitudes, zeros, infinities and NaN."""
     values = randn(*shape, seed=1) * torch.exp2(randn(*shape[:-1], 1, seed=2) * 12)
     flat = values.view(-1)
     flat[::97], flat[13::389], flat[29::787] = 0.0, torch.inf, torch.nan

@@ -47,7 +47,7 @@ RANK = 24
 """Rank of adapters in trials."""
 
 Sized = tuple[Routing, int, int]
-"""Groups, H and I."""
+"""Groups, H and I of a trial."""
 
 
 def _dtype(spec: Any) -> torch.dtype:
@@ -56,7 +56,12 @@ def _dtype(spec: Any) -> torch.dtype:
 
 
 def _sizes(size: Size, hidden: int) -> list[Sized]:
-    """Return every routing with H and I; layers of more than 100 experts are small."""
+    """Return every routing with H and I; layers of more than 100 experts are small.
+
+    Args:
+        size: the sizes of trials.
+        hidden: H.
+    """
     each = routings(size)
     small = [(96, 96) if len(routing.sizes) > 100 else (hidden, size.inter) for routing in each]
     odd = [(ODD, 736, 1504)] if size.has_odd else []
@@ -64,13 +69,16 @@ def _sizes(size: Size, hidden: int) -> list[Sized]:
 
 
 def _replayed(sized: Sized, size: Size) -> Given:
-    """Return the group sizes for a graph's replay: for the first routing those of the second; else none."""
+    """Return the group sizes for a graph's replay: those of the second routing, for a trial of the first one.
+
+    Empty for trials of other routings, which are not replayed.
+    """
     first, second, *_ = routings(size)
     return {"offs": second.offs} if sized[0] == first else {}
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_mm. Decoded weights in some formats, as MXFP8, are only tried in an MLP, see `mlp`."""
+    """Yield trials of grouped_mm. Weights in formats that it does not decode are only tried in an MLP, see `mlp`."""
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return
@@ -104,7 +112,12 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
 
 
 def _low(spec: Any, routing: Routing, width: int, contracts_rows: bool) -> Given:
-    """Return low and low_w of an adapted GEMM. `contracts_rows`: the GEMM contracts over rows of the weights."""
+    """Return the arguments low and low_w of an adapted GEMM (see `ops.adapted`); empty if the spec is not adapted.
+
+    Args:
+        width: columns that the GEMM makes.
+        contracts_rows: the GEMM contracts over rows of the weights.
+    """
     if not spec.adapted:
         return {}
     dtype, experts = _dtype(spec), len(routing.sizes)
@@ -130,17 +143,17 @@ def _indices(routing: Routing) -> Tensor:
 def _ways(
     given: Given, addends: Given, lists: Sequence[str], routing: Routing, is_first: bool
 ) -> Iterator[tuple[str, Given]]:  # fmt: skip
-    """Yield further arguments of a trial, each with a description.
+    """Yield further arguments of a trial, each set with a description: the ways in which a call is tried.
 
-    These are biases and scales; for the first routing also: nothing, a bias alone, and, if experts may be lists, rows
-    of x by index, and each expert's weights in separate memory.
+    Every routing is tried with all biases and scales. The first one is also tried without any, with a bias alone, and,
+    if experts may be lists, with rows of x by index and with each expert's weights in separate memory.
 
     Args:
         given: the trial's arguments.
         addends: biases and scales, the bias first.
         lists: arguments that may be lists of experts. Empty: none.
         routing: the trial's routing.
-        is_first: the routing is tried in all ways.
+        is_first: the routing is tried in all these ways.
     """
     yield "with " + ", ".join(addends), addends
     if is_first:
@@ -153,7 +166,7 @@ def _ways(
 
 
 def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], list[Tensor]]:
-    """Return a call of `function` whose results are a list."""
+    """Return a function that calls `function` with a trial's arguments and returns its results as a list."""
 
     def call(given: Given) -> list[Tensor]:
         made = function(**given, **options)
@@ -163,7 +176,7 @@ def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], l
 
 
 def _in_halves(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of the data gradient of a w1 in two tensors, a GateUp."""
+    """Yield trials of x's gradient for a w1 in two tensors, a GateUp."""
     dtype = _dtype(spec)
 
     def call(given: Given) -> list[Tensor]:
@@ -192,20 +205,27 @@ def _forms(activation: str, layout: str) -> list[tuple[str, str]]:
 
 
 def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
-    """Return the sizes of trials; a kernel for any I gets an I that blocks do not divide, else another would serve."""
+    """Return the sizes of trials for a kernel of FC1.
+
+    A kernel for any I gets an I that is no multiple of the layout's blocks; otherwise another kernel would serve the
+    call.
+    """
     less = BLOCK_ROWS // 4 if spec.glu_layout == "strided" else 0
     return [(r, h, i - less) for r, h, i in _sizes(size, hidden)]
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Yield every form with the first routing, and the first form with every other routing."""
+    """Yield pairs of a form (activation, layout) and sizes.
+
+    These are every form with the first routing, then the first form with every other routing.
+    """
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
     yield from ((forms[0], sized) for sized in sizes[1:])
 
 
 def _is_first(spec: Any, size: Size, form: tuple[str, str], routing: Routing) -> bool:
-    """Return True if a form and a routing are tried in all ways."""
+    """Return True if this form (activation, layout) and this routing are tried in all the ways of `_ways`."""
     forms = _forms(spec.activation, spec.glu_layout)
     return routing == routings(size)[0] and (size.has_every_pair or form == forms[0])
 
@@ -295,7 +315,7 @@ def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
 
 
 def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
-    """Return the result of grouped_mlp with a gradient recorded."""
+    """Return the result of grouped_mlp while a gradient is recorded, so that forward keeps its preactivation."""
     with torch.enable_grad():
         made = grouped_mlp(**{**given, "x": given["x"].detach().requires_grad_()}, **options)
     return [made.detach()]
@@ -354,13 +374,13 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
 
 
 def fold(spec: FoldMxfp8Spec, size: Size) -> Iterator[Trial]:
-    """Yield trials of kernels that prepare weights for FP8: training steps with such weights."""
+    """Yield trials of the kernels that fold weights for FP8 GEMMs; these are training steps with such weights."""
     sized = _sizes(size, size.in_blocks)
     return training.steps(spec, MXFP8.name, ((("swiglu", "concat"), each) for each in sized))
 
 
 def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of grouped_wgrad: the buffer is overwritten, added to, or either of these by expert.
+    """Yield trials of grouped_wgrad: `out` is overwritten, added to, or one of the two for each expert by a mask.
 
     Elements to be overwritten are NaN before the call.
     """

@@ -1,5 +1,7 @@
-"""Inputs on which mistakes show: neighbouring rows, experts and blocks of the contraction have different scales, rows
-after the last group are NaN, and groups have usual and extreme sizes.
+"""Inputs on which mistakes show.
+
+Neighbouring rows, experts and blocks of the contraction have different scales, rows after the last group are NaN, and
+groups have usual and extreme sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ UNREACHED = 1e4
 
 
 class Routing(NamedTuple):
-    """Rows of each expert."""
+    """A distribution of rows over experts: its name, and the number of rows of each expert."""
 
     name: str
     sizes: tuple[int, ...]
@@ -50,7 +52,7 @@ class Size(NamedTuple):
         tokens: numbers of tokens that are routed, sorted, or copied to rows.
         row_width: H of these tokens.
         matrices: shapes of matrices that are quantised.
-        streams: leading dimensions and C of hyper-connections.
+        streams: for hyper-connections, the streams' dimensions before n, and C.
     """
 
     rows: int = 300
@@ -73,7 +75,9 @@ FULL = Size()
 """Sizes of a full validation.
 
 Tokens: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one launch
-(MOST_SORTED). Streams: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
+(MOST_SORTED). Streams: one token, odd counts, one vector of 16 bytes, no multiple of any tile, more vectors than
+threads.
+"""
 
 
 def spread(rows: int, experts: int) -> tuple[int, ...]:
@@ -90,14 +94,18 @@ def _zipf(rows: int, experts: int) -> tuple[int, ...]:
 
 
 def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
-    """Return even group sizes over all experts except `empty`."""
+    """Return even group sizes over all experts except those in `empty`."""
     sizes = iter(spread(rows, experts - len(empty)))
     return tuple(0 if e in empty else next(sizes) for e in range(experts))
 
 
 @functools.cache
 def routings(size: Size = FULL) -> tuple[Routing, ...]:
-    """Return the routings to try. The first has all kinds of sizes; the second has as many experts and rows."""
+    """Return the routings to try.
+
+    The first has groups of many different sizes; the second has as many experts and rows, so a graph can be replayed
+    with it.
+    """
     rows, experts = size.rows, size.experts
     last = experts - 1
     every = (
@@ -126,7 +134,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _powers(count: int, most: int, step: int) -> Tensor:
-    """Return powers of two from 2^-most to 2^most, neighbours far apart."""
+    """Return `count` powers of two from 2^-most to 2^most; `step` keeps neighbours far apart."""
     return torch.exp2(((torch.arange(count) * step) % (2 * most + 1) - most).float())
 
 

@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
 Told = tuple[str, str, Numbers]
-"""An activation, its layout, and the numbers of all activations."""
+"""Name of an activation, its layout, and the numbers of all activations, as `gate_rows` takes them."""
 NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
 """Tolerance for weights of choices, which are float32."""
@@ -34,7 +34,7 @@ assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
-    """Return the tensors that place rows, up to the last row: entries after it are undefined."""
+    """Return a routing's tensors that say where rows lie, cut after the last row: entries after it are undefined."""
     end = int(made.offs[-1])
     return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
 
@@ -44,14 +44,17 @@ def _chosen(made: Routing) -> list[Tensor]:
 
 
 def _logits(tokens: int, experts: int) -> Tensor:
-    """Return logits, some equal, that differ by more than any rounding, so that all dtypes choose the same experts."""
+    """Return logits [tokens, experts] with which all dtypes choose the same experts.
+
+    Some are equal; the others differ by more than any rounding.
+    """
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
     return order.clamp_max(min(experts, 64) - 1) / 8
 
 
 def _sizes(spec: LayerSpec, size: Size) -> Iterator[tuple[int, int]]:
-    """Yield numbers of tokens and of experts: the most experts that a kernel serves, and fewer."""
+    """Yield pairs of a number of tokens and a number of experts: the most that a kernel serves, and fewer."""
     return product(size.tokens, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 
@@ -88,7 +91,7 @@ def routed(spec: LayerSpec, size: Size) -> Iterator[Trial]:
 
 
 def few_tokens(spec: LayerSpec, size: Size) -> Iterator[Trial]:
-    """Yield trials of the router for few tokens, which computes logits in the same call.
+    """Yield trials of the router for few tokens, which computes the logits x weight^T in the same call.
 
     Each token is a unit vector, so its logits are exactly a column of the weight.
     """

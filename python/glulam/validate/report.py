@@ -1,4 +1,4 @@
-"""The result of a validation as a text that can be posted: the machine, numbers of functions, and failures."""
+"""The report of a validation, a text that can be posted: the machine, the number of functions, and the failures."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Machine(NamedTuple):
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Return True if a bundle may serve: a function passed and none failed. Unreached functions serve no call."""
+    """Return True if a bundle may be used: a function passed and none failed. Unreached functions serve no call."""
     states = {outcome.state for outcome in outcomes}
     return PASSED in states and FAILED not in states
 
 
 def report(machine: Machine, outcomes: Sequence[Outcome]) -> str:
-    """Return the report in Markdown; it contains no times."""
+    """Return the report in Markdown. It contains no times."""
     counts = Counter(outcome.state for outcome in outcomes)
     bad = [outcome for outcome in outcomes if outcome.state != PASSED]
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())

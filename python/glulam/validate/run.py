@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
         name: the function's name.
         state: PASSED, FAILED or UNREACHED.
         detail: the failure, or how the function was tried.
-        called: functions that the process called.
+        called: names of the functions that the process called.
     """
 
     name: str
@@ -36,9 +36,14 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any], limit_s: float = LIMIT_S) -> Outcome:
-    """Run `target(*arguments, connection)` in a new process and return its outcome.
+    """Run `target(*arguments, connection)` in a new process, and return the outcome that it sends through `connection`.
 
     The process is forked from a server that has imported Glulam but never used a GPU, so that it starts at once.
+
+    Args:
+        name: the function's name.
+        target: e.g. `child.main`, whose messages it must send.
+        limit_s: seconds after which the process is killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__package__ + ".child"])

@@ -1,4 +1,4 @@
-"""Trials of hyper-connections: forward, and gradients of everything that has one."""
+"""Trials of hyper-connections: the forwards, and the gradients of all their tensors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ from .inputs import Size, randn
 from .trial import Given, Trial, gradients
 
 ERRORS = {torch.bfloat16: (2e-2, 5e-2), torch.float16: (5e-3, 1e-2), torch.float32: (1e-5, 1e-4)}
-"""Largest ones of results and of gradients, by the narrowest dtype of a call."""
+"""Largest errors allowed of results and of gradients, by the narrowest dtype among a call's tensors."""
 OF_PRODUCTS = (5e-3, 1e-2)
-"""Of projections of float32 streams, whose products with weights of 16 bits are TF32's."""
+"""Largest errors allowed of results and of gradients of projections of float32 streams: with 16-bit weights they use
+TF32.
+"""
 _CALLS: dict[str, Callable[..., Any]] = {
     "sinkhorn": mhc.sinkhorn, "aggregate": mhc.aggregate, "post_mix": mhc.post_mix, "project": mhc.project,
     "pre": mhc.pre, "boundary": mhc.boundary,
 }  # fmt: skip
 _WEIGHTS = {"project": 1, "pre": 1, "boundary": 5}
-"""The place of a projection's weight."""
+"""Position of the projection's weight among an operator's tensors."""
 
 
 def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tuple[int, ...], bool | None]]:
-    """Of what an operator takes, and whether it is in the streams' dtype, else of a parameter; None: in float32."""
+    """Return the shape and dtype of each tensor that an operator takes.
+
+    The dtype is True for that of the streams, False for that of the parameters, None for float32.
+
+    Args:
+        name: the operator.
+        lead: dimensions of the tokens.
+        n, c: number of streams, and their width.
+    """
     rows = n * n + 2 * n
     of_projection: list[tuple[tuple[int, ...], bool | None]] = [
         ((*lead, n, c), True), ((rows, n * c), False), *[((1,), False)] * 3, ((rows,), False)
@@ -49,7 +59,12 @@ def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tupl
 
 
 def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype, of_params: torch.dtype) -> Given:
-    """Tokens differ in scale."""
+    """Return random tensors for an operator, by name; tokens differ in scale.
+
+    Args:
+        name, lead, n, c: see `_shapes`.
+        dtype: of the streams. of_params: of the parameters.
+    """
     made = {}
     for place, (shape, is_stream) in enumerate(_shapes(name, lead, n, c)):
         values = randn(*shape, seed=place)
@@ -67,13 +82,15 @@ def _results(name: str, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _upstream(place: int, result: Tensor) -> Tensor:
-    """A gradient that every dtype holds."""
+    """Return the gradient of a result: random numbers that every dtype holds exactly."""
     return randn(*result.shape, seed=100 + place, dtype=torch.bfloat16)
 
 
 def _joined(made: Sequence[Tensor]) -> list[Tensor]:
-    """Those of single numbers in one vector with that of the bias, the last one: each is a sum over tokens, and may be
-    near zero."""
+    """Return the gradients, with those of single numbers appended to the last other one, that of the bias.
+
+    Each of these is a sum over tokens, so it may be near zero, where an error relative to itself says nothing.
+    """
     single = [one for one in made if one.numel() == 1]
     if not single or len(single) == len(made):
         return list(made)
@@ -82,7 +99,7 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
 
 
 def hyper_connection(spec: MhcSpec, size: Size) -> Iterator[Trial]:
-    """With parameters in float32, and in 16 bits."""
+    """Yield trials of a hyper-connection's kernel, with parameters in float32 and in 16 bits."""
     name, is_gradient = spec.kernel.removesuffix("_backward"), "backward" in spec.kernel
     streams: torch.dtype = getattr(torch, spec.dtype)
 

@@ -1,4 +1,4 @@
-"""Trials of training in MXFP8: a step's forward, its data gradients, and the kernels that prepare weights."""
+"""Trials of training in MXFP8: a training step's forward, its data gradients, and the kernels that prepare weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from .trial import Given, Trial, gradients
 TOLERANCE = 5e-2
 """Tolerance of results that were rounded to MXFP8 twice: a value between two numbers may become either."""
 Formed = Iterable[tuple[tuple[str, str], tuple[Routing, int, int]]]
-"""Activation and gate layout, with groups, H and I."""
+"""Pairs of (activation, gate layout) and (groups, H, I)."""
 
 
 def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
-    """Yield trials that compare a step's result and the gradient of x; of the weights if no data gradient follows."""
+    """Yield trials of a training step of grouped_mlp, which compare its result and gradients.
+
+    The gradients are those of x; for a grouped_dglu without a following data gradient, those of the weights instead.
+
+    Args:
+        spec: the spec of the function that is tried.
+        recipe: the recipe's name.
+        formed: activations and sizes.
+    """
     of_weights = isinstance(spec, GroupedDgluSpec) and not spec.dgrad
     dtype: torch.dtype = getattr(torch, spec.dtype)
     of_rows = torch.bfloat16 if dtype == torch.float32 else dtype  # float32 are master weights
@@ -44,7 +52,7 @@ def steps(spec: Any, recipe: str, formed: Formed) -> Iterator[Trial]:
 
 
 def _step(options: dict[str, Any], of_weights: bool, given: Given) -> list[Tensor]:
-    """Return the gradients and the result of a training step."""
+    """Return the gradients of a training step (of the weights if `of_weights`, else of x), then its result."""
     leaves, fixed = (("w1", "w2"), ("x", "offs")) if of_weights else (("x",), ("w1", "w2", "offs"))
     given = {name: _no_float64(value) for name, value in given.items()}
     others: dict[str, Any] = {**{name: given[name] for name in fixed}, **options}
@@ -60,7 +68,8 @@ def _step(options: dict[str, Any], of_weights: bool, given: Given) -> list[Tenso
 
 
 def _no_float64(value: Tensor) -> Tensor:
-    """Convert float64 to float32, the widest dtype for training in MXFP8: sums of E4M3 products of these sizes are
-    almost exact in float32.
+    """Convert float64 to float32, the widest dtype for training in MXFP8.
+
+    Sums of E4M3 products of these sizes are almost exact in float32.
     """
     return value.float() if value.dtype == torch.float64 else value

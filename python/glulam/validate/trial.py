@@ -1,4 +1,4 @@
-"""A trial of a function: inputs, a call of the public API, and the comparison of its results."""
+"""A trial of a function: the arguments of a call of a public operator, and how its results are compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
 def gradients(
     function: Callable[..., Any], of: Sequence[Tensor], upstream: Callable[[int, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Compute the gradients of `function(*of)` in all its arguments.
+    """Compute the gradients of `function(*of)` for all its arguments.
 
     Args:
         function: returns one result or several.

@@ -54,6 +54,9 @@ def _encoded(strips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values [..., R, C] of E4M3 data and row scales [..., R, ceil(C / 128)]; exact in float64."""
+    """Return the values of E4M3 data [..., R, C] with row scales [..., R, ceil(C / 128)]; exact in float64.
+
+    A row scale belongs to 128 elements of a row.
+    """
     assert data.dtype == DATA_DTYPE
     return data.to(dtype) * scale.to(dtype).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]

@@ -20,9 +20,9 @@ class Fp8Block(Form):
     """The form of an FP8BlockTensor: a scale for 128 x 128 elements.
 
     Attributes:
-        decoded_to: dtype to which kernels round an element times its scale; None: kernels multiply elements, and scale
+        decoded_to: dtype to which kernels round an element times its scale. None: kernels multiply elements, and scale
             the sums of 128 products.
-        in_halves: whether a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales.
+        in_halves: a weight in 16 bits is quantised in two halves of rows, each with its own grid of scales.
     """
 
     name = "fp8_block"

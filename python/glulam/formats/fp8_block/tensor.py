@@ -71,7 +71,7 @@ class FP8BlockTensor(Stored):
         return values_of(self.data, self.scale, wide).to(dtype)
 
     def __getitem__(self, index: int | slice) -> FP8BlockTensor:
-        """Return a view of entries of the leading dimension, as an expert's matrix of [E, N, K]."""
+        """Return a view of entries of the leading dimension, such as an expert's matrix of [E, N, K]."""
         if self.data.dim() < 3:
             raise IndexError("FP8BlockTensor: a single matrix has no leading dimension to index; slice its data")
         return self._with(data=self.data[index], scale=self.scale[index])
@@ -95,7 +95,7 @@ def check_scale_shape(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def values_of(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values [..., N, K] of a weight's parts."""
+    """Return the values [..., N, K] of an FP8BlockTensor's data and scale."""
     return decoded(data, _scales_of_rows(scale, data), dtype)
 
 

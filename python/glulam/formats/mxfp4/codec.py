@@ -15,7 +15,10 @@ SCALE_BIAS = 127
 
 
 def values_of(data: Tensor, exponents: Tensor) -> Tensor:
-    """Return float32 [..., K] of bytes [..., K/2] with E8M0 bytes [..., K/32]; exact below float32's limit, 2^128."""
+    """Return the values, float32 [..., K], of E2M1 bytes [..., K/2] with E8M0 bytes [..., K/32] as scales.
+
+    They are exact below float32's limit, 2^128.
+    """
     return numbers_of(data) * scales_of(exponents).repeat_interleave(BLOCK, dim=-1)
 
 
@@ -26,7 +29,10 @@ def scale_exponents(amax: Tensor) -> Tensor:
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x [R, K] by rows: return bytes [R, K/2] and E8M0 bytes [R, K/32]. A block with a NaN has elements 0."""
+    """Encode x [R, K] by rows: return E2M1 bytes [R, K/2] and E8M0 bytes [R, K/32].
+
+    A block with a NaN has elements 0.
+    """
     blocks = x.float().unflatten(1, (-1, BLOCK))
     exponents = scale_exponents(blocks.abs().amax(dim=2))
     return bytes_of_numbers((blocks * multipliers_of(exponents)[:, :, None]).flatten(1)), exponents

@@ -1,4 +1,4 @@
-"""Forms of MXFP4 weights: prepared words, and re-based weights for FP8 GEMMs."""
+"""Forms of MXFP4 weights: prepared words (`Mxfp4`), and re-based weights for FP8 GEMMs (`Mxfp4Rebased`)."""
 
 from __future__ import annotations
 

@@ -123,7 +123,15 @@ def words_of_bytes(data: Tensor) -> Tensor:
 
 
 def row_scales(data: Tensor, scale: Tensor, op: str) -> Tensor:
-    """Return bytes [E, N] of the rows' powers of two. data: as in a RebasedWeight. Raises FoldError."""
+    """Return bytes [E, N] of the rows' powers of two.
+
+    Args:
+        data, scale: as in a RebasedWeight.
+        op: the caller's name, for messages.
+
+    Raises:
+        FoldError: a row's scales are too far apart, or NaN.
+    """
     exponents = scale.view(torch.uint8)
     rows = torch.empty(exponents.shape[:2], dtype=torch.uint8, device=scale.device)
     spans = torch.zeros(exponents.shape[:2], dtype=torch.int16, device=scale.device)

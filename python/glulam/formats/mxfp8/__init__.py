@@ -1,4 +1,4 @@
-"""MXFP8: float8_e4m3fn elements and a power of two (E8M0) for each 32 of them; quantising, and folding weights."""
+"""MXFP8: E4M3 elements with a power of two (E8M0) for each 32; quantisers, and folding to one scale for each row."""
 
 from .fold import FoldedWeight, FoldError, FoldReport, prepare_mxfp8_weight, rebase_mxfp8
 from .quantize import quantize_mxfp8

@@ -1,9 +1,9 @@
-"""Folding: a weight in MXFP8 with one power of two for each row, instead of one for each 32 elements.
+"""Folding: convert a weight in MXFP8, with a scale for each 32 elements, to one power of two for each row.
 
-Hopper's tensor cores know no block scales. E4M3 is a floating-point format, so a power of two can move from a scale
-into the elements, exactly down to the spacing of its subnormals: docs/mxfp8.md has the bounds, and the reasons.
+Hopper's tensor cores do not support block scales. E4M3 is a floating-point format, so a power of two can move from a
+scale into the elements, exactly down to the spacing of E4M3's subnormals: docs/mxfp8.md has the bounds and the reasons.
 
-On a GPU a kernel folds. Torch does it on the CPU, as the kernel's reference, and measures what the report says.
+On a GPU a kernel folds. Torch folds on the CPU, as the kernel's reference, and measures the numbers of the report.
 """
 
 from __future__ import annotations
@@ -36,29 +36,35 @@ from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 FOLDED = "mxfp8 folded by "
-"""Names of folded forms are this and an axis."""
+"""Name of the form of folded weights, before the axis."""
 MAX_ERROR = 1e-2
-"""Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
+"""Largest change accepted by default, relative to a block's norm; quantising to MXFP8 changes a block by 2.6e-2."""
 WIDE = BLOCK_SIZES["1x128"]
 WIDE_BLOCKS = WIDE // BLOCK
 MAX_BINADES = 32
 NEGLIGIBLE_BINADES = 24
-"""A block so far under its row's maximum is under what float32 accumulation of the row keeps."""
+"""A block this many binades below its row's maximum is below the precision of the row's float32 sum."""
 CHUNK_ELEMENTS = 1 << 24
-"""Converted at a time: 64 MB in float32, and a few times that while it lasts."""
+"""Elements that are converted together: 64 MB in float32, and a few times that for intermediate results."""
 E4M3_MAX_MANTISSA, E4M3_MAX_EXPONENT = 0.875, 9  # 448 = 0.875 * 2^9
 LOST = -40
-"""No E4M3 number times 2^LOST rounds to anything but 0."""
+"""Any E4M3 number times 2^LOST rounds to 0."""
 
 Weight = Tensor | MXFP8Tensor | Sequence[Tensor]
 
 
 class FoldError(ValueError):
-    """A weight that folding would change too much, or that is not finite; the message names the expert."""
+    """Folding would change a weight too much, or the weight is not finite; the message names the expert."""
 
 
 class Place(NamedTuple):
-    """A block of 32: its expert, row and number along the contraction, and by how many binades folding moves it."""
+    """The place of a block of 32 elements.
+
+    Attributes:
+        expert, row: the expert and the row.
+        block: number of the block along the contraction.
+        binades: powers of two by which folding moves the block down.
+    """
 
     expert: int
     row: int
@@ -67,16 +73,17 @@ class Place(NamedTuple):
 
 
 class FoldReport(NamedTuple):
-    """What folding changed of a weight in MXFP8.
+    """Changes that folding made to a weight in MXFP8.
 
     Attributes:
-        binades: how many blocks of 32 were moved down by 0, 1, 2, ... powers of two; the last, by so many or more.
-            Blocks of zeros are not counted.
-        changed: elements with another value than before, as a share of those that are not zero.
-        error: the largest change of a row, in norm, relative to the row's norm.
-        error_bound: the same for a block of 32: no result moves by more than this share of sum_b |w_b| |x_b|, whatever
-            the activations. Blocks under 2^-24 of their row's maximum are left out of it.
-        worst: the block where that is.
+        binades: numbers of blocks of 32 that were moved down by 0, 1, 2, ... powers of two; the last counts the blocks
+            moved by this much or more. Blocks of zeros are not counted.
+        changed: share of the nonzero elements whose value changed.
+        error: the largest change of a row, as a norm, relative to the row's norm.
+        error_bound: the largest change of a block of 32, relative to the block's norm: no result moves by more than
+            this share of sum_b |w_b| |x_b|, for any activations. Blocks below 2^-24 of their row's maximum are left
+            out.
+        worst: the block with this change.
     """
 
     binades: tuple[int, ...]
@@ -96,14 +103,17 @@ class FoldReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class FoldedWeight(Scaled):
-    """Expert weights as the FP8 GEMMs read them. They copy and pickle, and pass torch.load(weights_only=True).
+    """Expert weights as the FP8 GEMMs read them; made by `prepare_mxfp8_weight`.
+
+    Instances can be copied and pickled, and pass torch.load(weights_only=True).
 
     Attributes:
-        data: [E, R, C] float8_e4m3fn, contiguous, C the contraction: [E, N, K] for axis "row", the forward's;
-            [E, K, N], transposed, for axis "col", the data gradient's, since FP8 wgmma reads along the contraction.
-        scale: [E, R] float8_e8m0fnu, one power of two a row.
+        data: [E, R, C] float8_e4m3fn, contiguous, where C is contracted: [E, N, K] for axis "row", which the forward
+            reads; [E, K, N], transposed, for axis "col", which the data gradient reads, since FP8 wgmma reads along the
+            contraction.
+        scale: [E, R] float8_e8m0fnu, one power of two for each row.
         axis: "row" or "col".
-        report: what folding changed; None where it was not asked for.
+        report: changes that folding made. None: not measured.
 
     Raises:
         ValueError, TypeError: the parts do not fit together.
@@ -131,7 +141,7 @@ class FoldedWeight(Scaled):
         return "an MXFP8Tensor [E, N, K] or the 16-bit weight"
 
     def dequantize(self) -> Tensor:
-        """[E, N, K], float32."""
+        """Return the values [E, N, K], float32."""
         values = self.data.float() * scales_of(self.scale.view(torch.uint8))[..., None]
         return values if self.axis == "row" else values.mT.contiguous()
 
@@ -145,7 +155,7 @@ class FoldedWeight(Scaled):
 
 
 class FoldedWeights(NamedTuple):
-    """A weight folded along both axes, for training."""
+    """A weight folded along both axes, for training: `row` for the forward, `col` for the data gradient."""
 
     row: FoldedWeight
     col: FoldedWeight
@@ -165,25 +175,25 @@ def prepare_mxfp8_weight(
 def prepare_mxfp8_weight(
     w: Weight, *, axis: Axes = "row", max_error: float = MAX_ERROR, report: bool = True
 ) -> FoldedWeight | FoldedWeights:
-    """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load, or each step.
+    """Quantise expert weights to MXFP8 and fold their scales to one power of two for each row.
 
-    On a GPU one kernel does it for an axis of a packed weight, or of each expert of a list. The report takes torch's
-    operators many times as long.
+    Call this once at load, or after each training step. On a GPU one kernel does all of it for one axis of a packed
+    weight, or for one axis of each expert of a list. The report uses torch's operators and takes many times as long.
 
     Args:
-        w: [E, N, K], or a list of E tensors [N, K]: bfloat16, float16 or float32. Or an MXFP8Tensor [E, N, K] whose
-            axis is the one wanted. N and K are multiples of 32.
+        w: [E, N, K], or a list of E tensors [N, K]: bfloat16, float16 or float32. Or an MXFP8Tensor [E, N, K] with the
+            wanted axis. N and K are multiples of 32.
         axis: the contraction: "row", along K, for y = x w^T; "col", along N, for the data gradient dx = dy w; "both".
         max_error: the largest `FoldReport.error_bound` to accept.
-        report: False makes none, so that nothing is read back from a GPU, and then refuses nothing: a row with a NaN
-            or an Inf has one in its data or its scale is 2^127. There is none of a weight on the meta device.
+        report: False: make no report. Then nothing is read back from a GPU, and no weight is refused: a row with a NaN
+            or an Inf has a NaN in its data, or the scale 2^127. Weights on the meta device get no report.
 
     Returns:
         FoldedWeight on w's device, or FoldedWeights (row, col) for "both".
 
     Raises:
-        FoldError (a ValueError): an expert that folding would change by more than max_error, or that has a NaN or Inf.
-        ValueError, TypeError: an argument that does not fit.
+        FoldError (a ValueError): folding would change an expert by more than max_error, or an expert has a NaN or Inf.
+        ValueError, TypeError: an argument does not fit.
         UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
     check_choice(OP, "axis", axis, (*AXES, "both"))
@@ -208,16 +218,16 @@ def prepare_mxfp8_weight(
 
 
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
-    """The same values with one scale for 128 elements, as the FP8 GEMMs want activations: "1x32" to "1x128".
+    """Convert block "1x32" to "1x128": the same values with one scale for 128 elements, as FP8 GEMMs read activations.
 
-    Folding as for weights, within 128 elements: exact but for what lies under 2^-17.8 of their maximum. A NaN in one of
-    the four scales makes all four NaN.
+    This folds as for weights, but within 128 elements: exact except for elements below 2^-17.8 of their 128's maximum.
+    A NaN in one of the four scales makes all four NaN.
 
     Args:
-        q: plain scales, by rows; itself where it is "1x128" already.
+        q: a tensor quantised by rows, with plain scales; returned unchanged if its block is "1x128" already.
 
     Raises:
-        ValueError: other scales.
+        ValueError: q has another axis or scale layout.
     """
     if q.block == "1x128":
         return q
@@ -234,7 +244,11 @@ def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
 
 
 def _pieces(w: Any, axis: str) -> list[Tensor]:
-    """The weight as tensors [e, N, K]: a packed one as it is, experts of a list one by one."""
+    """Return the weight as tensors [e, N, K]: a packed weight as one tensor, a list as one tensor for each expert.
+
+    Raises:
+        TypeError, ValueError: w is not a weight that can be folded along `axis`.
+    """
     is_list = isinstance(w, (list, tuple)) and len(w) > 0
     if not is_list and not isinstance(w, (Tensor, MXFP8Tensor)):
         raise TypeError(
@@ -273,7 +287,7 @@ def _ships(spec: FoldMxfp8Spec) -> bool:
 
 
 def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
-    """Bit for bit what `_fold_by_torch` makes of finite weights."""
+    """Fold by the kernel. For finite weights the result equals `_fold_by_torch`'s bit for bit."""
     index, first = out.data.get_device(), 0
     spec = FoldMxfp8Spec(dtype_name(pieces[0].dtype), out.axis, gpus.gpu(index).arch)
     if not _ships(spec):
@@ -291,7 +305,14 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
 
 
 class _Change(NamedTuple):
-    """What folding changed of some rows of an expert: numbers as `_measured` gives them. `blocks`: in a row."""
+    """Changes that folding made to some rows of an expert.
+
+    Attributes:
+        expert: the expert.
+        first_row: the first of the rows.
+        blocks: number of blocks in a row.
+        numbers: the changes as `_measured` returns them.
+    """
 
     expert: int
     first_row: int
@@ -302,7 +323,18 @@ class _Change(NamedTuple):
 def _fold_by_torch(
     pieces: list[Tensor], exponents: Tensor | None, axis: str, out: FoldedWeight | None, report: bool
 ) -> list[_Change]:
-    """Writes `out`, where there is one; what changed, where that is asked for. `exponents`: of elements in E4M3."""
+    """Fold by torch's operators, in chunks of rows.
+
+    Args:
+        pieces: the weight, see `_pieces`.
+        exponents: E8M0 bytes of the scales if the weight is in MXFP8. None: the weight is quantised first.
+        axis: "row" or "col".
+        out: the result, which is written. None: only measure changes.
+        report: measure changes.
+
+    Returns:
+        The changes of each chunk; empty without `report`.
+    """
     changes = []
     scale = None if out is None else out.scale.view(torch.uint8)
     for expert, matrix in enumerate(matrix for piece in pieces for matrix in piece):
@@ -329,9 +361,15 @@ def _fold_by_torch(
 
 
 def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Elements [R, blocks, 32] on one scale a row; that scale's byte [R]; and by how many binades each block moved.
+    """Put the elements of each row on one scale: the least that keeps the row's largest element at 448 or below.
 
-    The row's scale is the least that keeps its largest element at 448 or under. Exact: nothing is rounded yet.
+    Args:
+        blocks: elements [R, blocks, 32], float32.
+        exponents: E8M0 bytes of their scales [R, blocks].
+
+    Returns:
+        The elements, exact, since nothing is rounded yet; the scale's byte of each row [R]; and the binades by which
+        each block was moved down [R, blocks].
     """
     mantissa, power = torch.frexp(blocks.abs().amax(dim=2))
     excess = power - E4M3_MAX_EXPONENT + (mantissa > E4M3_MAX_MANTISSA)
@@ -344,9 +382,16 @@ def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) -> Tensor:
-    """float64, on the device: seven numbers, as `_report` unpacks them, and how many blocks moved by 0, 1, ... binades.
+    """Measure the changes that rounding makes to some rows.
 
-    `folded`, `rounded` [R, blocks, 32]: values before and after rounding. `drop` [R, blocks]: binades moved.
+    Args:
+        folded, rounded: [R, blocks, 32], values before and after rounding.
+        drop: [R, blocks], binades by which blocks were moved down.
+        is_finite: bool [], all values were finite.
+
+    Returns:
+        float64, on the device: seven numbers, as `_report` unpacks them, then the numbers of blocks moved by 0, 1, ...
+        binades.
     """
     lost = folded - rounded
     is_zero = folded.eq(0).all(dim=2)
@@ -361,7 +406,11 @@ def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) 
 
 
 def _report(changes: list[_Change], max_error: float) -> FoldReport:
-    """Of all experts. Raises FoldError for what is to be refused."""
+    """Return the report on all experts, from the changes of all chunks.
+
+    Raises:
+        FoldError: a weight is not finite, or was changed by more than `max_error`.
+    """
     numbers = torch.stack([change.numbers for change in changes]).cpu()
     finite, changed, nonzero, row_errors, errors, places, drops = numbers[:, :-MAX_BINADES].unbind(1)
     if not finite.all():

@@ -1,4 +1,4 @@
-"""MXFP8 as kernels read it: weights with a scale for 32 elements, or folded to one a row; rows rounded to it."""
+"""Forms of MXFP8 weights (a scale for 32 elements, or for each row after folding), and rounding of rows to MXFP8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tensor import MXFP8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Form):
-    """A scale for 32 elements of a row, as an MXFP8Tensor has them."""
+    """The form of an MXFP8Tensor with plain scales: a scale for 32 elements of a row."""
 
     name = "mxfp8"
     kind = MXFP8Tensor
@@ -49,7 +49,7 @@ class Blocks(Form):
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Blocks):
-    """One scale for a row, along an axis of `prepare_mxfp8_weight`."""
+    """The form of a FoldedWeight: one scale for each row. `axis`: see `prepare_mxfp8_weight`."""
 
     classes = (FoldedWeight, MXFP8Tensor)
     ready_as = DATA_DTYPE, 2
@@ -88,7 +88,10 @@ class Folded(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnBlocks(Blocks):
-    """Blocks of a transposed weight [E, K, N]: scales run along N, which a data gradient contracts."""
+    """The form for data gradients: a transposed weight [E, K, N], with a scale for 32 elements along N.
+
+    A data gradient contracts over N.
+    """
 
     name = "mxfp8-col"
     classes = ()
@@ -103,18 +106,21 @@ FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of E4M3 elements, as GEMMs multiply them. block: a key of `layout.BLOCK_SIZES`."""
+    """Rows of E4M3 elements with scales, as GEMMs multiply them. `block`: a key of `layout.BLOCK_SIZES`."""
 
     block: Block
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The values that they have, in float32 or float64."""
+        """Return `values` quantised to this format and dequantised again, in float32 or float64."""
         data, exponents = quantize_rows(values, BLOCK_SIZES[self.block])
         return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Columns(Rows):
-    """Rows of a group, as weight gradients contract them: a block is of rows of a column, the first a group's first."""
+    """Rows of a group as weight gradients contract them: a block is 32 rows of a column.
+
+    Blocks are counted from the group's first row.
+    """
 
     def rounded(self, values: Tensor) -> Tensor:
         return super().rounded(values.mT).mT

@@ -1,7 +1,8 @@
-"""The format's constants, and where scales lie: plain, or swizzled in atoms of 128 x 4.
+"""The constants of MXFP8, and the layouts of scales: plain, or swizzled in atoms of 128 x 4 scales.
 
-Scales are bytes here: few of torch's operators take float8_e8m0fnu. `outer` counts what each scale's block does not run
-along (rows of a row copy, columns of a column copy), `blocks` the blocks along the other axis.
+Scales are bytes in this file, since few of torch's operators take float8_e8m0fnu. In a matrix of scales, `blocks`
+counts the blocks along the quantised axis, and `outer` the lines along the other axis (rows if quantised along rows,
+columns if along columns).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ..scaled import BLOCK
 DATA_DTYPE = torch.float8_e4m3fn
 AXES: tuple[Axis, ...] = get_args(Axis)
 BLOCK_SIZES: dict[Block, int] = {"1x32": BLOCK, "1x128": 128}
-"""Elements over which a scale is made: "1x128" writes four equal ones."""
+"""Numbers of elements that share a scale value. "1x128" stores each scale four times, once for each 32 elements."""
 SCALE_LAYOUTS: tuple[ScaleLayout, ...] = get_args(ScaleLayout)
 ATOM_OUTER, ATOM_BLOCKS = 128, 4
 ATOM = ATOM_OUTER * ATOM_BLOCKS
 GROUP_ALIGNMENT = 128
-"""Groups quantised along columns begin at multiples of so many rows."""
+"""Groups quantised along columns begin at multiples of this many rows."""
 
 
 def num_blocks(size: int) -> int:
@@ -35,12 +36,12 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def outer_and_blocks(rows: int, columns: int, axis: str) -> tuple[int, int]:
-    """Of a matrix [rows, columns]."""
+    """Return (outer, blocks), the sizes of the matrix of scales of a matrix [rows, columns]."""
     return (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
 
 
 def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[int, ...]:
-    """The shape of the scales of a matrix [rows, columns]. Swizzled ones are a vector of whole atoms."""
+    """Return the shape of the scales of a matrix [rows, columns]. Swizzled scales are a vector of whole atoms."""
     outer, blocks = outer_and_blocks(rows, columns, axis)
     if scale_layout == "swizzled":
         return (round_up(outer, ATOM_OUTER) * round_up(blocks, ATOM_BLOCKS),)
@@ -48,12 +49,15 @@ def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[
 
 
 def band_bytes(rows: int, groups: int, columns: int) -> int:
-    """Bytes of scales of groups' columns: an atom for each band of 128 rows (`cute_kernels.memory.scale_bands`)."""
+    """Return the bytes that the scales of groups' columns take: an atom for each band of 128 rows and each 128 columns.
+
+    Source: `cute_kernels.memory.scale_bands`. Each group may add one band, since its rows need not fill the last one.
+    """
     return round_up(columns, ATOM_OUTER) // ATOM_OUTER * (rows // GROUP_ALIGNMENT + groups) * ATOM
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """[..., outer, blocks] bytes to [..., whole atoms]; what an atom has beyond them is 0.
+    """Convert scale bytes [..., outer, blocks] to swizzled ones [..., whole atoms * 512]; atoms are filled up with 0.
 
     The scale of (i, j) goes to ((i/128) tiles + j/4) 512 + (i%32) 16 + ((i%128)/32) 4 + j%4, tiles = ceil(blocks/4).
     """
@@ -64,7 +68,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def unswizzled(atoms: Tensor, outer: int, blocks: int) -> Tensor:
-    """The inverse: [..., outer, blocks]."""
+    """Convert swizzled scale bytes back to [..., outer, blocks]; the inverse of `swizzled`."""
     grid = -(-outer // ATOM_OUTER), -(-blocks // ATOM_BLOCKS)
     parts: Tensor = atoms.unflatten(-1, (*grid, 32, ATOM_OUTER // 32, ATOM_BLOCKS))
     whole: Tensor = parts.movedim((-5, -4, -3, -2), (-5, -2, -3, -4)).flatten(-5, -3).flatten(-2, -1)

@@ -1,4 +1,4 @@
-"""quantize_mxfp8: a matrix to MXFP8 along its rows, its columns, or both in one read."""
+"""quantize_mxfp8: quantise a matrix to MXFP8 along its rows, its columns, or both in one read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tensor import MXFP8Copies, MXFP8Tensor, check_form
 OP = "quantize_mxfp8"
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Of data and scales of each copy, rows before columns."""
+"""Shapes and dtypes of the data and scales of each copy, the row copy before the column copy."""
 
 
 @overload
@@ -48,37 +48,38 @@ def quantize_mxfp8(
     scale_layout: ScaleLayout = "plain",
     out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
 ) -> MXFP8Tensor | Sequence[MXFP8Tensor]:
-    """x in MXFP8: E4M3 elements and a power of two for each 32 of them along an axis. One kernel that reads x once.
+    """Return x in MXFP8: E4M3 elements with a power of two for each 32 of them along an axis.
 
-    A block's scale is the least power of two not below amax / 448; elements are rounded to nearest even. A NaN makes
-    its block's scale and elements NaN; an Inf makes the scale 2^127, so that it stays infinite.
+    One kernel does this, and reads x once. A block's scale is the least power of two not below amax / 448; elements are
+    rounded to nearest even. A NaN makes its block's scale and elements NaN; an Inf makes the scale 2^127, so that it
+    stays infinite.
 
     With `offs` and a column copy, x is a buffer whose groups begin at multiples of 128 rows: group e is the rows from
-    offs[e-1], rounded up to a multiple of 128, to offs[e]. From there to the next multiple of 128 rows x may hold
-    anything: these rows count as zeros, and are written so, in both copies. Rows of one expert directly behind those
-    of another, as the grouped GEMMs take them, must be moved to such a buffer first.
+    offs[e-1], rounded up to a multiple of 128, to offs[e]. The rows from there to the next multiple of 128 may hold
+    anything in x: they count as zeros, and are written as zeros, in both copies. Rows of experts without such gaps, as
+    the grouped GEMMs take them, must be moved to such a buffer first.
 
-    With `offs` and rows alone, where groups lie does not matter; offs[-1] says where they end.
+    With `offs` and only a row copy, groups may begin at any row; offs[-1] is the end of the rows to quantise.
 
     Args:
         x: [T, K], bfloat16, float16 or float32; K a multiple of 32. Rows may be padded.
-        axis: along which a block lies: "row" (along K), "col" (along T) or "both" (a copy of each).
-        offs: int32 [E] on x's device, each group's end; rows behind the last one are not read into a result, and what
-            the result has there is left as it is: anything, in a new one. By default all rows of x are one group.
+        axis: the axis along which a block lies: "row" (along K), "col" (along T) or "both" (a copy of each).
+        offs: int32 [E] on x's device, each group's end. Rows after the last group reach no result, and their rows of
+            the result are not written. None: all rows of x are one group.
         block: "1x32", or "1x128": one scale for 128 elements, written four times.
-        scale_layout: "plain", or "swizzled" in atoms of 128 x 4; see MXFP8Tensor. What an atom has beyond the matrix
-            is 0.
-        out: the result's buffers, contiguous: an MXFP8Tensor of this form, for "both" a pair (row, col) of them; by
-            default new ones.
+        scale_layout: "plain", or "swizzled" in atoms of 128 x 4; see MXFP8Tensor. Scales of an atom outside of the
+            matrix are 0.
+        out: buffers for the result, contiguous: an MXFP8Tensor with this axis, block and layout, or for "both" a pair
+            (row, col) of them. None: new tensors.
 
     Returns:
-        MXFP8Tensor, or MXFP8Copies (row, col) for "both"; `out` where given. Data is [T, K] for either axis. The last
+        MXFP8Tensor, or MXFP8Copies (row, col) for "both"; `out` if given. Data is [T, K] for either axis. The last
         block along an axis may be shorter than the others.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        ValueError, TypeError: an argument does not fit; nothing was launched.
         GradientNotSupported: grad mode is on and x requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
     buffers = None if out is None else _buffers(axis, block, scale_layout, out)
     tensors = quantize_to(x, axis, offs=offs, block=block, scale_layout=scale_layout, out=buffers)
@@ -94,7 +95,7 @@ def quantize_mxfp8(
 
 
 def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]:
-    """The tensors of `out`: data and scales of each copy."""
+    """Check `out`, and return its tensors: the data and scales of each copy."""
     if out.__class__ is MXFP8Tensor and (out.axis, out.block, out.scale_layout) == (axis, block, scale_layout):
         return [out.data, out.scale]
     check_form(OP, QUANTIZE_AXES, axis, block, scale_layout)
@@ -133,7 +134,7 @@ def _reference(call: Any, problem: Problem, *results: Tensor) -> None:
 
 
 class QuantizeMxfp8Call(Call):
-    """A call of quantize_mxfp8. `out`: data and scales of each copy."""
+    """A call of quantize_mxfp8. `out`: data and scales of each copy. None: new tensors."""
 
     explains = True
     op = OP
@@ -174,7 +175,7 @@ class QuantizeMxfp8Call(Call):
         )
 
     def _check_out(self) -> None:
-        """Of MXFP8Tensors, whose parts fit each other already."""
+        """Check that `out`, the tensors of valid MXFP8Tensors, fits x."""
         assert self.out is not None
         for tensor, (shape, _) in zip(self.out, self.shapes(), strict=True):
             if tuple(tensor.shape) != shape:
@@ -185,7 +186,7 @@ class QuantizeMxfp8Call(Call):
                 raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
 
     def host_ends(self) -> list[int]:
-        """As for any operator; by columns, an end may also not lie where the group before it is padded."""
+        """Return each group's end. By columns, also check that no end lies in the gap before its group."""
         ends = super().host_ends()
         for expert, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
             begin = round_up(before, GROUP_ALIGNMENT)
@@ -198,7 +199,7 @@ class QuantizeMxfp8Call(Call):
         return ends
 
     def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
-        """Nothing to write, and no blocks to write it in."""
+        """Return the results for T = 0; nothing is written, since there are no blocks."""
         return tuple(self.new_results(problem))
 
     def made(self) -> tuple[Made, ...]:
@@ -213,7 +214,7 @@ class QuantizeMxfp8Call(Call):
 def quantize_to(
     x: Tensor, axis: str, *, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
 ) -> Any:
-    """Data and scales of each copy."""
+    """Return data and scales of each copy, the row copy first, as a tuple of tensors."""
     raise NotImplementedError  # `front` writes the body
 
 

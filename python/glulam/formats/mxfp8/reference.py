@@ -35,8 +35,10 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Quantise x [R, C] in blocks of `size` along rows: return E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one per 32
-    elements.
+    """Quantise x [R, C] in blocks of `size` elements along rows.
+
+    Returns:
+        E4M3 [R, C], and E8M0 bytes [R, ceil(C/32)], one for each 32 elements.
     """
     rows, columns = x.shape
     blocks = pad(x.float(), (0, -columns % size)).unflatten(1, (-1, size))
@@ -46,7 +48,7 @@ def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(data: Tensor, exponents: Tensor) -> Tensor:
-    """Return float32 values of E4M3 [..., C] with E8M0 bytes [..., ceil(C/32)]."""
+    """Return the float32 values of E4M3 data [..., C] with E8M0 bytes [..., ceil(C/32)] as scales."""
     scales = scales_of(exponents).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]
     return data.float() * scales
 
@@ -68,10 +70,16 @@ def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
 def quantize(
     x: Tensor, axis: str, size: int, is_swizzled: bool, ends: list[int] | None, data: Tensor, scale: Tensor
 ) -> None:
-    """Write data [T, K] and the scales of one copy.
+    """Quantise x, and write the data [T, K] and the scales of one copy.
 
-    ends: cumulative ends of the groups; rows after the last end are not written. None: all rows are quantised.
-    x must be `padded_groups` already if it is quantised along columns, or if a column copy is also made.
+    Args:
+        x: [T, K]. If it is quantised along columns, or if a column copy is also made, it must be `padded_groups`
+            already.
+        axis: "row" or "col".
+        size: elements that share a scale, 32 or 128.
+        is_swizzled: the layout of the scales.
+        ends: each group's end; rows after the last end are not written. None: all rows are quantised.
+        data, scale: the results.
     """
     outer, blocks = outer_and_blocks(data.shape[0], data.shape[1], axis)
     out = scale.view(torch.uint8)

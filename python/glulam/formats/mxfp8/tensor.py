@@ -1,4 +1,4 @@
-"""MXFP8Tensor: elements, scales, and what they mean."""
+"""MXFP8Tensor: E4M3 elements and E8M0 scales, with the fields that describe their layout."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FORM = ("axis", "block", "scale_layout")
 class MXFP8Tensor(Stored):
     """A matrix [T, K], or a batch of them, in MXFP8: float8_e4m3fn elements, one E8M0 scale for 32 along an axis.
 
-    The value of an element is its E4M3 number times 2^(scale byte - 127). Leading dimensions, as of expert weights
-    [E, N, K], are matrices of their own.
+    The value of an element is its E4M3 number times 2^(scale byte - 127). Leading dimensions, such as E of expert
+    weights [E, N, K], count independent matrices.
 
     Attributes:
-        data: [..., T, K] float8_e4m3fn, as the matrix lies, whatever the axis.
+        data: [..., T, K] float8_e4m3fn; never transposed, for either axis.
         scale: float8_e8m0fnu. Plain: [..., T, ceil(K/32)] by rows, [..., ceil(T/32), K] by columns. Swizzled:
             [..., atoms * 512], atoms of 128 x 4 scales; see `layout.swizzled`.
-        axis: along which a scale's elements lie: "row" (along K) or "col" (along T).
-        block: "1x32", or "1x128" where the scales of 128 elements are equal.
+        axis: the axis along which elements share a scale: "row" (along K) or "col" (along T).
+        block: "1x32", or "1x128" if the four scales of each 128 elements are equal.
         scale_layout: "plain" or "swizzled".
 
     Raises:
@@ -62,28 +62,31 @@ class MXFP8Tensor(Stored):
         return "mxfp8" if self.axis == "row" and self.scale_layout == "plain" else ""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values. Exact in float32, but that it has no 2^128, to which E4M3 rounds its very largest numbers."""
+        """Return the values in `dtype`.
+
+        Exact in float32, except that quantising rounds the very largest numbers up to 2^128, which float32 lacks.
+        """
         return self._turned(dequantized(self._turned(self.data), self._scale_bytes())).contiguous().to(dtype)
 
     def plain(self) -> MXFP8Tensor:
-        """The same with plain scales; itself where they are."""
+        """Return this tensor with plain scales; itself if they are plain."""
         if self.scale_layout == "plain":
             return self
         scale = self._turned(self._scale_bytes()).contiguous().view(SCALE_DTYPE)
         return self._with(scale=scale, scale_layout="plain")
 
     def swizzled(self) -> MXFP8Tensor:
-        """The same with swizzled scales; itself where they are."""
+        """Return this tensor with swizzled scales; itself if they are swizzled."""
         if self.scale_layout == "swizzled":
             return self
         return self._with(scale=layout.swizzled(self._scale_bytes()).view(SCALE_DTYPE), scale_layout="swizzled")
 
     def _turned(self, matrix: Tensor) -> Tensor:
-        """Between the matrix as it lies and one whose blocks lie along its rows."""
+        """Return the matrix, transposed if quantised along columns, so that blocks lie along rows; its own inverse."""
         return matrix if self.axis == "row" else matrix.mT
 
     def _scale_bytes(self) -> Tensor:
-        """uint8 [..., outer, blocks], as `layout` calls them."""
+        """Return the scales as uint8 [..., outer, blocks]; see `layout` for these names."""
         scales = self.scale.view(torch.uint8)
         if self.scale_layout == "plain":
             return self._turned(scales)
@@ -91,19 +94,20 @@ class MXFP8Tensor(Stored):
         return layout.unswizzled(scales, *outer_and_blocks(rows, columns, self.axis))
 
     def group(self, index: int, offs: Tensor | Sequence[int]) -> MXFP8Tensor:
-        """The rows of one group, views where the scales allow it.
+        """Return the rows of one group; views if the scales allow it.
 
-        By rows, groups lie one behind the other; by columns they begin at multiples of 128 rows (`quantize_mxfp8`).
-        Swizzled scales by rows can be cut where a group begins at a multiple of 128 rows, or is empty.
+        By rows, groups follow each other without gaps; by columns they begin at multiples of 128 rows
+        (`quantize_mxfp8`). Swizzled scales by rows can be cut if the group begins at a multiple of 128 rows, or is
+        empty.
 
         Args:
-            index: of the group.
-            offs: each group's end. On the device they are read back, so not under capture.
+            index: number of the group.
+            offs: each group's end. A tensor on a GPU is read back, so it cannot be used under CUDA graph capture.
 
         Raises:
             IndexError: there is no such group.
-            TypeError: index is no integer, or offs are none.
-            ValueError: a batch of matrices; a group that cannot be cut out, or lies outside of data.
+            TypeError: index is not an integer, or offs are not integers.
+            ValueError: this is a batch of matrices; or the group cannot be cut out, or ends outside of data.
         """
         if self.data.dim() != 2:
             raise ValueError(f"group: data has shape {shape_text(self.shape)}; take one matrix of it, as tensor[0]")
@@ -142,7 +146,7 @@ class MXFP8Tensor(Stored):
         return (atoms[part] if self.axis == "row" else atoms[:, part]).reshape(-1).view(SCALE_DTYPE)
 
     def __getitem__(self, index: int) -> MXFP8Tensor:
-        """One entry of the first leading dimension, as an expert's matrix of [E, N, K]; a view."""
+        """Return a view of one entry of the first leading dimension, such as an expert's matrix of [E, N, K]."""
         if self.data.dim() < 3:
             raise IndexError("MXFP8Tensor: a single matrix has no leading dimension to index; see group()")
         return self._with(data=self.data[index], scale=self.scale[index])
@@ -159,7 +163,7 @@ torch.serialization.add_safe_globals([MXFP8Copies])
 
 
 def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout: Any) -> None:
-    """Raises ValueError for an axis, block or layout that does not exist."""
+    """Raise ValueError for an axis, block or scale layout that does not exist."""
     check_choice(op, "axis", axis, axes)
     check_choice(op, "block", block, tuple(BLOCK_SIZES))
     check_choice(op, "scale_layout", scale_layout, layout.SCALE_LAYOUTS)
