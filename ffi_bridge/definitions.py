@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import threading
 from collections.abc import Collection, Iterable, Iterator
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -82,11 +83,23 @@ def _rows(statement: ast.stmt) -> dict[str, ast.expr]:
     return dict(zip(keys, value.values, strict=True)) if all(isinstance(key, str) for key in keys) else {}  # type: ignore[arg-type]
 
 
+_parsing = threading.Lock()
+
+
+def parse(text: str) -> ast.Module:
+    """Return the syntax tree of a file's text. Raises SyntaxError.
+
+    By one thread at a time: CPython 3.11 counts the depth of all threads' trees in one place, and fails if they mix.
+    """
+    with _parsing:
+        return ast.parse(text)
+
+
 class Code:
     """The code of one file. Raises SyntaxError."""
 
     def __init__(self, text: str) -> None:
-        self._statements = [one for one in ast.parse(text).body if not _is_text(one)]
+        self._statements = [one for one in parse(text).body if not _is_text(one)]
         self._by_name: dict[str, list[ast.stmt]] = {}
         for statement in self._statements:
             for name in _bound(statement):

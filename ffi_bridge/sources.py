@@ -24,7 +24,7 @@ from cute_kernels import stages
 from cute_kernels.specs import ACTIVATIONS, Spec
 
 from . import compiler, resources, toolchain
-from .definitions import Code, sha256
+from .definitions import Code, parse, sha256
 from .errors import ToolchainError
 from .toolchain import Source
 
@@ -57,7 +57,7 @@ def _imports_in(nodes: Iterator[ast.AST]) -> Iterator[Import]:
 
 
 def _parsed(text: str) -> Iterator[Import]:
-    return _imports_in(ast.walk(ast.parse(text)))
+    return _imports_in(ast.walk(parse(text)))
 
 
 def imports(text: str) -> frozenset[Import]:

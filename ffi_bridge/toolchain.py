@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ._version import __version__
+from .definitions import parse
 from .errors import ToolchainError
 from .host import Host, here
 
@@ -206,7 +207,7 @@ def binary_tool(name: str, machine: Host | None = None) -> str:
 def _assigned_version(file: Path) -> str | None:
     """Return the `__version__` that a Python file assigns, without running the file; None if it assigns none."""
     try:
-        tree = ast.parse(file.read_text())
+        tree = parse(file.read_text())
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
     constants = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]

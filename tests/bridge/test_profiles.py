@@ -60,9 +60,9 @@ class TestKeep:
         built: list[int] = []
         original = build.build
 
-        def toy_build(wanted: list[Spec], root: Path, jobs: int | None) -> manifest.Manifest:
+        def toy_build(wanted: list[Spec], root: Path, jobs: int | None, machine: str) -> manifest.Manifest:
             built.append(len(wanted))
-            return original(wanted, root, jobs, progress=False, tracer=TOY_TRACER, allowed={})
+            return original(wanted, root, jobs, progress=False, tracer=TOY_TRACER, allowed={}, machine=machine)
 
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "PACKAGES", ("toy_kernels",))
