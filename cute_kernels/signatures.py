@@ -235,8 +235,9 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 
     row_data, row_scale, col_data, col_scale: addresses for the E4M3 data [T, K] and E8M0 scales with blocks along rows
     and along columns; 0: not wanted. With `rounded`, the tensor `out` of the rounded values instead.
-    offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. 0: all rows
-    are.
+    offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. With blocks
+    along columns, groups begin at multiples of 128 rows, and rows between a group's end and the next group count as
+    zeros. 0: all rows are one group.
     wide: 1: blocks of 128 elements instead of 32. swizzled: 1: scales lie in atoms of 128 x 4.
     """
     if spec.axis == BY_GROUP:

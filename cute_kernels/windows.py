@@ -30,7 +30,7 @@ number of tokens in 20 bits. Operations' numbers are compared as signed differen
 """
 STATUSES = ("16-bit rows", "refused", "MXFP8 rows")
 """Statuses of a word of `tokens`: the format of the sender's tokens, which must be the same on all ranks, or "refused":
-the sender's tokens did not fit."""
+the sender refused its own tokens (its error says why) and sent none."""
 MAX_TOKENS = COUNT_MASK
 
 STATE = ("epoch", "last", "latest", "tickets", "error", "timeout", "mirror")
