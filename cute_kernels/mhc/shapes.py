@@ -15,8 +15,8 @@ CTAS_PER_SM = 4
 sums."""
 
 TOKEN_TILE = 16
-# Padding in bytes of the weight's rows in shared memory, to 64 bytes more than a multiple of 128: then the 16-byte reads
-# of 8 lanes (2 rows, 4 vectors each) use all banks.
+# Padding in bytes of the weight's rows in shared memory, to 64 bytes more than a multiple of 128: then the 16-byte
+# reads of 8 lanes (2 rows, 4 vectors each) use all banks.
 ROW_PADDING = 64
 GOOD_USE = 0.95
 MAX_EXTRA_SLICES = 5
