@@ -29,7 +29,8 @@ class Gemm:
         rows: rows of x, over all experts.
         experts: number of experts.
         columns, depth: rows and columns of an expert's weight.
-        stored: columns of the result that are written, fewer than `columns` if an activation with a gate is fused.
+        stored: columns that are written for each row, over all results: fewer than `columns` if an activation with a
+            gate is fused, more if there are further results.
     """
 
     rows: int

@@ -40,6 +40,7 @@ class Argument:
 
     @property
     def absent(self) -> int | float:
+        """The value that is passed if a call leaves the argument out."""
         return 0.0 if self.kind == FLOAT32 else 0
 
 

@@ -75,6 +75,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
+    """An exported function that launches several kernels: its steps, in order."""
+
     steps: tuple[Step, ...]
 
     @functools.cached_property
@@ -257,8 +259,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
-    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8, with blocks along each group's
-    rows (`BY_GROUP`; operands given by index are gathered), then make dw."""
+    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8, with blocks of a group's rows
+    (`BY_GROUP`), gathering rows that are given by index; then make dw."""
     quantiser = QuantizeMxfp8Spec(spec.dtype, BY_GROUP, spec.arch)
     quantised = tuple(
         _step(

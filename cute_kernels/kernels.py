@@ -36,4 +36,5 @@ class Kernel(NamedTuple):
 
     @property
     def has_dtype(self) -> bool:
+        """True if the kernel's name contains a dtype."""
         return self.dtypes is not ANY

@@ -68,6 +68,7 @@ def glu_forms(
 
 
 def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
+    """Return the functions of the profile "demo": a bfloat16 SwiGLU grouped_mlp, and routing."""
     form = glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", tile, False)
     fc1, fc2 = GroupedGluSpec("bfloat16", *form, False, tile, arch), GroupedMmSpec(tile=tile, arch=arch)
     return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=layer.CAPACITIES[0], arch=arch)]

@@ -47,6 +47,7 @@ from .specs import (
 
 
 def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument:
+    """Make a tensor argument; `shape` names the dimensions, separated by spaces."""
     return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()), packed=packed)
 
 

@@ -421,7 +421,7 @@ class GroupedWgradSpec:
         dtype: the dtype of dy [T, N] and x [T, K].
         out_dtype: the dtype of dw.
         operands: the formats in which dy and x are multiplied. "16bit": one kernel reads them. In MXFP8 they are first
-            quantised along the rows of each group (`BY_GROUP`).
+            quantised in blocks of a group's rows (`BY_GROUP`).
     """
 
     op: ClassVar[str] = "grouped_wgrad"

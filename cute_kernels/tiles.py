@@ -70,6 +70,7 @@ class SpecError(ValueError):
 
 
 def require(field: str, value: Any, valid: Any) -> None:
+    """Raise SpecError, which names the field and the valid choices, unless `value` is in `valid`."""
     if value not in valid:
         choices = ", ".join(str(v) for v in valid)
         raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
@@ -122,6 +123,7 @@ class TileConfig:
 
     @property
     def rules(self) -> Schedule:
+        """The tile's entry of SCHEDULES."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -225,6 +227,7 @@ class TileConfig:
 
 
 def check_accumulators(tile: TileConfig, most: int) -> None:
+    """Raise SpecError if a thread of the tile holds more than `most` accumulators."""
     if tile.accumulators > most:
         mma_n, other = ("m", "n") if tile.swapped else ("n", "m")
         raise SpecError(

@@ -81,8 +81,10 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
-        """Zero rows `first`, first + number of warps in the grid, ... below `num_rows`, one row a warp. blocks:
-        CTAs."""
+        """Zero rows `first`, first + number of warps in the grid, ... below `num_rows`, one row a warp.
+
+        blocks: number of CTAs.
+        """
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
         for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):

@@ -157,8 +157,8 @@ class Boundary(Invariant):
         """Write this CTA's slice of the weight to shared memory, split in two parts (`split`); zeros after the last
         column.
 
-        weights: the slice in shared memory. weight, code: address and dtype of the weight. first: the slice's first
-            column.
+        weights: where the slice lies in shared memory. weight, code: address and dtype of the whole weight. first: the
+        slice's first column.
         """
         thread, _, _ = cute.arch.thread_idx()
         per_stream = sizes.blocks * (BLOCK // self.count)
@@ -329,8 +329,8 @@ class Boundary(Invariant):
         self, given: Given, sizes: Sizes, mine: Mine, half: cutlass.Constexpr[int], column: Int32, is_inside,
         raw: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Store u at a lane's columns; add the streams' squares to squares[half] and u's squares to squares[2 +
-        half]."""
+        """Store u at a lane's columns. Add the streams' squares to squares[half], and u's squares to
+        squares[2 + half]."""
         weights = self._coefficients(mine, half, self.n * self.n + self.n)
         u = cute.make_rmem_tensor(self.count, Float32)
         u.fill(0.0)

@@ -30,8 +30,8 @@ class Cut(NamedTuple):
     Attributes:
         slices: number of slices of the columns.
         blocks: number of blocks (BLOCK columns of each stream) in a slice; the last slice may have fewer.
-        merge: number of consecutive slices whose sums are added together first. blocks * merge is as many blocks as fit
-            into a CTA, for any cut, so the order of additions does not depend on the cut.
+        merge: number of consecutive slices whose sums are added together first. blocks * merge is always as many
+            blocks as fit into a CTA, so the order of additions does not depend on the cut.
         groups: number of groups of tokens.
     """
 

@@ -64,8 +64,7 @@ class GatesBackward(Invariant):
     """Kernel that makes, from the coefficients' gradients:
 
     - dp, the gradient of p = x weight^T: for 16-bit streams in blocks (`shapes.block_bytes`); for float32 streams
-    twice, by
-      token (products) and by pairs of tokens (pairs);
+      twice, by token (products) and by pairs of tokens (pairs);
     - for each token the factor f of the term f x that the RMS norm adds to d_x (norms);
     - each CTA's sums over tokens for the gradients of the bias and the alphas (sums).
 

@@ -206,8 +206,8 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
-        """Load a lane's columns of its four tokens of a tile. Past the last token, that token is read again; its dp is
-        0."""
+        """Load a lane's columns of its four tokens of a tile. Past the last token, that token is read again, with
+        dp = 0."""
         for j in cutlass.range_constexpr(len(OFFSETS)):
             token = cutlass.min(self._token(tile, j), streams.tokens - 1)
             row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize

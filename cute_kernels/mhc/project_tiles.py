@@ -192,8 +192,7 @@ class TileGradients(Invariant):
         """Process tiles `first` .. `last` - 1, a part of the tokens, in one copy pipeline.
 
         rings: the stages of the streams (the warp's) and of dp. copiers: this thread's number among the threads that
-            copy
-        dp, and their count. fixed: the weight (`_fixed_operand`). sums: d_weight's.
+        copy dp, and their count. fixed: the weight (`_fixed_operand`). sums: d_weight's.
         """
         stage = Int32(0)
         for tile in cutlass.range(first, last):

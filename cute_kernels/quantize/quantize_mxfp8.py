@@ -332,9 +332,9 @@ class QuantizeMxfp8(Invariant):
     def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
         """Write to `exponents` the scale bytes of this thread's columns.
 
-        col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found; a slot is
+        col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found. A slot is
             the
-        threads that have the same rows, and a block of a column is several slots.
+        threads that have the same rows; a block of a column spans several slots.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
