@@ -17,8 +17,7 @@ NAN_KEY = MAGNITUDE = 2**31 - 1
 
 
 def key_of(value: Float32) -> Int32:
-    """Return a number's key. Keys are ordered like numbers; the key of any NaN is the greatest, and -0 has the key of
-    0."""
+    """Return a number's key. Keys are ordered like numbers; the key of any NaN is the greatest, and -0 has 0's key."""
     bits = (value + Float32(0.0)).bitcast(Int32)
     ordered = select(bits < 0, bits ^ MAGNITUDE, bits)
     return select(value != value, Int32(NAN_KEY), ordered)

@@ -76,8 +76,8 @@ class Aggregate(Invariant):
 
 
 class AggregateBackward(Invariant):
-    """Backward kernel: d_x[t, j, c] = h_pre[t, j] d_out[t, c], and d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j,
-    c].
+    """Backward kernel: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and
+    d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c].
 
     Address 0 of either gradient: it is not wanted.
     """

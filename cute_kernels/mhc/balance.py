@@ -44,8 +44,10 @@ class Balance(Invariant):
         return value * cute.arch.rcp_approx(total(value, self.rows))
 
     def step(self, m: Float32, distances: tuple[int, ...], eps: Float32) -> Float32:
-        """Divide the lane's element m by the sum of its row or column (`distances`: self.rows or self.columns) +
-        eps."""
+        """Return m, the lane's element, divided by eps + the sum of its row or column.
+
+        distances: self.rows or self.columns.
+        """
         return m * cute.arch.rcp_approx(total(m, distances) + eps)
 
     @cute.jit

@@ -23,8 +23,8 @@ CARVEOUT = 16
 
 
 class GateInputs(NamedTuple):
-    """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats [T, K
-    + 1]: each token's p, then its rms."""
+    """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats,
+    float32 [T, K + 1]: each token's p, then its rms."""
 
     d_pre: Int64
     d_post: Int64
@@ -194,8 +194,8 @@ class GatesBackward(Invariant):
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
-        """Return the factor f of the term f x in the gradient of x, since the gradient of rms by x is x / (columns
-        rms)."""
+        """Return the factor f of the term f x in the gradient of x. It follows from the gradient of rms by x, which is
+        x / (columns rms)."""
         r = 1.0 / (rms + eps)
         return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
 

@@ -268,8 +268,8 @@ class ExactProducts(Invariant):
 
     def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
         """Add x's squares to `sums`. For 16-bit elements the tensor cores multiply rows by themselves, and the diagonal
-        of the product has the squares, which takes a quarter of the instructions. Row g's squares are then in sums[g %
-        2] and sums[2 + g % 2] of one lane; `_leave` picks them.
+        of the product has the squares, which takes a quarter of the instructions. Row g's squares are then in
+        sums[g % 2] and sums[2 + g % 2] of one lane; `_leave` picks them.
         """
         for half in range(2):
             if self.dtype is Float32:
