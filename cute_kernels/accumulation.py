@@ -1,24 +1,27 @@
-"""The order in which a GEMM adds. Plain Python: the host asks which kernels agree in it."""
+"""The order in which a GEMM adds its products. Plain Python, since the host compares kernels by it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 NEIGHBOURS = "neighbours"
-"""Elements of the contraction that one instruction adds lie together, and instructions follow the contraction."""
+"""The usual value of `Accumulation.places`: an instruction adds neighbouring elements of the contraction, and
+instructions go through the contraction in order."""
 
 
 class Accumulation(NamedTuple):
     """The order in which a GEMM adds the products of one element of its result.
 
-    Kernels that multiply the same operands and agree in this give an element the same bits, whatever their tiles are.
+    Two kernels with equal Accumulations give an element the same bits from the same operands, whatever their tiles are.
 
     Attributes:
         mma: the instruction that multiplies and adds.
         depth: elements of the contraction that one instruction adds.
-        places: where in the contraction these elements lie.
-        parts: parts of each k-tile that have sums of their own, which are added last, in their order.
-        promoted: elements of the contraction whose sum is scaled and then added in float32; 0: none.
+        places: says where in the contraction these elements lie; NEIGHBOURS: together.
+        parts: number of equal parts into which each k-tile is split. Each part has a sum of its own over all k-tiles;
+            at the end these sums are added in order. 1: one sum.
+        promoted: number of elements of the contraction after which the sum so far is scaled and added to a float32 sum;
+            0: products are not promoted.
     """
 
     mma: str
@@ -28,7 +31,7 @@ class Accumulation(NamedTuple):
     promoted: int = 0
 
     def __str__(self) -> str:
-        """Say the order in words."""
+        """Return the order in words, for messages and tables."""
         words = [f"{self.mma} of depth {self.depth}"]
         if self.places != NEIGHBOURS:
             words.append(f"elements {self.places}")

@@ -1,4 +1,6 @@
-"""Functions from which `formulas` builds activations, on float32 scalars of a thread.
+"""Activations in kernels: the device functions that `formulas` computes with, on float32 scalars of a thread.
+
+As in `formulas`, a is the gate (or the only argument, without a gate) and u the linear half.
 
 Clamps are selects, not min/max instructions, so that NaN stays NaN as in torch. sigmoid takes two MUFU operations (ex2,
 rcp) and is exact to about 2^-22; tanh.approx would save one operation but has an error of 2^-11, which would be visible
@@ -31,14 +33,20 @@ TANH = (-0.33332946598706675, 0.1332072434610987, -0.05267177420885967, 0.016437
 
 
 class ActivationParams(NamedTuple):
-    """An activation's number in specs.KINDS, and its own numbers in their order; further numbers are ignored."""
+    """An activation, chosen at run time, with its numbers.
+
+    Attributes:
+        kind: the activation's number in specs.KINDS.
+        numbers: MOST_NUMBERS values; the activation reads its own (`Formula.numbers`) from the front and ignores the
+            rest.
+    """
 
     kind: Int32
     numbers: tuple[Float32, ...]
 
 
 def no_params() -> ActivationParams:
-    """Make the parameters of a kernel without activation."""
+    """Return placeholder parameters, all 0, for a kernel without activation."""
     return ActivationParams(Int32(0), tuple(Float32(0.0) for _ in range(MOST_NUMBERS)))
 
 
@@ -65,13 +73,13 @@ def _tanh(x: Float32) -> Float32:
 
 
 def _gelu_tanh(x: Float32) -> Float32:
-    """0.5 x (1 + tanh z) = x sigmoid(2 z), z = sqrt(2/pi) (x + 0.044715 x^3)."""
+    """Return gelu by tanh: 0.5 x (1 + tanh z) = x sigmoid(2 z), with z = sqrt(2/pi) (x + 0.044715 x^3)."""
     return x * _sigmoid(x * (Float32(2 * SQRT_2_OVER_PI) + Float32(2 * SQRT_2_OVER_PI * 0.044715) * x * x))
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:
-    """Return the normal distribution's cdf, to 1e-7, and sqrt(2 pi) times its density. It takes half the instructions
-    of erf."""
+    """Return the normal distribution's cdf at x, with an error of 1e-7, and sqrt(2 pi) times its density. This takes
+    half the instructions of erf."""
     magnitude = cute.arch.fmax(x, -x, nan=True)
     t = cute.arch.rcp_approx(Float32(1.0) + magnitude * Float32(ERFC_STEP * SQRT_HALF))
     density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True)
@@ -83,7 +91,8 @@ def _normal(x: Float32) -> tuple[Float32, Float32]:
 
 
 def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
-    """gelu_tanh = x s, s = sigmoid(2 z); derivative s + x s (1 - s) 2 z'."""
+    """Return gelu_tanh and its derivative: x s and s + x s (1 - s) 2 z', with s = sigmoid(2 z) and z of
+    `_gelu_tanh`."""
     linear, cubic = Float32(2 * SQRT_2_OVER_PI), Float32(2 * SQRT_2_OVER_PI * 0.044715)
     sigmoid = _sigmoid(x * (linear + cubic * x * x))
     slope = linear + Float32(3.0) * cubic * x * x
@@ -94,17 +103,25 @@ DEVICE = SimpleNamespace(
     number=Float32, sigmoid=_sigmoid, tanh=_tanh, relu=_relu, reciprocal=cute.arch.rcp_approx, at_most=_at_most,
     select=select, gelu_tanh=_gelu_tanh, with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
 )  # fmt: skip
-"""The functions with which formulas compute in kernels."""
+"""The functions with which formulas compute in kernels: their argument `m`."""
 
 
 def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """Compute the activation of each (a, u), or of each a, in float32. `served`: a form (specs.ACTIVATION_FORMS); if it
-    has several activations, `params` chooses one."""
+    """Compute the activation of every element, in float32.
+
+    Args:
+        served: a key of specs.ACTIVATION_FORMS; if its entry has several activations, `params` chooses one at run time.
+        parts: the tensors (a, u), or (a,) if the activation has no gate; all of one size, in registers.
+        params: the activation's number and its own numbers.
+
+    Returns:
+        A float32 register tensor with one value for each element of a.
+    """
     return activate_one_of(ACTIVATION_FORMS[served], parts, params)
 
 
 def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """Compute the activation among `names` that `params` chooses at run time."""
+    """Compute the one of the activations `names` that `params` chooses at run time; the rest is as in `activate`."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
     _fill_one_of(outputs, names, parts, params)
     return outputs
@@ -112,8 +129,8 @@ def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationPara
 
 @cute.jit
 def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, params: ActivationParams):
-    """Fill `outputs` with one branch around all elements, so that each activation runs the instructions that a kernel
-    for it alone would run."""
+    """Fill `outputs` with the activation that `params` chooses. One branch encloses all elements, so each activation
+    runs the same instructions as in a kernel for it alone."""
     if const_expr(len(names) == 1):
         _fill(outputs, names[0], parts, params)
     elif params.kind == KINDS[names[0]]:
@@ -130,6 +147,6 @@ def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParam
 
 
 def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
-    """Return an activation of (a, u), or of a, and its derivatives by each."""
+    """Return the activation `name` of `parts`, which is [a, u] or [a], then its derivatives by a and by u."""
     formula = FORMULAS[name]
     return formula.with_slopes(DEVICE, *parts, *params.numbers[: len(formula.numbers)])

@@ -1,8 +1,8 @@
-"""The interface through which each architecture makes its own choices.
+"""The interface (`Room`) through which each architecture makes its own choices.
 
-An architecture is a row of `architectures.ARCHS` and a folder. The folder's `configs` list what is built. Its `policy`
-is a `Room`: it chooses tiles, checks specs and models times. Plain Python that no kernel imports, so editing a policy
-compiles nothing.
+An architecture is a row of `architectures.ARCHS` and a folder. The folder's module `configs` lists the specs that are
+built. Its module `policy` has the functions and constants of the protocol `Room`: it chooses tiles, checks specs and
+models times. Plain Python that no kernel imports, so that editing a policy recompiles no kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from .tiles import SpecError, TileConfig
 
 @dataclass(frozen=True)
 class Gemm:
-    """A GEMM's sizes: [rows, depth] times the transpose of the expert's [columns, depth]. stored: columns that are
-    written."""
+    """Sizes of a grouped GEMM, for the time model: x [rows, depth] times the transpose of each expert's weight
+    [columns, depth].
+
+    Attributes:
+        rows: rows of x, over all experts.
+        experts: number of experts.
+        columns, depth: rows and columns of an expert's weight.
+        stored: columns that are written for each row, over all results: fewer than `columns` if an activation with a
+            gate is fused, more if there are further results.
+    """
 
     rows: int
     experts: int
@@ -33,13 +41,22 @@ class Gemm:
 
     @property
     def average(self) -> float:
-        """Average rows an expert; without rows, as for one row."""
+        """Average number of rows of an expert; if there are no rows, that of a single row."""
         return max(self.rows, 1) / self.experts
 
 
 class Problem(Protocol):
-    """Properties of a call that a policy reads. weights: (N, K) of each weight of an expert. gathers: rows come by
-    index."""
+    """Properties of a call that a policy reads when it chooses a tile.
+
+    Attributes:
+        op: the operator's name, for example "grouped_mm".
+        operands: a key of `formats.OPERANDS`.
+        save_preact: FC1 also stores the preactivation.
+        transpose_w: the GEMM contracts over rows of the stored weights.
+        rows, experts: number of rows of x, and of experts.
+        gathers: x's rows are read by index (`rows=`).
+        weights: the shapes (N, K) of an expert's weights.
+    """
 
     @property
     def op(self) -> str: ...
@@ -65,25 +82,29 @@ def three_digits(number: float) -> str:
 
 
 def rows_in_words(problem: Problem) -> str:
-    """Say how many rows an expert has on average."""
+    """Return a clause for messages: how many rows an expert has on average."""
     average = three_digits(problem.rows / problem.experts)
     return f"{problem.rows} rows over {problem.experts} experts are {average} an expert"
 
 
 class Reasons(NamedTuple):
-    """Reasons why a rule chooses a tile, and why it does not choose the others."""
+    """Reasons of a rule, as text for `glulam.explain`: why it chooses a tile, and one sentence for each tile
+    that it does not choose."""
 
     why: str
     why_not: tuple[str, ...]
 
 
 def of_one_kernel(problem: Problem) -> Reasons:
-    """Return the reasons if the number of rows does not matter."""
+    """Return the reasons of a rule that always chooses the same tile, whatever the number of rows."""
     return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
 
 
 def of_two_tiles(problem: Problem, tile: TileConfig, most_rows: int, few: TileConfig, many: TileConfig) -> Reasons:
-    """Return the reasons for `tile`: `few` serves up to `most_rows` an expert on average, `many` serves more."""
+    """Return the reasons of a rule that chooses between two tiles by the average number of rows an expert.
+
+    tile: the chosen one. few, many: the tiles for at most `most_rows` rows an expert, and for more.
+    """
     limits = {few: f"at most {most_rows}", many: f"more than {most_rows}"}
     other = many if tile is few else few
     why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"
@@ -93,7 +114,8 @@ def of_two_tiles(problem: Problem, tile: TileConfig, most_rows: int, few: TileCo
 def tile_among(
     tiles: Sequence[TileConfig], shape: tuple[int, int, int], cluster: tuple[int, int] | str
 ) -> TileConfig:  # fmt: skip
-    """Return the tile of a shape, without a cluster. Raises SpecError if `tiles` has none."""
+    """Return the tile of `tiles` that has the shape (m, n, k). Raises SpecError if there is none, or if `cluster` is
+    not (1, 1)."""
     known = {(tile.m, tile.n, tile.k): tile for tile in tiles}
     if shape not in known or cluster != (1, 1):
         raise SpecError(f"a tile of {shape} in a cluster of {cluster!r}: choose one of {sorted(known)}, cluster (1, 1)")
@@ -101,24 +123,25 @@ def tile_among(
 
 
 class Room(Protocol):
-    """The module `policy` of an architecture's folder.
+    """The module `policy` of an architecture's folder: a constant and functions.
 
     Attributes:
-        gemm_policy: returns a GEMM's order of tiles (`gemms.GemmPolicy`).
-        accumulation: returns the order in which a GEMM adds.
+        gemm_policy: returns a GEMM's order of tiles, skipped work and cache policy (`gemms.GemmPolicy`).
+        accumulation: returns the order in which a GEMM adds its products.
         MEASURED: a JSON file with times of the shipped tiles (`python -m perf table`); it need not exist.
-        tiles: returns the tiles that ship for a problem.
-        rows_decide: returns True if a problem's number of rows chooses among its tiles.
-        ruled: returns the tile that a rule chooses; None if times are compared instead.
+        tiles: returns the tiles of the kernels that ship for a problem.
+        rows_decide: returns True if the choice among these tiles depends on the problem's number of rows.
+        ruled: returns the tile that a fixed rule chooses; None if the tiles' times are compared instead.
         reasons: returns the reasons for a tile that a rule chose.
-        advice: returns sentences about alternatives that would be faster than any tile.
-        second_tile: returns the tile of FC2, or of the data gradient, for a first tile.
-        glu_form: returns the activations and gate layouts for which an FC1's kernel is compiled.
-        time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing. even_us: those of
-            even routing.
-        all_tiles: returns every possible tile for elements of a number of bits.
+        advice: returns sentences about other calls that would be faster than this one with any tile.
+        second_tile: returns the tile of FC2, or of the data gradient, that goes with FC1's (the gradient's first) tile.
+        glu_form: returns the form (activations, gate layouts; keys of ACTIVATION_FORMS and LAYOUT_FORMS) of the kernel
+            that serves an activation and a gate layout in an FC1.
+        time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing.
+        even_us: returns the modelled microseconds of a GEMM with even routing.
+        all_tiles: returns every possible tile for operands whose elements have a given number of bits.
         tile_of: returns the tile that (m, n, k), a cluster and a schedule describe. Raises SpecError, which names the
-            limit.
+            limit, if there is no such tile.
         check: raises SpecError, which names the limit, if a spec's kernels cannot run.
     """
 
@@ -141,14 +164,17 @@ class Room(Protocol):
 
 @functools.cache
 def room(arch: str) -> Room:
-    """Return an architecture's policy. Raises KeyError for an unknown architecture."""
+    """Return the policy module of an architecture (a key of ARCHS). Raises KeyError for an unknown one."""
     return cast(Room, importlib.import_module(f".{ARCHS[arch].folder}.policy", __package__))
 
 
 @functools.cache
 def serving(device: tuple[int, int]) -> tuple[str, ...]:
-    """Return the architectures whose kernels run on GPUs of a compute capability, the best first: the one with features
-    of exactly this capability ("a"), then those with the same or an earlier minor version, the latest first.
+    """Return the architectures whose kernels run on a GPU, the best first.
+
+    device: the GPU's compute capability, (9, 0) for sm_90. First comes the architecture with the features of exactly
+    this capability (sm_90a), then the architectures of the same major and the same or an earlier minor version, the
+    latest first.
     """
     exact = [arch for arch in ARCHS if arch.endswith("a") and capability(arch) == device]
     others = [arch for arch in ARCHS if not arch.endswith("a") and capability(arch)[0] == device[0]]

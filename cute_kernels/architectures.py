@@ -12,19 +12,19 @@ KIB = 1024
 
 
 class Architecture(NamedTuple):
-    """An architecture.
+    """Facts about an architecture for which kernels are compiled.
 
     Attributes:
-        folder: the folder of its configs, policy and GEMMs.
+        folder: the folder of this package that has its configs, policy and GEMMs.
         gpus: some GPUs that run its kernels.
         tested_on: GPUs that ran the tests of all its kernels; empty: none.
         smem_bytes: bytes of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get
-            the least of all, that of sm_86, sm_89 and sm_120.
+            smallest limit of all GPUs, that of sm_86, sm_89 and sm_120.
         schedules: schedules that its tiles can have (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
-        recipes: recipes that are replaced by another recipe there, by name.
-        adapts: GEMMs of 16-bit weights also contract adapters.
-        constructs: names in CONSTRUCTS that its kernels use unless a build asks for a plainer way (`plain.py`).
+        recipes: names of quantisation recipes, each with the recipe that replaces it on this architecture.
+        adapts: GEMMs of 16-bit weights can also multiply and add LoRA adapters.
+        constructs: names in CONSTRUCTS that its kernels use unless a build turns them off (`plain.py`).
     """
 
     folder: str
@@ -42,10 +42,12 @@ CONSTRUCTS = {
     "tmem_loads": "tcgen05.ld 16x256b, which reads accumulators in the order of mma's registers",
     "rows": "TMA addresses that wrap, which clip rows where a group ends",
 }
-"""Constructs that NVIDIA's examples for an architecture do not use, and that no GPU available to us has run."""
+"""Constructs of Blackwell kernels that NVIDIA's examples do not use and that no GPU available to us has run, by
+name."""
 
 BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
-"""Recipes for tensor cores that apply the scales of blocks themselves, so that weights need no folding to be exact."""
+"""Replacements of recipes where tensor cores apply block scales themselves: weights then need no folding (one scale a
+row) to be exact."""
 
 _HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
 _B200 = Architecture(

@@ -1,4 +1,4 @@
-"""Arguments of exported functions, and of kernels that take only addresses and numbers."""
+"""Data types for the arguments and signatures of exported functions, and of kernels without tensor arguments."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class Argument:
     """One argument of an exported function.
 
     Attributes:
-        name, kind: the argument's name, and one of the kinds above.
-        optional: a call may leave the argument out and then passes 0: no address, or a number's usual value.
+        name: the argument's name.
+        kind: one of KINDS. "address" is an int64 device address, "stream" a CUDA stream.
+        optional: a call may leave the argument out; 0 is then passed, which means no tensor or a number's usual value.
         dtype, shape: dtype and shape of a tensor. `shape` names each dimension; dimensions of the same name must have
             the same size, which every call checks. T is the number of rows, R the number of rows of an operand whose
             rows may come by index. Tensors of three dimensions are experts' weights, [E or 1, rows, columns], with
             unpadded rows.
-        packed: a matrix's rows follow each other without padding; if False, their stride is any multiple of 16 bytes.
+        packed: a matrix's rows must follow each other without padding; if False, their stride is any multiple of 16
+            bytes.
     """
 
     name: str
@@ -38,13 +40,18 @@ class Argument:
 
     @property
     def absent(self) -> int | float:
+        """The value that is passed if a call leaves the argument out."""
         return 0.0 if self.kind == FLOAT32 else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The arguments of an exported function in their order. divisors: divisors of sizes, by letter; other sizes have
-    DIVISOR."""
+    """The arguments of an exported function in their order.
+
+    Attributes:
+        arguments: the arguments.
+        divisors: pairs (dimension's name, number that must divide its size); DIVISOR for dimensions not named here.
+    """
 
     arguments: tuple[Argument, ...]
     divisors: tuple[tuple[str, int], ...] = ()
@@ -78,18 +85,22 @@ class Signature:
 
 
 def each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
-    """Make arguments of a kind; `names` are separated by spaces."""
+    """Return one argument of `kind` for each of `names`, which are separated by spaces."""
     return tuple(Argument(name, kind, optional) for name in names.split())
 
 
 def numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
-    """Make the signature of a kernel that takes no tensor and therefore takes the stream. `optional`: its integers are
-    optional."""
+    """Make the signature of a kernel without tensor arguments, which therefore also takes the stream.
+
+    addresses, integers, floats: names of arguments, separated by spaces. optional: the integers are optional, as
+    addresses always are.
+    """
     kinds = (*each(ADDRESS, addresses, optional=True), *each(INT32, integers, optional), *each(FLOAT32, floats))
     return Signature((*kinds, *each(STREAM, "stream")))
 
 
 NAMES_OF_PARAMS = "limit alpha offset"
-"""Argument names of an activation's numbers, in their order, for any activation; further numbers are ignored. They are
-named after clamped_swiglu's numbers, because a function's argument names are part of its object.
+"""Names of the arguments that pass an activation's numbers, in their order; an activation with fewer numbers ignores
+the rest. All activations use these names, which are clamped_swiglu's, because argument names are part of a compiled
+object.
 """

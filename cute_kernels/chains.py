@@ -1,4 +1,5 @@
-"""Chains: calls that launch several kernels, as a list of stages and the sources of their arguments.
+"""Chains: exported functions that launch several kernels, each described as a list of stages and of the sources of the
+stages' arguments.
 
 A stage is one kernel with its host launch, compiled once. A chain is data: the bridge links it from its stages
 (`ffi_bridge.chains`) as one exported function, so a kernel is compiled once for all chains that contain it.
@@ -32,8 +33,13 @@ from .specs import (
 
 @dataclasses.dataclass(frozen=True)
 class Of:
-    """A property of a chain's tensor that a stage takes: its "address", the "size" or "stride" of a dimension, in
-    elements, or the current "stream" of its device.
+    """A property of one of the chain's tensors, passed to a stage as an argument.
+
+    Attributes:
+        tensor: the name of the chain's tensor argument.
+        what: "address"; "size" or "stride" (in elements) of dimension `dim`; or "stream", the current stream of the
+            tensor's device.
+        dim: the dimension; used only for "size" and "stride".
     """
 
     tensor: str
@@ -43,20 +49,23 @@ class Of:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The number of kernels that come before in the same call, without steps that are left out."""
+    """The number of kernels that the same call launches before this one, not counting steps that are left out."""
 
 
 Source = str | int | Of | Position
-"""Source of a stage's argument: a chain's argument by name, a constant, a tensor's property, or the stage's
-position."""
+"""Where a stage's argument comes from: a chain's argument, by name (str); a constant (int); a property of a chain's
+tensor (Of); or the number of kernels before this stage (Position)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A stage and the sources of its arguments; optional arguments without a source are 0.
+    """One launch of a chain: a stage and the sources of its arguments.
 
-    when: the name of an address among the chain's arguments. If the address is 0, the step is left out. Empty: the step
-    always runs.
+    Attributes:
+        stage: the stage's spec.
+        sources: pairs (stage's argument, source). Optional arguments without a source are 0.
+        when: the name of an address among the chain's arguments. If the address is 0, the step is left out. Empty: the
+            step always runs.
     """
 
     stage: Spec
@@ -66,12 +75,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
+    """An exported function that launches several kernels: its steps, in order."""
+
     steps: tuple[Step, ...]
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """The chain's arguments, kind by kind, in the order in which steps use them. An argument is required if a step
-        that is never left out requires it."""
+        """The chain's signature: arguments grouped by kind (order of KINDS), within a kind in the order in which steps
+        first use them. An argument is required if a step that is never left out requires it."""
         found: dict[str, Argument] = {}
         for step in self.steps:
             stage = stage_signature(step.stage)
@@ -89,7 +100,14 @@ class Chain:
 
 
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
-    """Make a step. `same`: arguments that have the same name in the stage and in the chain; `sources`: the others."""
+    """Make a step.
+
+    Args:
+        stage: the stage's spec.
+        same: stage arguments whose source is the chain's argument of the same name, separated by spaces.
+        when: see `Step`.
+        sources: the sources of further stage arguments, by name. `position` is added if the stage takes it.
+    """
     signature = stage_signature(stage)
     position = {"position": Position()} if "position" in signature.names else {}
     taken = {**{name: name for name in same.split()}, **sources, **position}
@@ -99,13 +117,16 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
 
 _GROUPS = "groups group_form num_groups tickets num_sms"
 SORTED_EXPERTS = 256
-"""The most experts of a grouped_mlp that sorts its choices itself. One CTA sorts, with a count of each expert for each
-of its warps: 32 KiB of shared memory."""
+"""The most experts with which a grouped_mlp sorts its tokens' choices of experts itself. One CTA sorts them; it keeps a
+count of every expert for each of its warps, which takes 32 KiB of shared memory."""
 
 
 def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
-    """Quantise all T rows of x to the format of `operands`. Rows after the last group are also quantised, but never
-    read."""
+    """Return the step that quantises all T rows of a matrix to the row format of `operands`. Rows after the last group
+    are also quantised, but never read.
+
+    x, data, scale: the chain's names of the matrix, of the quantised elements and of their scales.
+    """
     dtype, arch = spec.dtype, spec.arch
     if OPERANDS[operands].x == FP8_ROWS:
         return _step(QuantizeFp8BlockSpec(dtype, arch), "", x=x, data=Of(data, "address"), scale=scale)
@@ -116,8 +137,10 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
 
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:
-    """Return the sources of a GEMM's scales, or of its table of experts' weights. `x`, `w`: the chain's names of the
-    operands."""
+    """Return the sources of a GEMM stage's scales; for weights without scales, of its table of experts' weights.
+
+    x, w: the chain's names of the operands, from which the names of scales and table are made ("w1_scale").
+    """
     formats = OPERANDS[operands]
     if not formats.w.scale:
         return {"w_table": f"{w}_table"}
@@ -129,7 +152,11 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
 
 
 def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
-    """If out is given: out[token] = residual[token] + the sum of the token's rows."""
+    """Return the combine step, which runs if `out` is given: out[token] = residual[token] + the sum of the token's
+    rows.
+
+    rows, out: the chain's names of the rows and of the sums. residual: the name of an address; 0: nothing is added.
+    """
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
         residual=residual, width=Of(rows, "size", 1), bound=Of(rows, "size", 0), out=out, stream=Of(rows, "stream"),
@@ -137,7 +164,8 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
 
 
 def _sorted(spec: Spec) -> Step:
-    """If ids are given: sort the choices, by one CTA, into offs and the token, weight and row of each choice."""
+    """Return the sorting step, which runs if `ids` are given: one CTA sorts all choices (token, expert) by expert. It
+    writes the group ends (offs), the token and the weight of each row, and the row of each choice."""
     place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
     return _step(
         place, "ids expert_map row_of num_mapped tokens k weight_form", when="ids", weights="id_weights",
@@ -147,7 +175,7 @@ def _sorted(spec: Spec) -> Step:
 
 
 def _copied(spec: Spec) -> Step:
-    """If x_tokens is given: x[row] = x_tokens[the row's token]."""
+    """Return the copying step, which runs if `x_tokens` is given: x[row] = x_tokens[the row's token]."""
     return _step(
         LayerSpec("permute", spec.dtype, arch=spec.arch), "row_of tokens k", when="x_tokens", x="x_tokens",
         out=Of("x", "address"), width=Of("x", "size", 1), stream=Of("x", "stream"),
@@ -155,15 +183,18 @@ def _copied(spec: Spec) -> Step:
 
 
 def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
-    """Return the steps of a grouped_mlp: [sort choices into rows,] [copy tokens to x, or quantise x to x8,] FC1 to mid,
-    FC2 to y[, add each token's rows of y].
+    """Return the steps of a grouped_mlp. Steps in brackets are left out of some calls or specs:
 
-    FC1 waits for sorted rows before it lets FC2 begin (`schedule.groups.OFFS_OF_CALL`), and a copy of rows waits for
-    them before it lets FC1 begin. So offs are complete when either GEMM reads them.
+    [sort choices into rows,] [copy tokens to x, or quantise x to x8,] FC1 to mid, FC2 to y[, add each token's rows of
+    y].
 
-    If weights are decoded, rows must be in order, and are copied. Reading rows by index would take registers from FC1's
-    MMA warpgroups: FC1 would be 1 to 7 % slower on rows in order, and take up to 1.2 times as long by index as on a
-    copy.
+    A kernel may start before its predecessor ends (programmatic launch). FC1 lets FC2 start only once the rows are
+    sorted (`schedule.groups.OFFS_OF_CALL`), and so does the copy of rows with FC1. So offs are complete when either
+    GEMM reads them.
+
+    FC1 kernels that decode weights cannot read rows by index, so tokens are copied into the order of rows first.
+    Reading by index would take registers from FC1's MMA warpgroups: FC1 would be 1 to 7 % slower on rows in order, and
+    by index take up to 1.2 times as long as on a copy.
     """
     fc1, fc2 = spec.fc1, spec.fc2
     formats = OPERANDS[fc1.operands]
@@ -191,8 +222,11 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
 
 
 def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
-    """Return the steps of a grouped_dglu: [quantise dy to dy8,] make dpreact, act and parts of d_scale; [[quantise
-    dpreact to dpreact8,] make dx;] write zeros and sums[; add each token's rows of dx]."""
+    """Return the steps of a grouped_dglu. Steps in brackets are left out of some calls or specs:
+
+    [quantise dy to dy8,] make dpreact, act and partial sums of d_scale; [[quantise dpreact to dpreact8,] make dx;]
+    zero dx after the last group and add the partial sums of d_scale[; add each token's rows of dx].
+    """
     in_mxfp8 = OPERANDS[spec.operands].has_scaled_rows
     names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w", "adapted"
     fields = {name: getattr(spec, name) for name in names}
@@ -225,8 +259,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
-    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8 by groups, gathering rows that
-    come by index, and make dw."""
+    """Return the steps of a weight gradient in MXFP8: quantise dy to dy8 and x to x8, with blocks of a group's rows
+    (`BY_GROUP`), gathering rows that are given by index; then make dw."""
     quantiser = QuantizeMxfp8Spec(spec.dtype, BY_GROUP, spec.arch)
     quantised = tuple(
         _step(
@@ -242,7 +276,8 @@ def _wgrad(spec: GroupedWgradSpec) -> tuple[Step, ...]:
 
 
 def _pre(spec: MhcSpec) -> tuple[Step, ...]:
-    """Return the steps h_pre, h_post, logits = project(x); h_res = sinkhorn(logits); out = aggregate(x, h_pre).
+    """Return the steps of a hyper-connection's forward before the sublayer: h_pre, h_post, logits = project(x);
+    h_res = sinkhorn(logits); out = aggregate(x, h_pre).
 
     The streams are read twice: all columns of a token are needed before its first column is weighted, and the tokens in
     flight do not fit into L2. Tensors between the steps are float32, form 0 (`dtypes.PARAM_FORMS`).
@@ -260,8 +295,12 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
 
 
 def _routing(spec: LayerSpec) -> tuple[Step, ...]:
-    """Return the steps of routing: [logits of x,] then ids, weights and rows. One chunk takes one launch; with several,
-    a launch that counts comes first."""
+    """Return the steps of routing, by `spec.kernel`.
+
+    "router": logits of x, then as "route". "route": choose each token's experts from its logits, then place choices in
+    the order of experts. "sort": the same placing for ids that are given. With one chunk of tokens a single launch
+    does it all (workspace is 0); with several, a launch that chooses or counts comes before the one that places.
+    """
     if spec.kernel == "router":
         names = "x weight weight_bias logits forms weight_form bias_form tokens width experts stream"
         logits = _step(LayerSpec("logits", spec.dtype, arch=spec.arch), names)
@@ -279,7 +318,7 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
 
 
 def _steps(spec: Spec) -> tuple[Step, ...]:
-    """Return the steps of a chain; none if the spec is a stage."""
+    """Return the steps of a spec's chain; an empty tuple if the spec is a stage, that is, one kernel."""
     if isinstance(spec, GroupedMlpSpec):
         return _mlp(spec)
     if type(spec) is GroupedDgluSpec:
@@ -295,7 +334,7 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def chain_of(spec: Spec) -> Chain | None:
-    """Return a spec's chain; None if the spec is a stage itself."""
+    """Return the chain of a spec whose function launches several kernels; None if the spec is one kernel (a stage)."""
     steps = _steps(spec)
     return Chain(steps) if steps else None
 

@@ -1,4 +1,4 @@
-"""Dtypes that specs name, with their short names."""
+"""Dtypes that specs name, each with the short name that function names contain."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 WIDE_DTYPES = {**DTYPES, "float32": "f32"}
 """Dtypes of matrices that a kernel reads once: rows to quantise, tokens, streams."""
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Numbers of parameters' dtypes, which are run-time values, since parameters are few."""
+"""Numbers ("forms") by which a call tells a kernel the dtype of its parameters and coefficients. These dtypes are
+run-time values, not part of a spec, since parameters are few."""

@@ -7,8 +7,8 @@ A formula's first argument `m` has the functions to compute with: `activation.DE
     select(condition, if_true, if_false), gelu_tanh(x); with_d_gelu_tanh(x): gelu_tanh and its slope;
     normal(x): the normal distribution's cdf, and sqrt(2 pi) times its density.
 
-`a` is the activated half (the gate), or the only argument without a gate; `u` is the linear half. A formula's own
-numbers follow. Plain Python, since names are needed where there is no compiler.
+`a` is the activated half (the gate), or the only argument of an activation without a gate; `u` is the linear half. A
+formula's own numbers follow. Plain Python, since the names are also needed where there is no compiler.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Number(NamedTuple):
 
     Attributes:
         default: the value if none is given.
-        is_valid: returns True if a formula can compute with a value. remedy: why it cannot, and what to give instead.
-        none: the value that None stands for; None: a number must be given.
+        is_valid: returns True if a formula can compute with a value.
+        remedy: the end of the error message for an invalid value: why it is invalid, and what to give instead.
+        none: the value that a caller's None stands for; None: None is not accepted.
     """
 
     default: float
@@ -39,11 +40,12 @@ class Formula(NamedTuple):
     """The definition of an activation.
 
     Attributes:
-        is_gated: it has two halves, a and u.
-        value: a function of (m, a[, u], *numbers).
-        with_slopes: a function of the same arguments that returns the value and its derivatives by a[ and by u].
-        numbers: its own numbers by keyword, in the order in which `value` takes them; at most MOST_NUMBERS.
-        is_merged: kernels that choose among formulas at run time include this one; if False, it has its own kernels.
+        is_gated: the activation takes two halves, a and u.
+        value: a function of (m, a, u, *numbers), without u if not gated, that returns the activation.
+        with_slopes: a function of the same arguments that returns the activation and its derivatives by a and u.
+        numbers: the activation's own numbers by keyword, in the order in which `value` takes them; at most
+            MOST_NUMBERS.
+        is_merged: kernels that choose among activations at run time include this one; if False, it has its own kernels.
     """
 
     is_gated: bool
@@ -75,7 +77,7 @@ def _clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any)
 
 
 def _d_clamped_swiglu(m: Any, a: Any, u: Any, limit: Any, alpha: Any, offset: Any) -> tuple[Any, Any, Any]:
-    """Return the value and its slopes, which are 0 where a or u is clamped."""
+    """Return the value and its slopes by a and u; the slope by a clamped argument is 0."""
     zero = m.number(0.0)
     gate = m.at_most(a, limit)
     linear = -m.at_most(-m.at_most(u, limit), limit)
@@ -109,7 +111,7 @@ def _d_gelu(m: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _capped(m: Any, x: Any, cap: Any) -> tuple[Any, Any]:
-    """Return cap tanh(x / cap) and its slope; x and 1 if the cap is infinite."""
+    """Return cap tanh(x / cap) and its derivative by x; x and 1 if the cap is infinite."""
     tanh, is_capped = m.tanh(x * m.reciprocal(cap)), cap < m.number(math.inf)
     return m.select(is_capped, cap * tanh, x), m.select(is_capped, m.number(1.0) - tanh * tanh, m.number(1.0))
 
@@ -162,9 +164,8 @@ FORMULAS: dict[str, Formula] = {
         is_merged=False,  # in merged kernels, its two tanh would take registers from all activations
     ),
 }
-"""Formulas by name. A new formula goes to the end, since kernels that choose at run time hold their formulas'
-positions."""
+"""Formulas by name. Append new ones: compiled kernels that choose at run time know formulas by their position here."""
 NUMBERS: dict[str, Number] = {name: number for one in FORMULAS.values() for name, number in one.numbers.items()}
 """The numbers of all formulas, by keyword."""
 MOST_NUMBERS = 3
-"""The number of activation numbers that an exported function takes."""
+"""How many activation numbers every exported function with an activation takes."""

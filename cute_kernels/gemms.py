@@ -1,4 +1,5 @@
-"""The order of a GEMM's tiles, the work that it skips, and its cache policy. Plain Python, since the host asks, too."""
+"""A GEMM's compile-time choices: order of tiles, skipped work, cache policy. Plain Python, since the host reads them,
+too."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import dataclasses
 class GemmPolicy:
     """A GEMM's choices at compile time.
 
-    tickets: clusters draw tickets for their tiles (schedule/tickets.py) if the host gives a counter and the contraction
-        has at least MIN_TICKET_DEPTH columns; otherwise tiles come in a fixed order.
-    light_rows: groups of at most this many rows are light, and their tiles come between the tiles of heavy groups
-        (schedule/light_groups.py). 0: all tiles come in the order of experts.
-    evicts_weights: weights that are read once are the first to leave L2.
-    skips_half_tiles: the MMAs of a tile's second half are skipped if that half has no rows.
+    Attributes:
+        tickets: clusters take their tiles dynamically, by an atomic counter (schedule/tickets.py), if the host passes a
+            counter and the contraction has at least MIN_TICKET_DEPTH columns; otherwise each has a fixed list of tiles.
+        light_rows: groups of at most this many rows are light; their tiles are spread among the tiles of heavy groups
+            (schedule/light_groups.py). 0: all tiles come in the order of experts.
+        evicts_weights: weights that are read once get the L2 policy evict-first.
+        skips_half_tiles: the MMAs of a tile's second half are skipped if that half has no rows.
     """
 
     tickets: bool = False

@@ -1,4 +1,5 @@
-"""Rows of the tables in `layer/kernels.py` and `mhc/kernels.py`: kernels that take only addresses and numbers.
+"""The type of the rows of the tables in `layer/kernels.py` and `mhc/kernels.py`, which list kernels that take only
+addresses and numbers.
 
 The tables determine these kernels' names, signatures and modules, and which of them bundles ship.
 """
@@ -11,19 +12,19 @@ from typing import NamedTuple
 from .arguments import Signature
 
 ANY = ("float32",)
-"""The nominal dtype of kernels that take any dtype, or none."""
+"""The value of `Kernel.dtypes` for kernels that take any dtype or read no tokens; their specs have "float32"."""
 
 
 class Kernel(NamedTuple):
-    """A kernel, or a chain of several (`chains`).
+    """A kernel, or a chain of several kernels (`chains`).
 
     Attributes:
-        arguments: its function's arguments; None: a chain, whose arguments follow from its steps.
-        module: the module of this package that makes it; empty: a chain.
-        dtypes: dtypes of tokens, rows or streams; ANY: its name has no dtype.
-        ships: the dtypes for which bundles hold it as an exported function; empty: it is only a step of chains.
-        is_sized: it is compiled for a number of experts.
-        counts: numbers of streams that it is compiled for; empty: all that hyper-connections have.
+        arguments: the function's arguments; None for a chain, whose arguments follow from its steps.
+        module: the module of this package that makes the kernel; empty for a chain.
+        dtypes: dtypes of tokens, rows or streams that the kernel can be compiled for; ANY: its name has no dtype.
+        ships: the dtypes for which bundles (compiled libraries) export it; empty: it is only a step of chains.
+        is_sized: the kernel is compiled for a maximal number of experts.
+        counts: numbers of streams that it is compiled for; empty: all of `mhc.kernels.COUNTS`.
     """
 
     arguments: Signature | None = None
@@ -35,4 +36,5 @@ class Kernel(NamedTuple):
 
     @property
     def has_dtype(self) -> bool:
+        """True if the kernel's name contains a dtype."""
         return self.dtypes is not ANY

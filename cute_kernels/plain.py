@@ -1,4 +1,5 @@
-"""Constructs that kernels can do without: a build can replace each by a plainer way if it does not work on a GPU.
+"""Constructs of kernels (`architectures.CONSTRUCTS`) that a build can replace by plainer code if one of them does not
+work on a GPU.
 
 $GLULAM_PLAIN names constructs, separated by commas; docs/blackwell.md says when to set it. It applies to everything
 that a process compiles and loads for architectures that have the construct. Functions keep their names and arguments.

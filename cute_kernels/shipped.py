@@ -1,4 +1,5 @@
-"""Specs that ship in bundles of several architectures, in a fixed order. Plain Python, which imports no compiler."""
+"""Lists of specs for bundles (compiled libraries), from which each architecture's `configs` takes what it ships. Their
+order is fixed. Plain Python, which imports no compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ PROFILES = ("demo", "bf16", "full")
 
 
 def ships_adapted(dtype: str, arch: str) -> bool:
-    """Return True if GEMMs of a dtype also ship with adapters; if not, the adapters' products are separate GEMMs.
+    """Return True if GEMMs of a dtype also ship with a fused LoRA adapter; if not, adapters take GEMMs of their own.
 
     Portable GEMMs have no adapters: a second mainloop after the first spilled up to 440 bytes on sm_100 and sm_120.
     """
@@ -54,7 +55,12 @@ def glu_forms(
     glu_form: Callable[..., tuple[str, str]], operands: str, tile: TileConfig, save_preact: bool = False,
     transpose_w: bool = False,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return every form that a room's `glu_form` gives."""
+    """Return every pair of forms (activations, gate layouts) that FC1 kernels of these operands and tile are compiled
+    for.
+
+    glu_form: the policy's function (`arch.Room`). save_preact: FC1 stores the preactivation. transpose_w: w1 is
+    transposed.
+    """
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
     asked = product(activation_forms(), widths)
     forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
@@ -62,18 +68,23 @@ def glu_forms(
 
 
 def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
+    """Return the functions of the profile "demo": a bfloat16 SwiGLU grouped_mlp, and routing."""
     form = glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", tile, False)
     fc1, fc2 = GroupedGluSpec("bfloat16", *form, False, tile, arch), GroupedMmSpec(tile=tile, arch=arch)
     return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=layer.CAPACITIES[0], arch=arch)]
 
 
 def adapted(spec: GroupedMmSpec | GroupedGluSpec | GroupedDgluSpec) -> list[Spec]:
-    """Return the spec of a GEMM with adapters; empty if it does not ship."""
+    """Return a list with the adapted version of a GEMM's spec; empty if that does not ship."""
     return [replace(spec, adapted=True)] if ships_adapted(spec.dtype, spec.arch) else []
 
 
 def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
-    """Return every forward in 16 bits, with and without a preactivation, with plain and with transposed weights."""
+    """Return every 16-bit forward GEMM and grouped_mlp, with and without a stored preactivation, with plain and with
+    transposed weights.
+
+    tiles: the tiles of these GEMMs. glu_form: the policy's function (`arch.Room`), here and below.
+    """
     specs: list[Spec] = []
     for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
         fc2 = GroupedMmSpec(dtype, transpose_w, tile, arch)
@@ -89,7 +100,8 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
 
 
 def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig]) -> list[Spec]:
-    """Return every weight gradient in 16 bits, and every data path of a backward on `tile`."""
+    """Return every 16-bit weight gradient, one for each of `wgrad_tiles`, and every grouped_dglu (the backward's path
+    to the gradient of x) on `tile`."""
     specs: list[Spec] = []
     for dtype in DTYPES:
         outs = product(wgrad_tiles, (dtype, "float32"))
@@ -105,8 +117,14 @@ def fp8_specs(
     arch: str, operands: str, tiles: Sequence[TileConfig], second_tile: Callable[[TileConfig], TileConfig],
     glu_form: Callable[..., tuple[str, str]], quantized: Sequence[bool],
 ) -> list[Spec]:  # fmt: skip
-    """Return every forward of FP8 rows and weights, for each dtype of the 16-bit tensors. quantized: the values of
-    `GroupedMlpSpec.quantized` to ship."""
+    """Return every forward of FP8 rows and weights, for each dtype of the 16-bit tensors.
+
+    Args:
+        arch: a key of ARCHS.
+        operands: a key of OPERANDS, in FP8.
+        tiles: FC1's tiles. second_tile: returns FC2's tile for FC1's. glu_form: see `arch.Room`.
+        quantized: the values of `GroupedMlpSpec.quantized` to ship.
+    """
     specs: list[Spec] = []
     for tile, dtype in product(tiles, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, second_tile(tile), arch, operands)
@@ -120,8 +138,8 @@ def fp8_specs(
 def fp8_training_specs(
     arch: str, operands: str, tile: TileConfig, dglu: TileConfig, glu_form: Callable[..., tuple[str, str]]
 ) -> list[Spec]:
-    """Return every forward that saves its preactivation, and every data path of a backward, for FP8 rows and
-    weights."""
+    """Return every forward that saves its preactivation, on `tile`, and every grouped_dglu, on the tile `dglu`, for FP8
+    rows and weights."""
     specs: list[Spec] = []
     for dtype, form in product(DTYPES, glu_forms(glu_form, operands, tile, save_preact=True)):
         fc1 = GroupedGluSpec(dtype, *form, True, tile, arch, operands)
@@ -141,9 +159,10 @@ def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
 def decoded_specs(
     arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
 ) -> list[Spec]:
-    """Return every GEMM of 16-bit rows that decodes its weights. FC2 is the same whether FC1 rounds its result or not.
+    """Return every GEMM and grouped_mlp of 16-bit rows whose weights have 8 or 4 bits and are decoded in the kernel.
 
-    dgrad: the tile of data gradients.
+    FC2s are listed once each: operands that differ only in FC1's result have the same FC2. dgrad: the tile of data
+    gradients.
     """
     specs: dict[Spec, None] = {}
     for tile, operands in product(tiles, DECODED):
@@ -166,12 +185,13 @@ def quantizing_specs(arch: str) -> list[Spec]:
 
 
 def folding_specs(arch: str) -> list[Spec]:
-    """Return every fold, which only FP8 MMAs need."""
+    """Return every fold of a weight to MXFP8 with one scale a row (`FoldMxfp8Spec`). Only FP8 MMAs need folds."""
     return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(WIDE_DTYPES, FOLD_AXES)]
 
 
 def mhc_specs(arch: str) -> list[Spec]:
-    """Return every hyper-connection kernel, for each number of streams and each dtype of streams that it ships for."""
+    """Return a spec of every exported hyper-connection kernel, for each dtype and each number of streams that it ships
+    for."""
     return [
         MhcSpec(name, dtype, n, arch)
         for name, kernel in mhc.KERNELS.items()
@@ -180,7 +200,8 @@ def mhc_specs(arch: str) -> list[Spec]:
 
 
 def layer_specs(arch: str) -> list[Spec]:
-    """Return every kernel around a layer's experts."""
+    """Return a spec of every exported kernel around the experts: routing, permute, combine and others of
+    `layer.kernels`."""
     return [
         LayerSpec(name, dtype, experts, arch)
         for name, kernel in layer.KERNELS.items()

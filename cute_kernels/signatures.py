@@ -1,8 +1,12 @@
 """Signatures of all exported functions. This is the only place that knows the order of arguments.
 
 An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data. Callers
-(the front, the tuner, perf, chains, tests) pack arguments by name; stand-ins for the compiler, and for calls that only
-load kernels, are made from the same data.
+(python/glulam, the tuner, perf, chains, tests) pack arguments by name. Stand-ins for the compiler (`tracing`), and for
+calls that only load kernels, are made from the same data.
+
+Letters in shapes: T rows, R rows of a matrix that is read by index, E experts, H hidden, I intermediate, P the columns
+of the preactivation (2I with a gate, else I), N and K rows and columns of a weight. "Address" is a device address
+(int64).
 """
 
 from __future__ import annotations
@@ -43,33 +47,38 @@ from .specs import (
 
 
 def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument:
+    """Make a tensor argument; `shape` names the dimensions, separated by spaces."""
     return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()), packed=packed)
 
 
 ROWS = each(ADDRESS, "rows", optional=True)
-"""Address of int32 [T], the row of x (of R rows) that each row reads; 0: the rows are x's rows, in order."""
+"""rows: the address of int32 [T], which of x's R rows each row reads; 0: the rows are x's rows, in order."""
 GROUPS = (
     *each(ADDRESS, "groups"),
     *each(INT32, "group_form num_groups"),
     *each(ADDRESS, "tickets", optional=True),
 )
-"""Group sizes, their encoding (`schedule.groups`), their count; counters for tickets (0: each CTA's tiles are
-fixed)."""
+"""groups: the address of the group sizes or ends. group_form: their encoding (`schedule.groups`). num_groups: their
+count. tickets: the address of the counter from which clusters take tiles; 0: each CTA's tiles are fixed."""
 PARAMS = each(FLOAT32, NAMES_OF_PARAMS, optional=True)
 ACTIVATION = (*each(INT32, "kind glu_layout", optional=True), *PARAMS)
-"""The activation (`specs.KINDS`) and gate layout (`specs.LAYOUTS`) that a kernel of several computes."""
+"""kind, glu_layout: numbers of the activation (`specs.KINDS`) and gate layout (`specs.LAYOUTS`); read by kernels that
+are compiled for several. Then the activation's own numbers."""
 LAUNCH = (*each(INT32, "num_sms"), *each(INT32, "position", optional=True))
-"""SMs of the GPU; the number of kernels that come before in the same call. If it is not 0, the launch is
-programmatic."""
+"""num_sms: SMs of the GPU. position: the number of kernels that the same call launches before this one; if it is not 0,
+the launch is programmatic, so the kernel may start before the previous kernel ends."""
 
 
 def _scales_of(formats: Operands) -> tuple[Argument, ...]:
-    """Return the arguments for scales of a GEMM's x and w, or for a table of experts' weights without scales.
+    """Return the arguments for the scales of a GEMM's x and w; for weights without scales, the argument w_table (the
+    address of a table of the experts' weights).
 
     w_scale: scales [E, N, K / block]. For E4M3 scales the address is even, and a negative scale counts as NaN.
-    w_global_scale: float32 factors of all other scales, `w_global_count` for each expert: 0: one for all experts; 1:
-    [E]; 2: [E, 2] for a gated w, the activated half's first. For MXFP4 in FP8 MMAs: bytes [E, N], a power of two for
-    each row (`Format.row_binades`).
+    w_global_scale: float32 factors by which the scales of an expert's weight are multiplied.
+    w_global_count: how many such factors an expert has. 0: one factor for all experts; 1: [E]; 2: [E, 2] for a gated w,
+    the activated half's first.
+    For MXFP4 in FP8 MMAs, w_global_scale is the address of bytes [E, N] instead, a power of two for each row
+    (`Format.row_binades`), and there is no w_global_count.
     """
     names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
     table = () if formats.w.scale else each(ADDRESS, "w_table", optional=True)
@@ -79,8 +88,11 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 
 
 def _low_of(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """Return the arguments of an adapted GEMM: the tensor low, and the address of the matrices by which low is
-    multiplied, which are packed and laid out like w."""
+    """Return the further arguments of a GEMM with LoRA adapters (none if the spec is not adapted).
+
+    low: the rows' low-rank projections [T, Q]. low_w: the address of the experts' matrices by which low is multiplied;
+    they are packed and laid out like w.
+    """
     return ((_tensor("low", "T Q", spec.dtype),), each(ADDRESS, "low_w")) if spec.adapted else ((), ())
 
 
@@ -88,14 +100,19 @@ _OPTIONAL_INPUTS = each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Return the divisors of the widths of scaled matrices, and of weights' columns if weights lie in words."""
+    """Return the divisors for `Signature.divisors` of a GEMM's widths.
+
+    letters: the dimensions along which operands have scales, which must be whole blocks; weights of 4 bits also need
+    divisors for their columns in memory, which are 32-bit words of eight elements.
+    """
     widths = tuple((letter, formats.multiple) for letter in letters.split()) if formats.w.scale else ()
     words = ((formats.w.columns(letter), multiple // WORD_ELEMENTS) for letter, multiple in widths)
     return widths + (tuple(words) if formats.w.bits < 8 else ())
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
-    """Return the arguments for x, and for the indices of its rows if the kernel takes indices."""
+    """Return the argument for x, whose width is the dimension `columns`, and the arguments (`ROWS`) for row indices,
+    which kernels that decode weights do not take."""
     formats = OPERANDS[spec.operands]
     dtype, letter = formats.x.dtype(spec.dtype), "T" if formats.decodes else "R"
     return _tensor("x", f"{letter} {columns}", dtype), () if formats.decodes else ROWS
@@ -104,7 +121,8 @@ def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[A
 def _mm(spec: GroupedMmSpec) -> Signature:
     """Return the signature of a grouped_mm.
 
-    w_up: with x in halves, the address of the second half's weights, laid out like w; such x has no row indices.
+    w_up: only with `in_halves`: the address of the weights of x's second half of columns, laid out like w. Rows of such
+    an x are not read by index.
     """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
@@ -122,9 +140,9 @@ def _mm(spec: GroupedMmSpec) -> Signature:
 def _glu(spec: GroupedGluSpec) -> Signature:
     """Return the signature of a grouped_glu.
 
-    act_scale: the address to which the scales of an FP8 activation are written.
-    w_up: the address of the linear half's weights, laid out like w; w then has W = I rows, the activated half. 0: w has
-    both halves.
+    act_scale: if the activation is stored in FP8, the address to which its scales are written.
+    w_up: the address of the linear half's weights, laid out like w, whose W = I rows then are the activated half alone.
+    0: w has both halves (W = P).
     """
     formats = OPERANDS[spec.operands]
     w, act = formats.w.dtype(spec.dtype), formats.act.dtype(spec.dtype)
@@ -143,12 +161,12 @@ def _glu(spec: GroupedGluSpec) -> Signature:
 
 
 def _dglu(spec: DgluSpec) -> Signature:
-    """Return the signature of a dglu.
+    """Return the signature of a dglu (`DgluSpec`).
 
-    x: the gradient of FC2's result. partials: the address of float32 [ceil(I / tile.n), T]; 0: no gradient of the row
-    scale is wanted.
+    x: the gradient of FC2's result. w: w2. partials: the address of float32 [ceil(I / tile.n), T], to which each tile's
+    part of the row scale's gradient is written; 0: that gradient is not wanted.
 
-    Weights in MXFP8 are transposed, with scales along this GEMM's contraction.
+    Weights in MXFP8 come transposed, [E, I, H], so that their scales lie along this GEMM's contraction H.
     """
     formats = OPERANDS[spec.operands]
     w = formats.w.dtype(spec.dtype)
@@ -168,11 +186,13 @@ def _dglu(spec: DgluSpec) -> Signature:
 def _tail(spec: TailSpec) -> Signature:
     """Return the signature of a backward's last kernel.
 
-    dx: the address of 16-bit rows, `dx_pitch` elements apart, which are zeroed after the last group; 0: not given.
-    If `dx_tokens` are given, nothing is zeroed, since they are sums of the groups' rows and no other row of dx is read.
-
-    partials: the address of float32 [ceil(I / part_columns), T], whose sums are written to d_scale, float32 [T]; 0: not
-    given. act is not read.
+    dx: the address of 16-bit rows of dx_columns elements, dx_pitch elements apart; those after the last group are
+    zeroed. 0: not given.
+    dx_tokens: the address of the tokens' sums of rows of dx. If it is given, nothing is zeroed, since these sums read
+    only rows of groups. 0: not given.
+    partials: the address of float32 [ceil(I / part_columns), T], whose column sums are written to d_scale, float32 [T];
+    0: not given.
+    act: gives T; its elements are not read.
     """
     rows = each(ADDRESS, "dx dx_tokens", True)
     matrix = (*rows, *each(INT32, "dx_columns", True), *each(INT64, "dx_pitch", True))
@@ -184,14 +204,15 @@ _PLACES = (
     *each(ADDRESS, "dw_table mask", optional=True), *each(INT32, "accumulate", optional=True),
     *each(INT32, "num_sms"),
 )  # fmt: skip
-"""Arguments of a weight gradient. mask: the address of bool [E], the groups that add to dw; 0: all groups add or none,
-as `accumulate` says."""
+"""Arguments that say where and how a weight gradient is written. dw_table: the address of a table of the experts' dw.
+mask: the address of bool [E], the experts whose gradient is added to dw instead of overwriting it; 0: all are added or
+none, as `accumulate` says. num_sms: SMs of the GPU."""
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
     """Return the signature of a weight gradient in 16 bits.
 
-    dy_rows, x_rows: indices of rows of dy or of x, like `ROWS`; at most one of them is given.
+    dy_rows, x_rows: addresses of row indices of dy or of x, like `ROWS`; at most one of them is not 0.
     """
     operands = _tensor("dy", "T N", spec.dtype), _tensor("x", "R K", spec.dtype)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
@@ -202,7 +223,7 @@ def _wgrad(spec: GroupedWgradSpec) -> Signature:
 def _scaled_wgrad(spec: WgradSpec) -> Signature:
     """Return the signature of a weight gradient in MXFP8.
 
-    dy, x: as a quantiser by groups writes them. dy_scale, x_scale: the addresses of their scales.
+    dy, x: E4M3, and dy_scale, x_scale: the addresses of their scales; all as `_quantize_groups` describes its outputs.
     """
     operands = _tensor("dy", "T N", E4M3), _tensor("x", "T K", E4M3)
     tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
@@ -213,11 +234,12 @@ def _scaled_wgrad(spec: WgradSpec) -> Signature:
 def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
     """Return the signature of a quantiser to MXFP8.
 
-    Outputs: addresses of E4M3 data [T, K] and E8M0 scales by rows and by columns, 0 if not wanted; or `out`, the
-    rounded values.
-
-    offs: the address of int32 [num_groups], or 0. wide: blocks of 128 elements instead of 32. swizzled: scales lie in
-    atoms of 128 x 4.
+    row_data, row_scale, col_data, col_scale: addresses for the E4M3 data [T, K] and E8M0 scales with blocks along rows
+    and along columns; 0: not wanted. With `rounded`, the tensor `out` of the rounded values instead.
+    offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. With blocks
+    along columns, groups begin at multiples of 128 rows, and rows between a group's end and the next group count as
+    zeros. 0: all rows are one group.
+    wide: 1: blocks of 128 elements instead of 32. swizzled: 1: scales lie in atoms of 128 x 4.
     """
     if spec.axis == BY_GROUP:
         return _quantize_groups(spec)
@@ -231,8 +253,8 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
     """Return the signature of a quantiser by groups.
 
-    data: E4M3 rows, from x's rows in order or by index. scale: the address of scales in bands of 128 rows
-    (`memory.scale_bands`).
+    It quantises along the columns of each group (`BY_GROUP`). data: E4M3 [T, K], whose rows are x's rows in order, or
+    by index (`ROWS`). scale: the address of the scales, in bands of 128 rows (`memory.scale_bands`).
     """
     tensors = _tensor("x", "R K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     groups = (*each(ADDRESS, "groups"), *each(INT32, "group_form num_groups"))
@@ -240,9 +262,9 @@ def _quantize_groups(spec: QuantizeMxfp8Spec) -> Signature:
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
-    """Return the signature of a fold.
+    """Return the signature of a fold of a weight w to MXFP8 with one scale a row (`FoldMxfp8Spec`).
 
-    scale: the address of a byte for each row of the result. Folded by columns, the result is transposed.
+    data: the result, E4M3; with axis "col" it is w transposed. scale: the address of one byte for each row of data.
     """
     if spec.axis == "row":
         tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
@@ -252,8 +274,8 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
 
 
 def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
-    """Return the signature of a quantiser to MXFP4. data: two elements a byte. scale: the address of a byte for each
-    block."""
+    """Return the signature of a quantiser to MXFP4. data: two elements a byte. scale: the address of one byte for each
+    block of 32 elements."""
     tensors = _tensor("w", "T K", spec.dtype, packed=True), _tensor("data", "T K/2", BYTE, packed=True)
     return Signature((*tensors, *each(ADDRESS, "scale")), (("K", MXFP4.block), ("K/2", MXFP4.block // 2)))
 
@@ -261,8 +283,9 @@ def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
 def _quantize8_block(spec: QuantizeFp8BlockSpec) -> Signature:
     """Return the signature of a quantiser to FP8 with block scales.
 
-    data: the address of E4M3 [T, K]. scale: the address of float32 [T, ceil(K / 128)]. Both are packed. offs: the
-    address of int32 [num_groups], or 0.
+    data: the address of E4M3 [T, K]. scale: the address of float32 [T, ceil(K / 128)]. Both are packed.
+    offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. 0: all rows
+    are.
     """
     addresses = (*each(ADDRESS, "data scale"), *each(ADDRESS, "offs", True), *each(INT32, "num_groups", True))
     return Signature((_tensor("x", "T K", spec.dtype), *addresses), (("K", FP8_ROWS.multiple),))
@@ -284,7 +307,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
 
 @functools.lru_cache(maxsize=4096)
 def stage_signature(spec: Spec) -> Signature:
-    """Return the signature of a stage's function; `chains.signature_of` returns that of any spec."""
+    """Return the signature of a stage's function. For a spec that may be a chain, call `chains.signature_of`."""
     if isinstance(spec, (MhcSpec, LayerSpec)):
         arguments = spec.of_kernel.arguments
         assert arguments is not None, f"{spec.name} is a chain of several kernels, no stage"

@@ -3,6 +3,11 @@
 A spec is a frozen dataclass with a stable, readable `name`; that name is the exported symbol, the
 manifest key and the cache key's readable half. A spec never holds a token count, an expert count, N, K
 or a device: those are run-time values of every kernel.
+
+Fields of several specs: dtype, of 16-bit tensors, a key of DTYPES; tile, `tiles.TileConfig`; arch, a key of ARCHS;
+operands, a key of OPERANDS, the formats in which a GEMM's rows and weights are stored; activation and glu_layout, keys
+of ACTIVATION_FORMS and LAYOUT_FORMS; save_preact, the preactivation is stored, too. Letters: T rows, H hidden,
+I intermediate, r rank of an adapter; a subscript e is the row's expert.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 QUANTIZE_AXES = ("row", "col", "both")
 BY_GROUP = "group"
-"""Axis of quantisation for weight gradients, which contract a group's rows: along columns, with blocks that begin at a
-group's first row."""
+"""The axis of quantisation for weight gradients, which contract over a group's rows: blocks lie along columns, and each
+group's first row begins a block."""
 FOLD_AXES = ("row", "col")
 ACTIVATIONS = tuple(FORMULAS)
 GATED = tuple(name for name, formula in FORMULAS.items() if formula.is_gated)
@@ -34,29 +39,30 @@ UNGATED = tuple(name for name in ACTIVATIONS if name not in GATED)
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
 LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}
-"""Numbers by which a call names its activation and its gate layout, also to kernels that are compiled for a single
-one."""
+"""Numbers by which a call names its activation (KINDS) and its gate layout (LAYOUTS). They are passed to all kernels,
+also to those that are compiled for a single activation and layout."""
 _MERGED = {
     kind: tuple(name for name in names if FORMULAS[name].is_merged)
     for kind, names in (("gated", GATED), ("ungated", UNGATED))
 }
 ACTIVATION_FORMS = _MERGED | {name: (name,) for name in ACTIVATIONS}
 LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
-"""Forms for which kernels are compiled, with the activations or layouts that they serve. If a form has several, a call
-chooses one at run time.
+"""Forms: names of the sets of activations, and of gate layouts, for which a kernel can be compiled, with their members.
+If a form has several members, a call chooses one at run time.
 
     blocked   all layouts, if I is a multiple of BLOCK_ROWS
     strided   two layouts, for any I
 
-The branch can double a backward's time and costs decoding up to 7 %: `sm90.configs.glu_form` decides which forms ship.
+The branch at run time can double a backward's time and costs decoding up to 7 %: `sm90.configs.glu_form` decides which
+forms ship.
 """
 BLOCK_ROWS = 32
 """Rows of a gate's half that form a block, if I is a multiple of them. In interleaved32, such a block of one half is
 followed by a block of the other half."""
 WGRAD_OPERANDS = ("16bit", *(name for name, operands in OPERANDS.items() if operands.multiplies_blocks))
-"""Operands of weight gradients; their scales are for blocks of rows."""
+"""Operands that weight gradients can multiply: 16 bits, or formats whose block scales the MMA applies."""
 SWIZZLED = 64
-"""16-bit columns of transposed weights in one load, whose box is as wide as a swizzle atom, 128 bytes."""
+"""Columns of 16-bit transposed weights that one TMA load brings; its box is as wide as a swizzle atom, 128 bytes."""
 
 
 def check_served(operands: str, arch: str) -> None:
@@ -108,8 +114,10 @@ def _check_decoded(operands: str, dtype: str) -> None:
 
 
 def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
-    """Refuse operands and tiles that no GEMM over decoded weights' rows has. Its MMAs read 16-bit numbers, which are
-    decoded to shared memory."""
+    """Raise SpecError for operands or tiles without a kernel for the data gradient's GEMM (dy W) of decoded weights.
+
+    This GEMM contracts over the rows of W. Its MMAs read 16-bit numbers, which the kernel decodes to shared memory.
+    """
     if not OPERANDS[operands].has_data_gradients:
         raise SpecError(f"operands={operands!r} is of a forward, whose rows are rounded; choose 'mxfp8_weight_only'")
     if not (tile.by_warps or tile.takes_turns) or (tile.m, tile.n, tile.cluster_size) != (128, 128, 1):
@@ -120,7 +128,7 @@ def _check_decoded_lines(operands: str, tile: TileConfig) -> None:
 
 
 def _check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
-    """Refuse operands and tiles that no weight gradient has."""
+    """Raise SpecError for operands or tiles for which no weight gradient kernel exists."""
     require("operands", operands, WGRAD_OPERANDS)
     _check_operands(operands, tile, arch)
     if tile.adaptive:
@@ -135,19 +143,19 @@ def _check_transposed(transpose_w: bool, operands: str) -> None:
 
 
 def _check_adapted(spec: Any) -> None:
-    """Refuse adapters if no kernel has them."""
+    """Raise SpecError if a spec is adapted, but its architecture or operands have no kernel with adapters."""
     if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
         raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
 
 
 def is_gated(activation: str) -> bool:
-    """Return True if an activation, or a form of several activations, has a gate."""
+    """Return True if an activation, or the activations of a form such as "gated", have a gate."""
     return ACTIVATION_FORMS[activation][0] in GATED
 
 
 def form_of_several(activation: str) -> str:
-    """Return the form, "gated" or "ungated", that serves an activation among others; the activation itself if it is in
-    neither."""
+    """Return the form of several activations, "gated" or "ungated", that contains an activation; the activation itself
+    if neither does."""
     return next((form for form, names in _MERGED.items() if activation in names), activation)
 
 
@@ -163,10 +171,13 @@ def _check_activation(activation: str, glu_layout: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMmSpec:
-    """y [T, N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y [T, K] = x w_e with x [T, N].
+    """A grouped GEMM: y [T, N] = x w_e^T (+ bias_e * bias_scale), with x [T, K] and w [E, N, K].
 
-    in_halves: x is [T, 2N], each half of its columns has its own weights, and the two products are added.
-    adapted: adds low b_e^T to y, with low [T, r] and b [E, N, r]; transposed, low b_e with b [E, r, K].
+    Attributes:
+        transpose_w: y [T, K] = x w_e with x [T, N].
+        in_halves: x is [T, 2N], each half of its columns has its own weights, and the two products are added.
+        adapted: a LoRA adapter's low b_e^T is added to y, with low [T, r] and b [E, N, r]; with transpose_w low b_e,
+            with b [E, r, K].
     """
 
     op: ClassVar[str] = "grouped_mm"
@@ -205,10 +216,14 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act [T, I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T, 2I or I].
+    """FC1 with its activation: act [T, I] = activation(x w1_e^T + b1_e) * row_scale. The preactivation has 2I columns
+    with a gate, I without, and so has w1 rows.
 
-    transpose_w: w1 is [E, H, 2I or I], and the preactivation x w1_e + b1_e. adapted: adds low b_e^T to the
-    preactivation, with low [T, r] and b [E, 2I or I, r]; transposed, low b_e with b [E, r, 2I or I].
+    Attributes:
+        save_preact: the preactivation [T, 2I or I] is stored, too.
+        transpose_w: w1 is [E, H, 2I or I], and the preactivation x w1_e + b1_e.
+        adapted: a LoRA adapter's low b_e^T is added to the preactivation, with low [T, r] and b [E, 2I or I, r]; with
+            transpose_w low b_e, with b [E, r, 2I or I].
     """
 
     op: ClassVar[str] = "grouped_glu"
@@ -264,12 +279,14 @@ class GroupedGluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluSpec:
-    """dpreact, act and d_row_scale of a grouped_glu from dy, w2 and the preactivation: `DgluSpec` and the kernels after
-    it.
+    """The backward of FC2 and of the activation: makes dpreact, act and d_row_scale of a grouped_glu from dy, w2 and
+    the preactivation. dm = dy w2_e is the gradient of act. It runs the kernel of `DgluSpec` and the kernels after it.
 
-    dgrad: the tile of dx = dpreact w1_e, which makes this the data path of a grouped_mlp's backward; None: no dx.
-    transpose_w: w2 is [E, I, H] and dm = dy w2_e^T; dgrad must be None. adapted: adds low b_e to dm, with low [T, r]
-    and b [E, r, I]; transposed, low b_e^T with b [E, I, r]; dgrad must be None.
+    Attributes:
+        dgrad: the tile of dx = dpreact w1_e, which makes this the data path of a grouped_mlp's backward; None: no dx.
+        transpose_w: w2 is [E, I, H] and dm = dy w2_e^T; dgrad must be None.
+        adapted: a LoRA adapter's low b_e is added to dm, with low [T, r] and b [E, r, I]; with transpose_w low b_e^T,
+            with b [E, I, r]. dgrad must be None.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -333,7 +350,8 @@ class DgluSpec(GroupedDgluSpec):
 
 @dataclasses.dataclass(frozen=True)
 class TailSpec:
-    """The last kernel of a backward: adds d_row_scale's parts, and writes zeros to dx after the last group."""
+    """The last kernel of a backward: adds the tiles' parts of d_row_scale, and zeroes rows of dx after the last
+    group."""
 
     op: ClassVar[str] = "tail"
     dtype: str = "bfloat16"
@@ -350,10 +368,13 @@ class TailSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpSpec:
-    """grouped_glu, then grouped_mm in one call, with programmatic dependent launch between them. If fc1 saves its
-    preactivation, it is the forward of training.
+    """A grouped_glu, then a grouped_mm in one call, with programmatic dependent launch between them. If fc1 saves its
+    preactivation, this is the forward of training.
 
-    quantized: x is already in the format of operands "mxfp8" or "fp8_block"; if False, its rows are quantised first.
+    Attributes:
+        fc1, fc2: the specs of the two GEMMs.
+        quantized: with operands "mxfp8" or "fp8_block", x is already in that format; if False, the call first quantises
+            its rows.
     """
 
     op: ClassVar[str] = "grouped_mlp"
@@ -394,10 +415,13 @@ class GroupedMlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedWgradSpec:
-    """dw [E, N, K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`.
+    """A weight gradient dw [E, N, K]: dw_e = dy_e^T x_e, contracted over the rows of group e, written or added to dw.
 
-    operands: the formats in which dy and x, of `dtype`, are multiplied. In 16 bits one kernel reads them; in MXFP8 they
-    are quantised by groups first.
+    Attributes:
+        dtype: the dtype of dy [T, N] and x [T, K].
+        out_dtype: the dtype of dw.
+        operands: the formats in which dy and x are multiplied. "16bit": one kernel reads them. In MXFP8 they are first
+            quantised in blocks of a group's rows (`BY_GROUP`).
     """
 
     op: ClassVar[str] = "grouped_wgrad"
@@ -445,10 +469,12 @@ class WgradSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp8Spec:
-    """x [T, K] to MXFP8 along rows, along columns, or both in one read; block size and scale layout are run-time
-    values. With axis "group", along the columns of each group, whose first row begins a block.
+    """Quantisation of x [T, K] to MXFP8. Block size and scale layout are run-time values.
 
-    rounded: by rows, the result is the rounded values in x's dtype, instead of elements and scales.
+    Attributes:
+        axis: blocks lie along "row", along "col", or "both" copies are made in one read of x. "group": along the
+            columns of each group, whose first row begins a block.
+        rounded: only with axis "row": the result is the rounded values in x's dtype, instead of elements and scales.
     """
 
     op: ClassVar[str] = "quantize_mxfp8"
@@ -470,7 +496,10 @@ class QuantizeMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class FoldMxfp8Spec:
-    """A weight to MXFP8 with one scale a row of the result: w [R, C] along rows, or w [E, N, K] along N, transposed."""
+    """A fold: a weight to MXFP8 with one scale for each row of the result.
+
+    axis: "row": the rows of w [R, C]; "col": w [E, N, K] is transposed to [E, K, N], with a scale for each of its rows.
+    """
 
     op: ClassVar[str] = "fold_mxfp8"
     dtype: str = "bfloat16"
@@ -489,7 +518,7 @@ class FoldMxfp8Spec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp4Spec:
-    """w [T, K], whose rows follow each other without padding, to MXFP4 along rows."""
+    """Quantisation of w [T, K], whose rows follow each other without padding, to MXFP4 with blocks along rows."""
 
     op: ClassVar[str] = "quantize_mxfp4"
     dtype: str = "bfloat16"
@@ -506,7 +535,7 @@ class QuantizeMxfp4Spec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeFp8BlockSpec:
-    """x [T, K] to E4M3 with a float32 scale for each 128 elements of a row."""
+    """Quantisation of x [T, K] to E4M3 with a float32 scale for each 128 elements of a row."""
 
     op: ClassVar[str] = "quantize_fp8_block"
     dtype: str = "bfloat16"
@@ -523,7 +552,13 @@ class QuantizeFp8BlockSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MhcSpec:
-    """A hyper-connection kernel for n streams of a dtype. Sinkhorn kernels take any dtype; their spec has "float32"."""
+    """A hyper-connection kernel.
+
+    Attributes:
+        kernel: a key of `mhc.kernels.KERNELS`.
+        dtype: the dtype of the streams. Sinkhorn kernels take any dtype; their spec has "float32".
+        n: the number of streams.
+    """
 
     op: ClassVar[str] = "mhc"
     kernel: str = "aggregate"
@@ -549,8 +584,12 @@ class MhcSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """A kernel around a layer's experts. dtype: the dtype of tokens or rows; "float32" for kernels that read none.
-    experts: the most experts of a routing kernel; 0 for other kernels.
+    """A kernel of the layer around the experts: routing, permute, combine and others.
+
+    Attributes:
+        kernel: a key of `layer.kernels.KERNELS`.
+        dtype: the dtype of tokens or rows; "float32" for kernels that read none.
+        experts: the most experts that a routing kernel can serve; 0 for other kernels.
     """
 
     op: ClassVar[str] = "layer"
@@ -609,15 +648,15 @@ Spec = (
     | LayerSpec
 )
 RaggedSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec
-"""Specs of a single GEMM with ragged rows."""
+"""Specs of a single GEMM whose rows belong to groups of varying size (not a weight gradient)."""
 GemmSpec = RaggedSpec | GroupedWgradSpec | WgradSpec
-"""Specs of a single GEMM."""
+"""Specs of a single GEMM kernel."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
 
 def operands_of(spec: Spec) -> str:
-    """Return the operands of a spec's GEMMs, a key of OPERANDS; "16bit" for kernels that are not GEMMs."""
+    """Return the operands of a spec's (first) GEMM, a key of OPERANDS; "16bit" for kernels that are not GEMMs."""
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
 
@@ -636,7 +675,7 @@ def _build(cls: type, fields: dict[str, Any]) -> Any:
 
 
 def from_dict(data: dict[str, Any]) -> Spec:
-    """Return the spec that `to_dict` described. Raises SpecError for an unknown operator or field."""
+    """Return the spec from which `to_dict` made `data`. Raises SpecError for an unknown operator or field."""
     fields = dict(data)
     op = fields.pop("op", None)
     require("op", op, _SPEC_TYPES)

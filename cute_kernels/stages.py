@@ -1,4 +1,5 @@
-"""Finds the module that makes a stage's kernel and its launch. Plain Python, like `specs`."""
+"""From a spec to its stages (single kernels), and from a stage to the module that makes its kernel and host launch.
+Plain Python, like `specs`."""
 
 from __future__ import annotations
 
@@ -38,17 +39,20 @@ _MODULES: dict[type, str] = {
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
     QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
-"""Modules of kernels that are the same for all architectures. Kernels of `layer` and `mhc` name theirs (`kernels`)."""
+"""Modules of kernels that are the same for all architectures, by spec type. Kernels of `layer` and `mhc` name their
+modules in their tables (`Kernel.module`)."""
 _GEMMS: dict[type, str] = {
     GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad", WgradSpec: "wgrad"
 }  # fmt: skip
 
 FORMULAS, READS_FORMULAS = "cute_kernels.formulas", "cute_kernels.activation"
-"""The module of activations' formulas, and the one through which kernels compute them; others read their names."""
+"""The module that has the activations' formulas, and the module through which kernels compute them. A module that
+imports only the first reads formulas' names, so a changed formula does not change its kernels."""
 
 
 def formulas_of(spec: Spec) -> tuple[str, ...]:
-    """Return the formulas that a stage's kernel may compute, if its module imports READS_FORMULAS."""
+    """Return the names of the formulas that a stage's kernel may compute, supposing that its module imports
+    READS_FORMULAS."""
     if isinstance(spec, (GroupedGluSpec, DgluSpec)):
         return ACTIVATION_FORMS[spec.activation]
     if isinstance(spec, (GroupedMmSpec, GroupedWgradSpec, WgradSpec)):
@@ -75,16 +79,17 @@ def _module(spec: Spec) -> str:
 
 
 def tracer_of(spec: Spec) -> str:
-    """Return the "module:function" that turns a stage's spec into a jitted host function and stand-ins for its
-    arguments.
+    """Return "module:function", naming the function that turns a stage's spec into a jitted host function and stand-ins
+    for its arguments (`tracing.Traced`).
 
-    An object depends only on this module and on the modules that it imports. Raises SpecError for a chain.
+    A compiled object depends only on that module and on the modules that it imports. Raises SpecError for a chain.
     """
     return f"cute_kernels.{_module(spec)}:trace"
 
 
 def draws_tickets(spec: Spec) -> bool:
-    """Return True if clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
+    """Return True if a spec has a GEMM whose clusters take their tiles by tickets (`GemmPolicy`), so that calls must
+    pass a counter."""
     return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
 
 
@@ -95,7 +100,7 @@ def gemms_of(spec: Spec) -> tuple[GemmSpec, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def accumulations_of(spec: Spec) -> tuple[Accumulation, ...]:
-    """Return the order in which each GEMM of a spec adds.
+    """Return the order in which each GEMM of a spec adds its products, one item for each GEMM.
 
     Two specs that differ in their tiles alone and have the same orders give every row the same bits.
     """

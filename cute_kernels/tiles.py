@@ -1,4 +1,4 @@
-"""Tiles, clusters and warpgroups of a GEMM, and which of them a thread's registers allow."""
+"""Tiles, clusters and warpgroups of a GEMM, and checks that a tile's accumulators fit into a thread's registers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
 SLAB_ROWS = 64
-"""Rows of a warpgroup's MMA."""
+"""Rows of a slab, the rows that one MMA instruction of a warpgroup multiplies."""
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
 # One 128-byte row of an operand's shared memory, by the width of an element.
@@ -24,12 +24,14 @@ class Schedule:
     """A way in which the warps of a CTA share its tiles, and the sizes that tiles can have.
 
     Attributes:
-        short: its name in names of specs.
-        heights, widths: possible rows and weight rows of a tile. clusters: possible clusters (m, n).
-        slabs: slabs of a tile that an MMA warpgroup has. None: all of them.
-        warpgroups: MMA warpgroups that take turns, with a tile each; 1: MMA warpgroups share a tile.
+        short: the schedule's name within names of specs.
+        heights: possible numbers of rows of a tile (m).
+        widths: possible numbers of weight rows of a tile (n).
+        clusters: possible clusters, as CTAs (along m, along n).
+        slabs: number of slabs (64 MMA rows) of a tile that one MMA warpgroup multiplies. None: all of them.
+        warpgroups: number of MMA warpgroups that have a tile each and take turns; 1: all MMA warpgroups share a tile.
         swapped: weights are the rows of the MMA, and rows of x its columns.
-        by_warps: warps multiply, without TMA or wgmma.
+        by_warps: warps multiply one by one (mma.sync), without TMA or wgmma.
         in_tensor_memory: accumulators are in tensor memory.
         paired: tiles (m, n) for which an SM has two CTAs, so that one decodes while the other stores or waits for its
             first loads.
@@ -68,6 +70,7 @@ class SpecError(ValueError):
 
 
 def require(field: str, value: Any, valid: Any) -> None:
+    """Raise SpecError, which names the field and the valid choices, unless `value` is in `valid`."""
     if value not in valid:
         choices = ", ".join(str(v) for v in valid)
         raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
@@ -78,9 +81,9 @@ class TileConfig:
     """A kernel's CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
 
     Attributes:
-        m: rows, in slabs of 64.
-        n: columns of one wgmma, in chunks of the epilogue.
-        k: depth; one 128-byte swizzle row of an operand.
+        m: rows of x in a tile, a multiple of the slab of 64 unless swapped or by warps.
+        n: weight rows in a tile, the columns of one wgmma unless swapped; the epilogue stores them in chunks.
+        k: depth of a tile, the elements of one 128-byte swizzle row of an operand.
         cluster_m, cluster_n: CTAs of a cluster, which share weight tiles (cluster_m) or row tiles (cluster_n) by
             multicast.
         schedule: a key of SCHEDULES, see below.
@@ -120,11 +123,12 @@ class TileConfig:
 
     @property
     def rules(self) -> Schedule:
+        """The tile's entry of SCHEDULES."""
         return SCHEDULES[self.schedule]
 
     @property
     def takes_turns(self) -> bool:
-        """True if two warpgroups take alternate tiles, each alone."""
+        """True if two warpgroups have a tile each and take alternate tiles."""
         return self.rules.warpgroups > 1
 
     @property
@@ -141,22 +145,22 @@ class TileConfig:
 
     @property
     def mma_rows(self) -> int:
-        """Rows of the tile in the MMA: weight rows if it is swapped."""
+        """Rows of the tile in the MMA: n weight rows if the schedule is swapped, else m rows of x."""
         return self.n if self.swapped else self.m
 
     @property
     def mma_n(self) -> int:
-        """Columns of one wgmma."""
+        """Columns of one wgmma: m rows of x if the schedule is swapped, else n weight rows."""
         return self.m if self.swapped else self.n
 
     @property
     def warpgroups_per_tile(self) -> int:
-        """MMA warpgroups that share a tile."""
+        """Number of MMA warpgroups that share a tile."""
         return 1 if self.rules.slabs is None else self.mma_rows // (self.rules.slabs * SLAB_ROWS)
 
     @property
     def warpgroups(self) -> int:
-        """MMA warpgroups of a CTA."""
+        """Number of MMA warpgroups of a CTA."""
         return self.rules.warpgroups * self.warpgroups_per_tile
 
     @property
@@ -165,32 +169,32 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows of the MMA that a warpgroup has in its tile."""
+        """Number of slabs (64 MMA rows) of a tile that one warpgroup multiplies."""
         return math.ceil(self.mma_rows / SLAB_ROWS) // self.warpgroups_per_tile
 
     @property
     def slab_step(self) -> int:
-        """Rows from a slab's first row to the next slab's first row. In tensor memory, row r of a tile is in lane r,
+        """Distance in rows between the first rows of consecutive slabs. In tensor memory, row r of a tile is in lane r,
         and slab s has lanes 16 s to 16 s + 15 of each warp's 32 lanes.
         """
         return 16 if self.in_tensor_memory else SLAB_ROWS
 
     @property
     def accumulators(self) -> int:
-        """Accumulators that a thread holds at once: those of its slabs or, with tensor memory, those of one slab."""
+        """Float32 accumulators that a thread holds at once: of all its slabs or, with tensor memory, of one slab."""
         return (1 if self.in_tensor_memory else self.slabs) * self.mma_n // 2
 
     @property
     def max_accumulators(self) -> int:
-        """The most accumulators of a thread with the longest epilogues. With four MMA warpgroups a thread has less than
-        half the registers that it has with two, and 64 accumulators spill.
+        """The most accumulators that a thread can hold with the longest epilogues. With four MMA warpgroups a thread
+        has less than half the registers that it has with two, and 64 accumulators spill.
         """
         return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
     def box_rows(self) -> int:
-        """Rows of one load: a tile of 16 rows has two boxes of 8, a tile of 64 four boxes of 16, a larger tile boxes of
-        64.
+        """Rows of x that one TMA load brings: a tile of 16 rows takes two loads of 8 rows, a tile of 64 four of 16, a
+        larger tile loads of 64.
 
         Any multiple of the 8 rows of a swizzle atom would work. In a tile of 64, boxes of 8 rows are as fast as boxes
         of 16 if a group has few rows, and 0.5 % slower if it has 64.
@@ -199,7 +203,7 @@ class TileConfig:
 
     @property
     def chunk_columns(self) -> int:
-        """Columns that an epilogue of rows stores at a time; they divide each half of a gated tile."""
+        """Columns that an epilogue stores at a time; each half (gate, up) of a gated tile is a multiple of them."""
         return 64 if self.n % 128 == 0 else 32
 
     @property
@@ -208,11 +212,11 @@ class TileConfig:
 
     @property
     def row_sharers(self) -> int:
-        """CTAs that share a row tile; in an adaptive cluster they share it only sometimes."""
+        """Number of CTAs of a cluster that share a row tile; in an adaptive cluster they share it only sometimes."""
         return self.cluster_size if self.adaptive else self.cluster_n
 
     def padded(self, m: int, n: int) -> int:
-        """Return the elements of the cluster tiles that cover an m x n result."""
+        """Return how many elements the whole cluster tiles have that cover an m x n result."""
         height, width = self.m * self.cluster_m, self.n * self.cluster_n
         return math.ceil(m / height) * height * math.ceil(n / width) * width
 
@@ -223,6 +227,7 @@ class TileConfig:
 
 
 def check_accumulators(tile: TileConfig, most: int) -> None:
+    """Raise SpecError if a thread of the tile holds more than `most` accumulators."""
     if tile.accumulators > most:
         mma_n, other = ("m", "n") if tile.swapped else ("n", "m")
         raise SpecError(

@@ -1,4 +1,5 @@
-"""Stand-ins for the arguments of a stage's host function, with which it is compiled; made from its signature.
+"""Stand-ins (fake tensors, numbers and streams) with which a stage's host function is compiled, made from its
+signature.
 
 Stand-ins have run-time shapes. At each call TVM-FFI checks tensors' dtype, rank, strides, alignment, equal dimensions
 and device. Optional arguments and arguments of varying type are addresses, 0 if absent.
@@ -43,8 +44,8 @@ ALIGNMENT_BITS = 128  # TMA requires this of addresses and strides
 
 
 class _StandIns:
-    """Stand-ins of one function's arguments. Sizes of the same name are the same symbol, so every call checks that they
-    are equal."""
+    """Maker of the stand-ins of one function's arguments. Sizes of the same name become the same symbol, so that every
+    call checks that they are equal."""
 
     def __init__(self, signature: Signature):
         self.divisors = dict(signature.divisors)
@@ -77,11 +78,15 @@ class _StandIns:
 
 
 Traced = tuple[Any, tuple]
-"""A host function, and the arguments to compile it with."""
+"""A pair of a host function and the arguments to compile it with."""
 
 
 def traced(spec: Spec, host: Any) -> Traced:
-    """Return a stage's launch with stand-ins. Raises SpecError if its arguments are not those of its signature."""
+    """Return a stage's host function with stand-ins for its arguments.
+
+    host: an object whose __call__ is the host function. Raises SpecError if its parameters' names differ from the
+    signature's.
+    """
     signature = stage_signature(spec)
     takes_stream = signature.arguments[-1].kind == STREAM
     names = signature.names if takes_stream else (*signature.names, "stream")

@@ -1,8 +1,8 @@
 """Choice of a token's experts, the k largest of its logits, and of their weights; a warp handles a token.
 
-A lane holds every 32nd logit. Each round finds the largest of all by integer keys and two warp reductions, and removes
-it; lane r keeps the result of round r. Instructions bound the time, not bytes: 8 of 128 experts for 32768 tokens take
-28 us on an H200, whose memory reads the logits in 4 us.
+A lane holds every 32nd logit, as an integer key that is ordered like the number (largest.py). Each of k rounds finds
+the warp's largest key by two warp reductions and removes it; lane r keeps the result of round r. Instructions bound the
+time, not bytes: 8 of 128 experts for 32768 tokens take 28 us on an H200, whose memory reads the logits in 4 us.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from ..specs import PARAM_FORMS
 from .largest import ABSENT, key_of, largest, number_of, place_of, sum_of_two_largest
 
 SOFTMAX, SIGMOID = 0, 1
-"""Scores. Softmax over all logits with the weights divided by their sum equals softmax over the k largest logits."""
+"""Values of `Rule.score`: the function that turns logits into weights. With `Rule.normalize`, softmax is computed over
+the k chosen logits alone, which gives the same as softmax over all logits divided by the sum of the chosen weights."""
 LOWEST = -3.4e38
 TINY = 1e-20
 """Added to the sum of sigmoids by which weights are divided, as in DeepSeek-V3."""
 
 
 class Logits(NamedTuple):
-    """Logits [N, E] at an address. code: their dtype, a number of PARAM_FORMS. bias: the address of float32 [E], added
-    only for the choice, not in weights; 0: no bias."""
+    """The logits [N, E] of all tokens.
+
+    Attributes:
+        address: their address.
+        code: their dtype, a number of PARAM_FORMS.
+        experts: E.
+        bias: the address of float32 [E], which is added to the scores for the choice, but not in weights; 0: no bias.
+    """
 
     address: Int64
     code: Int32
@@ -39,11 +46,16 @@ class Logits(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The rule by which experts are chosen. normalize: not 0 if weights are divided by their sum. scale: a factor of
-    all weights.
+    """The rule by which a token's experts are chosen and weighted.
 
-    Experts are split into `num_groups` equal ranges, at most 32. Only the `top_groups` ranges whose two largest numbers
-    have the largest sums take part.
+    Attributes:
+        k: number of experts to choose.
+        score: SOFTMAX or SIGMOID.
+        normalize: 1: weights are divided by their sum; 0: they are not.
+        num_groups: number of equal ranges, at most 32, into which experts are split.
+        top_groups: number of these ranges from which experts are chosen: those with the largest sums of their two
+            largest scores (with bias).
+        scale: a factor of all weights.
     """
 
     k: Int32
@@ -55,7 +67,7 @@ class Rule(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax over all of a token's experts: the largest logit, and the sum of exponentials relative to it."""
+    """The softmax over all of a token's experts. top: the largest logit. total: the sum of exp(logit - top)."""
 
     top: Float32
     total: Float32
@@ -66,7 +78,7 @@ def sigmoid(logit: Float32) -> Float32:
 
 
 class Chooser(Invariant):
-    """Chooser of experts, one token a warp. `capacity`: the most experts, a multiple of 32."""
+    """Chooser of experts, one token a warp. capacity: the most experts that it can serve, a multiple of 32."""
 
     def __init__(self, logits: Logits, rule: Rule, capacity: int):
         self.logits = logits
@@ -75,7 +87,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def choose(self, token: Int32) -> tuple[Int32, Float32]:
-        """Return a token's r-th expert and its weight to lane r; lanes from k on get expert -1 and weight 0."""
+        """Choose a token's experts. Lane r returns the r-th expert and its weight; lanes from k on return -1 and 0."""
         rule = self.rule
         keys = cute.make_rmem_tensor(self.count, Int32)
         everything = self._rank(token, keys)
@@ -92,8 +104,8 @@ class Chooser(Invariant):
 
     @cute.jit
     def _rank(self, token: Int32, keys: cute.Tensor) -> Softmax:
-        """Compute the keys by which a token's experts are chosen. Return the softmax over all experts, if weights need
-        it."""
+        """Fill `keys` with the keys by which a token's experts are chosen: scores with bias, or logits if they give the
+        same order. Return the softmax over all experts if weights need it, else (0, 1)."""
         self._load(token, keys)
         top = Float32(0.0)
         total = Float32(1.0)
@@ -117,7 +129,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _load(self, token: Int32, keys: cute.Tensor):
-        """Load the keys of a token's logits."""
+        """Load this lane's logits of a token and store their keys in `keys`; ABSENT past the last expert."""
         if self.logits.code == PARAM_FORMS["bfloat16"]:
             self._load_as(BFloat16, token, keys)
         elif self.logits.code == PARAM_FORMS["float16"]:
@@ -134,7 +146,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _limit(self, keys: cute.Tensor):
-        """Remove the experts of all groups except the best `top_groups`."""
+        """Set the keys of experts in all groups except the best `top_groups` to ABSENT."""
         size = self.logits.experts // self.rule.num_groups
         lane = cute.arch.lane_idx()
         best = Int32(ABSENT)
@@ -160,7 +172,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _weight(self, token: Int32, expert: Int32, everything: Softmax) -> Float32:
-        """Return the weight of a lane's expert; 0 if the lane has none."""
+        """Return the weight of this lane's expert; 0 if expert is -1. everything: the result of `_rank`."""
         rule = self.rule
         has_one = expert >= 0
         first = Int64(token) * self.logits.experts

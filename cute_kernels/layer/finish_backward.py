@@ -1,4 +1,4 @@
-"""The last kernel of a backward: adds row sums that span tiles, and zeroes the rows that belong to no expert."""
+"""The last kernel of a backward: adds the tiles' parts of row sums, and zeroes the rows that belong to no expert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B ha
 
 
 class RowSums(NamedTuple):
-    """Addresses of row sums (float32 [T]; 0: not wanted) and of their parts (float32 [num_parts, T])."""
+    """Sums for each row. result: the address of float32 [T] to write; 0: not wanted. parts: the address of the float32
+    [num_parts, T] to add."""
 
     result: Int64
     parts: Int64
@@ -32,7 +33,8 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """16-bit rows at an address, `pitch` elements apart; 0 columns: no matrix is given."""
+    """A 16-bit matrix at an address; its rows are `pitch` elements apart. columns: their number; 0: no matrix is
+    given."""
 
     address: Int64
     columns: Int32
@@ -40,10 +42,12 @@ class Rows(NamedTuple):
 
 
 class FinishBackward(Invariant):
-    """Kernel that adds parts of row sums in their order, and zeroes a 16-bit matrix and the sums after the last group.
+    """Kernel that adds the parts of row sums in a fixed order, and zeroes a 16-bit matrix and the sums after the last
+    group.
 
     It follows the kernels that make the parts and the matrix, and starts while they drain. They write none of the
-    memory that this kernel writes. Zeros come first, since the parts are complete only when those kernels have ended.
+    memory that this kernel writes. Zeros are written first, since the parts are complete only when those kernels have
+    ended.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -77,7 +81,10 @@ class FinishBackward(Invariant):
 
     @cute.jit
     def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
-        """Zero rows from `first` on, one row a warp."""
+        """Zero rows `first`, first + number of warps in the grid, ... below `num_rows`, one row a warp.
+
+        blocks: number of CTAs.
+        """
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
         for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):
@@ -96,6 +103,8 @@ class FinishBackward(Invariant):
 
 
 class Finish:
+    """Host function of the last kernel; its arguments are described in `signatures._tail`."""
+
     def __init__(self, spec: TailSpec):
         self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])
 

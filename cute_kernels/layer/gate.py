@@ -2,7 +2,9 @@
 
     act = f(a, u) s        dpreact = (d s f_a, d s f_u)        d_s[row] = sum over i of d_i f_i
 
-A CTA has a row; a thread has 8 columns of act at a time, and the columns of h [T, 2I] or [T, I] that they come from.
+f is the activation and f_a, f_u its derivatives; s is the row's scale; d is the gradient of act, d_s that of s; i
+counts columns. h is the preactivation, [T, 2I] with a gate, [T, I] without. A CTA has a row; a thread has a vector of
+16 bytes of act at a time, and the columns of h that it comes from.
 Memory bounds both kernels: with a gate and 16-bit numbers, an element of act takes 6 bytes forward, 10 backward.
 """
 
@@ -43,7 +45,12 @@ class _Gate(Invariant):
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
-        """Return the places of a vector's a and u in a row of h, in vectors; interleaved, each place mixes both."""
+        """Return the positions, in a row of h, of the two vectors that hold the a and u of act's vector number
+        `vector`.
+
+        Positions and `vectors` (the length of a row of act) count vectors. In layout "interleaved" either of the two
+        vectors has both a and u (see `_halves`).
+        """
         of_block = BLOCK_ROWS // self.count
         in_blocks = vector // of_block * (2 * of_block) + vector % of_block
         is_concat, is_blocked = glu_layout == LAYOUTS["concat"], glu_layout == LAYOUTS["interleaved32"]
@@ -52,7 +59,8 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return a and u: the two vectors themselves, or, if they are mixed, their even and odd elements."""
+        """Return a and u from two loaded vectors of h: the vectors themselves, or, if they are mixed ("interleaved"),
+        the even and the odd elements of both."""
         a, u = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         both = [one[i] for one in (first, second) for i in range(self.count)]
         for i in range(self.count):
@@ -61,7 +69,7 @@ class _Gate(Invariant):
         return a, u
 
     def _in_turns(self, a: cute.Tensor, u: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return two vectors of h from a and u, the inverse of `_halves`."""
+        """Return the two vectors of h to store from a and u; the inverse of `_halves`."""
         first, second = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         turns = [(a, u)[i % 2][i // 2] for i in range(2 * self.count)]
         for i in range(self.count):
@@ -80,6 +88,8 @@ class _Gate(Invariant):
 
 
 class Gate(_Gate):
+    """Kernel that makes act; row_scale 0: rows are not scaled. width: I."""
+
     @cute.jit
     def __call__(
         self, preact: Int64, row_scale: Int64, out: Int64, tokens: Int32, width: Int32, kind: Int32, glu_layout: Int32,
@@ -115,6 +125,8 @@ class Gate(_Gate):
 
 
 class GateBackward(_Gate):
+    """Kernel that makes dpreact and, if d_row_scale is not 0, d_s. width: I."""
+
     @cute.jit
     def __call__(
         self, d_act: Int64, preact: Int64, row_scale: Int64, d_preact: Int64, d_row_scale: Int64, tokens: Int32,
@@ -162,7 +174,11 @@ class GateBackward(_Gate):
         self, names: cutlass.Constexpr, parts: tuple, dm: cute.Tensor, factor: Float32, total: cute.Tensor,
         params: ActivationParams,
     ):  # fmt: skip
-        """Replace `parts` by their gradients, for the activation that `params` names; add to the row's sum."""
+        """Replace `parts`, [a, u] or [a], by their gradients, for the activation among `names` that `params` chooses.
+
+        dm: the gradient of act. factor: the row's scale. total: a tensor of one element, to which the vector's part of
+        d_s is added.
+        """
         if const_expr(len(names) == 1):
             self._fill(names[0], parts, dm, factor, total, params)
         elif params.kind == KINDS[names[0]]:
@@ -181,7 +197,7 @@ class GateBackward(_Gate):
 
     @cute.jit
     def _store_sum(self, total: Float32, d_scale: Int64, row: Int32):
-        """Add the sums of the CTA's threads in a fixed order, and store the result."""
+        """Add the sums (`total`) of the CTA's threads in a fixed order, and store the result as d_scale[row]."""
         thread, _, _ = cute.arch.thread_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS))
         of_warp = cute.arch.warp_reduction(total, lambda x, y: x + y)

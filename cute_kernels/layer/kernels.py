@@ -1,14 +1,20 @@
 """The table of kernels around a layer's experts.
 
-Arguments besides tensors' addresses and sizes:
+A choice is a pair (token n, j-th of its k experts). Arguments are addresses of tensors (0: not given), sizes, and:
 
     forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
-    weight_form, bias_form      dtypes of a router's parameters, or of choices' weights
+    weight_form, bias_form      dtypes of a router's parameters; in "place", weight_form is that of choices' weights
     wide                        1: ids have 64 bits; 0: 32 bits
-    expert_map, num_mapped      int32 [num_mapped], an id's place among the experts here, or -1; 0: ids are the places
-    chunk                       tokens of a CTA
-    workspace                   int32 [chunks, experts]; 0: there is one chunk
-    position                    how many kernels of the same call come before
+    first                       subtracted from ids
+    expert_map, num_mapped      int32 [num_mapped], an id's index among the experts of this rank, or -1; 0: no map, ids
+                                (less `first`) are these indices
+    chunk                       number of consecutive tokens that a CTA handles
+    workspace                   int32 [chunks, experts], choices of each chunk; 0: there is one chunk
+    num_tokens                  int32, how many tokens are not padding; 0: all
+    row_of                      int32 [N, k], the row of each choice, or -1
+    offs                        int32 [E], ends of the experts' groups of rows
+    token_of_row, weight_of_row [T], the token and the weight of each row
+    position                    how many kernels the same call launches before this one
     bound                       rows of y or d_rows; row numbers from `bound` on are ignored
 
 Further arguments of send_tokens and send_sums:
@@ -17,9 +23,10 @@ Further arguments of send_tokens and send_sums:
     regions, state              see `windows`
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
     sum_rows, weight_places     tables for sending results back (`ranks.send.Table`)
-    status                      the kind of x, a number of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a byte for
+    status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a byte
+    for
                                 32 elements
-    is_summed                   1: y already has the sum of a token's rows, in the token's place
+    is_summed                   1: y is [N, H], each token's rows already added; 0: y has rows, and row_of says whose
 """
 
 from __future__ import annotations
@@ -31,8 +38,8 @@ from ..dtypes import DTYPES, WIDE_DTYPES
 from ..kernels import ANY, Kernel
 
 CAPACITIES = (128, 256, 1024)
-"""The most experts of a routing kernel. They are limited because a warp holds a token's logits in registers, and a CTA
-holds a count for each expert and warp."""
+"""Sizes of routing kernels: the most experts that each can serve. The number is limited because a warp holds a token's
+logits in registers, and a CTA holds a count for each expert and warp."""
 _ROWS_OF = "offs token_of_row row_of weight_of_row"
 _BACK = "sum_rows weight_places handle regions state"
 
@@ -40,7 +47,7 @@ _BACK = "sum_rows weight_places handle regions state"
 def _routing(
     arguments: Signature | None = None, module: str = "", dtypes: Sequence[str] = ANY, ships: Sequence[str] = ()
 ) -> Kernel:
-    """Make the row of a routing kernel: from logits, chosen ids or tokens to rows of experts."""
+    """Make the table row of a routing kernel, which is compiled for each of CAPACITIES."""
     return Kernel(arguments, module, dtypes, ships, is_sized=True)
 
 
@@ -96,4 +103,5 @@ KERNELS: dict[str, Kernel] = {
     "row_weights_backward": Kernel(numbers("d_rows row_of d_weights", "tokens k bound"), "layer.rows", ships=ANY),
 }
 RANK_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.module == "ranks.send")
-"""Kernels that send to other ranks of the host: send_tokens, which moves bytes of any dtype, and send_sums."""
+"""Names of the kernels that send to other ranks of the same host: send_tokens, which moves bytes of any dtype, and
+send_sums."""

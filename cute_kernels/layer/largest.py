@@ -1,4 +1,7 @@
-"""The largest of a warp's numbers, found by integer keys that are ordered like the numbers."""
+"""Search for the largest of the numbers that a warp holds, by integer keys that are ordered like the numbers.
+
+Each lane holds the same count of numbers. The lane's number `index` is number lane + 32 index of the warp: its place.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,32 @@ from ..device.select import select
 from ..device.warps import WARP
 
 ABSENT = -(2**31)
-"""The key of an absent number, below the keys of all numbers."""
+"""The key that stands for no number; it is less than the keys of all numbers."""
 NAN_KEY = MAGNITUDE = 2**31 - 1
 
 
 def key_of(value: Float32) -> Int32:
-    """Return a number's key. Keys are ordered like numbers; NaN of either sign is greatest, and -0 equals 0."""
+    """Return a number's key. Keys are ordered like numbers; the key of any NaN is the greatest, and -0 has 0's key."""
     bits = (value + Float32(0.0)).bitcast(Int32)
     ordered = select(bits < 0, bits ^ MAGNITUDE, bits)
     return select(value != value, Int32(NAN_KEY), ordered)
 
 
 def number_of(key: Int32) -> Float32:
-    """Return the number of a key; NAN_KEY gives a NaN."""
+    """Return the number that has a key; a NaN for NAN_KEY."""
     return select(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
 
 
 def place_of(index: int) -> Int32:
-    """Return the place, among the warp's numbers, of a lane's number `index`: a lane's numbers are a warp apart."""
+    """Return the place of this lane's number `index` among the warp's numbers: lane + 32 index."""
     return cute.arch.lane_idx() + WARP * index
 
 
 def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
-    """Return the largest of a warp's keys and its place, the first among equal keys, to every lane."""
+    """Return, on every lane, the largest of a warp's keys and its place; the lowest place if keys are equal.
+
+    keys: this lane's keys.
+    """
     mine, at = keys[0], Int32(0)
     for i, key in enumerate(keys[1:], start=1):
         is_larger = key > mine
@@ -42,7 +48,8 @@ def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
 
 
 def sum_of_two_largest(first: Int32, second: Int32) -> Float32:
-    """Return the sum of the two largest numbers of a warp. `first`, `second`: the two largest keys of each lane."""
+    """Return the sum of the two largest numbers of a warp. first, second: this lane's largest and second largest
+    key."""
     lane = cute.arch.lane_idx()
     most = Int32(cute.arch.warp_redux_sync(first, "max"))
     owner = Int32(cute.arch.warp_redux_sync(select(first == most, lane, Int32(WARP)), "min"))

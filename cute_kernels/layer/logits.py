@@ -1,9 +1,9 @@
-"""A router's logits of few tokens, x W^T + b, by a CTA for each expert and four tokens.
+"""A router's logits x W^T + b for few tokens; each CTA computes one expert's logits of four tokens.
 
-For one token the time is the latency of dependent loads, not bytes: 128 experts of 2880 columns are 0.7 MB, 0.2 us of
-an H200's memory. So all of an expert's row is loaded at once, by as many CTAs as there are experts, and the choice that
-follows in the same call starts early. cuBLAS takes two kernels for the same, and a float32 router of 16-bit tokens
-takes one or two more that widen the tokens.
+For one token the latency of dependent loads bounds the time, not bytes: 128 experts of 2880 columns are 0.7 MB, which
+an H200's memory reads in 0.2 us. So a CTA for each expert loads the whole row of its weight at once, and the kernel
+that chooses experts, next in the same call, starts early. cuBLAS takes two kernels for the same, and for a float32
+router of 16-bit tokens one or two more kernels that widen the tokens.
 
 Products of 16-bit numbers are exact in float32. Sums are float32, in an order that depends only on the width. Only the
 result is rounded, to the dtype of logits.
@@ -30,8 +30,8 @@ UNROLL = 4  # vectors of 16 bytes of an expert's row that a thread loads at once
 
 
 class Logits(Invariant):
-    """logits[n, e] = sum over h of x[n, h] weight[e, h], + bias[e]. x is of `dtype`, the weight of `dtype` or
-    float32."""
+    """Kernel for logits[n, e] = sum over h of x[n, h] weight[e, h] + bias[e]. x has the spec's dtype, the weight the
+    same or float32 (`weight_form`). width: H."""
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
@@ -84,8 +84,8 @@ class Logits(Invariant):
         self, sums: cute.Tensor, dtype: cutlass.Constexpr, x: Int64, weight: Int64, expert: Int32, first: Int32,
         tokens: Int32, width: Int32,
     ):  # fmt: skip
-        """Multiply this thread's columns of an expert's row by those of tokens from `first` on. Past the last token,
-        the last token is read again.
+        """Add to sums[t], t < TOKENS, this thread's part of the dot product of an expert's weight row and token
+        first + t. Past the last token, the last token is read again. dtype: the dtype of the weight.
         """
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)

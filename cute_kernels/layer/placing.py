@@ -1,10 +1,12 @@
-"""Rows of experts: finds the row of each choice of each token, by a stable counting sort.
+"""Placing: finds the row of each choice (token n, j-th of its k experts) by a stable counting sort by expert.
 
-A CTA has a chunk of consecutive choices, each warp a run of them. Warps count the experts of their runs. Then one
-thread for each expert adds the counts that lie before its first row, in other experts, chunks and warps. Finally each
-warp goes through its run again, 32 choices at a time, and lanes of the same expert take the next rows in their order.
+Rows are sorted by expert, then by choice. A CTA has a chunk of consecutive choices, each of its warps a run of the
+chunk. First each warp counts its run's choices of each expert. Then one thread for each expert computes the first row
+of each warp: the sum of the counts of lower experts, and of this expert in earlier chunks and earlier warps. Finally
+each warp goes through its run again, 32 choices at a time, and lanes with the same expert take that expert's next rows
+in order.
 
-The counts of other chunks, [chunks, E], are made by the kernel before. A single chunk needs no such counts.
+The counts of all chunks, [chunks, E], are made by the kernel before. A single chunk needs no such counts.
 """
 
 from __future__ import annotations
@@ -29,11 +31,20 @@ UNROLL = 8
 
 
 class Choices(NamedTuple):
-    """Expert ids [N, k] at an address, int64 if `wide`, else int32.
+    """The experts that tokens chose.
 
-    An expert's place is its id - `first` or, with an `expert_map` (the address of int32 [num_mapped]), the map's entry
-    of id - `first`. A choice has no row if its place is not in 0 .. `experts` - 1, if it is outside of the map, or if
-    its token is number `limit` or more.
+    An expert's index is its id - first or, with an expert_map, the map's entry number id - first. A choice has no row
+    if this index is not in 0 .. experts - 1, if id - first is outside of the map, or if its token is number `limit` or
+    more.
+
+    Attributes:
+        ids: the address of the ids [N, k].
+        wide: 1: ids are int64; 0: int32.
+        first: the id of the map's (or of this rank's) first expert.
+        expert_map: the address of int32 [num_mapped]; 0: no map.
+        experts: number of experts that have rows.
+        k: choices of a token.
+        limit: number of tokens that are not padding.
     """
 
     ids: Int64
@@ -46,12 +57,12 @@ class Choices(NamedTuple):
     limit: Int32
 
     def expert(self, index: Int32) -> Int32:
-        """Return the place of a choice's expert; -1 if the choice has no row."""
+        """Return the index of the expert of choice number `index`; -1 if the choice has no row."""
         return _expert(self, index)
 
 
 def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
-    """Return choices of int32 ids that are experts' places themselves."""
+    """Return Choices whose ids are int32 and are experts' indices themselves."""
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
@@ -74,7 +85,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
 
 @cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
-    """Read the number of tokens that are not padding from an address; address 0: no token is padding."""
+    """Return the number of tokens that are not padding, int32 at `address`, clamped to 0 .. tokens; address 0: all."""
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
@@ -82,10 +93,15 @@ def token_limit(address: Int64, tokens: Int32) -> Int32:
 
 
 class Results(NamedTuple):
-    """Addresses of a Routing's tensors: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32).
+    """Addresses of the tensors that placing writes, and of the choices' weights that it copies to rows.
 
-    weights: the address of the choices' weights [N, k], which are copied to rows. weight_form: their dtype
-    (`dtypes.PARAM_FORMS`).
+    Attributes:
+        weights: the weights [N, k] of choices, to be read.
+        weight_form: their dtype (`dtypes.PARAM_FORMS`).
+        offs: int32 [E], the end of each expert's rows.
+        token_of_row: int32 [T], the token of each row.
+        row_of: int32 [N, k], the row of each choice; -1: none.
+        weight_of_row: float32 [T], the weight of each row.
     """
 
     weights: Int64
@@ -97,14 +113,21 @@ class Results(NamedTuple):
 
 
 def counters_of(capacity: int) -> int:
-    """Return for how many warps of a CTA counts of `capacity` experts fit into shared memory."""
+    """Return how many warps of a CTA can have choices: the number for which counts of `capacity` experts fit into
+    shared memory, at most WARPS."""
     return min(WARPS, (smem_of_cta() - TOTALS_BYTES) // (capacity * 4))
 
 
 class Placer(Invariant):
-    """Counting sort of a CTA's chunk, choices `begin` .. `end` - 1. `capacity`: the most experts.
+    """Counting sort of a CTA's chunk, choices `begin` .. `end` - 1. Call `count`, then `leave_counts` or `place`.
 
-    run: choices of a warp. warps: number of warps that have choices, at most `counters_of`; the others have no counts.
+    Attributes:
+        capacity: the most experts.
+        run: number of consecutive choices of a warp.
+        warps: number of warps that have choices, at most `counters_of(capacity)`; other warps have no counts.
+        counts: [capacity, counters_of(capacity)] in shared memory: choices of each expert in each warp's run; in
+            `place` the next row of each expert for each warp.
+        totals: [WARPS] in shared memory, for `_scan`.
     """
 
     def __init__(self, choices: Choices, begin: Int32, end: Int32, capacity: int):
@@ -127,13 +150,13 @@ class Placer(Invariant):
         return capacity * counters_of(capacity) * 4 + TOTALS_BYTES
 
     def _run(self) -> tuple[Int32, Int32]:
-        """Return the begin and end of this warp's choices."""
+        """Return the first choice of this warp's run, and the choice after its last."""
         begin = cutlass.min(self.begin + self.warp * self.run, self.end)
         return begin, cutlass.min(begin + self.run, self.end)
 
     @cute.jit
     def count(self):
-        """Count each warp's choices of each expert in shared memory."""
+        """Count the choices of each expert in each warp's run, in `counts`."""
         for i in cutlass.range(self.thread, self.capacity * self.warps, THREADS):
             self.counts[i % self.capacity, i // self.capacity] = Int32(0)
         cute.arch.sync_threads()
@@ -147,7 +170,8 @@ class Placer(Invariant):
 
     @cute.jit
     def leave_counts(self, counts: Int64, chunk: Int32):
-        """Write the chunk's number of choices of each expert for the kernel that places them."""
+        """Write how often the chunk chose each expert to row `chunk` of `counts` (an address), for the kernel that
+        places."""
         if self.thread < self.choices.experts:
             total = Int32(0)
             for warp in cutlass.range(self.warps, unroll=UNROLL):
@@ -156,8 +180,10 @@ class Placer(Invariant):
 
     @cute.jit
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
-        """Write the rows of the chunk's choices; called after `count`. `counts`: the address of all chunks' counts; not
-        read if there is one chunk."""
+        """Write all results for the chunk's choices; called after `count`.
+
+        counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
+        """
         before, total = self._elsewhere(counts, chunk, chunks)
         ends = self._scan(total)
         if (chunk == 0) & (self.thread < self.choices.experts):
@@ -173,7 +199,7 @@ class Placer(Invariant):
 
     @cute.jit
     def _elsewhere(self, counts: Int64, chunk: Int32, chunks: Int32) -> tuple[Int32, Int32]:
-        """Return the number of choices of this thread's expert in chunks before this one, and in all chunks."""
+        """Return how often this thread's expert was chosen in chunks before this one, and in all chunks."""
         before = Int32(0)
         total = Int32(0)
         if chunks > 1:
@@ -189,7 +215,7 @@ class Placer(Invariant):
 
     @cute.jit
     def _scan(self, value: Int32) -> Int32:
-        """Return the sum over this thread and all threads before it."""
+        """Return the sum of `value` over this thread and all threads of the CTA before it."""
         lane = cute.arch.lane_idx()
         within = inclusive_scan(value, lane)
         if lane == WARP - 1:

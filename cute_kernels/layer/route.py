@@ -1,12 +1,12 @@
-"""Routing: from logits, or from ids that another router chose, to the rows of experts.
+"""Routing kernels: from logits, or from ids that another router chose, to the rows of experts.
 
-    choose   logits -> ids, weights; for a single chunk also the rows, else the chunk's counts
+    choose   makes ids and weights from logits; if there is a single chunk also the rows, else each chunk's counts
              (for few tokens, the kernel of logits.py can make the logits before it in the same call)
-    count    ids -> a chunk's counts
-    place    ids, counts -> rows
+    count    makes each chunk's counts from ids
+    place    makes the rows from ids and counts
 
-A CTA of 32 warps has a chunk of tokens. A single chunk needs no other CTA, so few tokens take one launch of one CTA,
-and more tokens take two launches.
+A chunk is the consecutive tokens of one CTA of 32 warps; its counts say how often it chose each expert (placing.py). A
+single chunk needs no other CTA's counts, so few tokens take one launch of one CTA, and more tokens take two launches.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class _Chunks(Invariant):
 
 
 class Choose(_Chunks):
+    """Kernel that chooses experts. workspace: the address for all chunks' counts; 0: one chunk, whose rows are
+    placed."""
+
     @cute.jit
     def __call__(
         self, logits: Int64, bias: Int64, num_tokens: Int64, ids: Int64, weights: Int64, offs: Int64,
@@ -100,6 +103,8 @@ class Choose(_Chunks):
 
 
 class Count(_Chunks):
+    """Kernel that writes how often each chunk chose each expert to `workspace`, int32 [chunks, experts]."""
+
     @cute.jit
     def __call__(
         self, ids: Int64, num_tokens: Int64, expert_map: Int64, workspace: Int64, wide: Int32, first: Int32,
@@ -119,6 +124,8 @@ class Count(_Chunks):
 
 
 class Place(_Chunks):
+    """Kernel that writes the rows. workspace: the address of all chunks' counts; 0: there is one chunk."""
+
     @cute.jit
     def __call__(
         self, ids: Int64, weights: Int64, num_tokens: Int64, expert_map: Int64, offs: Int64, token_of_row: Int64,

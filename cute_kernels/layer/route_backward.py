@@ -1,12 +1,13 @@
 """The gradient of a router's logits from the gradient of its weights; a warp handles a token.
 
-g is the weights' gradient times the scale, 0 for experts that were not chosen.
+g is the gradient of the choices' weights times the router's scale; it is 0 for experts that were not chosen. "Divided
+by their sum" refers to `normalize`.
 
 Softmax: d_logit_e = p_e (g_e - sum over chosen j of p_j g_j), where p is the softmax over a token's chosen experts if
 weights are divided by their sum, else over all experts.
 
-Sigmoid: d_logit_e = d_s_e s_e (1 - s_e). If weights are divided by their sum, d_s_e = g_e / D - sum of g_j s_j / D^2
-with D = sum of s_j + TINY, else d_s_e = g_e.
+Sigmoid: d_logit_e = d_s_e s_e (1 - s_e) with s = sigmoid(logit). If weights are divided by their sum,
+d_s_e = g_e / D - (sum over chosen j of g_j s_j) / D^2 with D = sum over chosen j of s_j, + TINY; else d_s_e = g_e.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class RouteBackward(Invariant):
 
     @cute.jit
     def _of_all(self, logits: Int64, forms: Int32, first: Int64, experts: Int32) -> tuple[Float32, Float32]:
-        """Return the largest of a token's logits, and the sum of all exponentials relative to it."""
+        """Return the largest of a token's logits, and the sum of exp(logit - largest) over all experts.
+
+        first: the number of the token's first logit among all logits.
+        """
         top = Float32(LOWEST)
         lane = cute.arch.lane_idx()
         for e in cutlass.range(lane, experts, WARP, unroll=1):

@@ -1,9 +1,11 @@
-"""Tokens to rows and back: permute, row[row_of[n, j]] = x[n], and combine, out[n] = residual[n] + sum over j of
-y[row_of[n, j]]. Each is the other's gradient.
+"""Copies from tokens to experts' rows and sums back: permute, out[row_of[n, j]] = x[n], and combine,
+out[n] = residual[n] + sum over j of y[row_of[n, j]]. Each is the other's gradient. row_of [N, k] has the row of token
+n's j-th choice of expert.
 
 A thread handles 16 bytes of a token and of its k rows, one row after the other. The bytes of N k + N rows (with a
 residual N more) bound the time. Sums are float32, in the order of j, and rounded once. Row -1 means no row: nothing is
-read or written for it, nor for a row number from `bound` on, which only a routing that was changed by hand has.
+read or written for it. The same holds for row numbers from `bound` on, which occur only if a routing was edited by
+hand.
 
 A CTA has 128 vectors of one token. If both token and column were computed from a thread's index, the 64-bit division
 would take as long as two rows: combine of 4096 tokens with 2 rows of 4096 reached only 0.65 of the copy rate.
@@ -43,7 +45,8 @@ class _Rows(Invariant):
     def _launch(
         self, arguments: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
     ) -> None:  # fmt: skip
-        """Launch, early (programmatic dependent launch) if other kernels of the same call come before (`position`)."""
+        """Launch the kernel. If the same call launched other kernels before (`position` > 0), it is a programmatic
+        dependent launch, so that the kernel starts early."""
         vectors = width // elements(self.dtype)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*arguments, k, vectors).launch(
@@ -55,13 +58,15 @@ class _Rows(Invariant):
 
     @staticmethod
     def _place() -> tuple[Int64, Int32]:
-        """Return this thread's token, and its column in vectors."""
+        """Return this thread's token, and the number of its vector of 16 bytes within the token."""
         thread, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
         return Int64(token), part * VECTORS + thread
 
 
 class Combine(_Rows):
+    """Kernel of combine. residual 0: nothing is added. bound: rows of y."""
+
     @cute.jit
     def __call__(
         self, y: Int64, row_of: Int64, residual: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32,
@@ -101,6 +106,8 @@ class Combine(_Rows):
 
 
 class Permute(_Rows):
+    """Kernel of permute; `out` has N k rows."""
+
     @cute.jit
     def __call__(
         self, x: Int64, row_of: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32, position: Int32,
@@ -126,7 +133,10 @@ class Permute(_Rows):
 
 
 class RowWeightsBackward(Invariant):
-    """d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row: the gradient of the choices' weights."""
+    """Kernel for the gradient of the choices' weights: d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row.
+
+    d_rows: float32, the gradient of each row's weight.
+    """
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name

@@ -1,1 +1,2 @@
-"""Hyper-connection kernels, an operator a file. Importing this package imports no compiler."""
+"""Kernels of hyper-connections (docs/mhc.md), roughly one file for each operator. Importing this package alone imports
+no compiler."""

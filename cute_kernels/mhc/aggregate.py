@@ -1,7 +1,8 @@
-"""out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its gradients.
+"""The weighted sum of a token's n streams, out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its gradients.
 
-Both stream: 16 bytes of each of the n streams a thread. Forward cuts all (token, vector) pairs evenly over threads:
-nothing ties a token's vectors together. Backward gives a token to a CTA, so that the sums over C end inside it.
+Memory bounds both kernels; a thread handles 16 bytes (a vector) of each of the n streams. Forward spreads all pairs
+(token, vector) evenly over threads, since a token's vectors do not depend on each other. Backward gives a token to a
+CTA, so that the sums over C end inside it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ BACKWARD_THREADS = 128
 
 
 class Aggregate(Invariant):
-    """Forward. `dtype`: of the streams; n of them."""
+    """Forward kernel for n streams x [T, n, C] of `dtype`.
+
+    forms: the dtype of h_pre (`dtypes.PARAM_FORMS`). width: C.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -54,7 +58,7 @@ class Aggregate(Invariant):
         first = Int64(block) * (FORWARD_THREADS * VECTORS_PER_THREAD) + thread
         raw, weights, at = [], [], []
         for i in cutlass.range_constexpr(VECTORS_PER_THREAD):
-            # Past the end the last vector stands in, so that all loads are under way before the first is used.
+            # Past the end, load the last vector again, so that all loads are issued before the first result is used.
             index = cutlass.min(first + i * FORWARD_THREADS, total - 1)
             token = index // vectors
             column = index - token * vectors
@@ -72,7 +76,11 @@ class Aggregate(Invariant):
 
 
 class AggregateBackward(Invariant):
-    """d_x[t, j, c] = h_pre[t, j] d_out[t, c]; d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c]. Either may be 0."""
+    """Backward kernel: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and
+    d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c].
+
+    Address 0 of either gradient: it is not wanted.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

@@ -1,4 +1,5 @@
-"""Copies from global to shared memory that run while a thread goes on: bytes under way that no registers hold."""
+"""Asynchronous copies (cp.async) from global to shared memory: they run while the thread goes on, and take no
+registers."""
 
 from __future__ import annotations
 
@@ -11,20 +12,21 @@ from ..device.vectors import VECTOR_BYTES, shared_at
 
 
 class AsyncCopy(Invariant):
-    """Copies of `words` 32-bit words, 2 or 4. A thread's copies form groups, closed by `commit` and done in order.
+    """Copies of 2 or 4 32-bit words each. `commit` closes a group of the thread's copies; groups complete in order.
 
-    `is_shared`: other warps of the SM read the same, so that the L1 cache should keep it.
+    words: 2 or 4. is_shared: True if other warps of the SM read the same words, so that the L1 cache should keep them.
     """
 
     def __init__(self, words: int, is_shared: bool = False):
         self.words = words
-        # Other whole vectors pass by the L1 cache, which has no use for what is read once.
+        # Whole vectors that are read only once bypass the L1 cache.
         modes = cpasync.LoadCacheMode
         mode = modes.GLOBAL if words * 4 == VECTOR_BYTES and not is_shared else modes.ALWAYS
         self.atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), Int32, num_bits_per_copy=32 * words)
 
     def start(self, source: cute.Tensor, target: cute.Pointer) -> None:
-        """`source`: words in global memory; `target`: where in shared memory they go, aligned to their size."""
+        """Start a copy of `source`, `words` words in global memory, to `target` in shared memory, aligned to its
+        size."""
         cute.copy(self.atom, source, shared_at(Int32, target, self.words))
 
     @staticmethod
@@ -33,5 +35,5 @@ class AsyncCopy(Invariant):
 
     @staticmethod
     def wait(pending: int) -> None:
-        """Until at most so many of this thread's groups are under way."""
+        """Wait until at most `pending` of this thread's groups are still being copied."""
         cute.arch.cp_async_wait_group(pending)

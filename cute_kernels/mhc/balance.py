@@ -1,5 +1,8 @@
-"""Sinkhorn in DeepSeek-V4.1's order, a lane an element of a matrix of n x n: softmax of rows + eps, columns, then rows
-and columns in turns. Lanes after the n^2-th repeat the others, so that all take part in the shuffles.
+"""Sinkhorn normalisation of an n x n matrix in DeepSeek-V4.1's order: softmax of each row, + eps; divide columns by
+their sums + eps; then rows and columns in turns.
+
+Each lane of a warp holds one element. Lanes from n^2 on hold copies of the elements, so that all lanes take part in the
+shuffles.
 """
 
 from __future__ import annotations
@@ -12,14 +15,20 @@ from ..device.invariant import Invariant
 
 
 def total(value: Float32, distances: tuple[int, ...]) -> Float32:
-    """The sum over lanes that differ in these bits, the same bits in each of them."""
+    """Return the sum over the lanes whose numbers differ only in the bits `distances`. All these lanes get bit for bit
+    the same sum."""
     for distance in distances:
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
     return value
 
 
 class Balance(Invariant):
-    """Forward and backward. `rows`, `columns`: bits of a lane that tell elements of a row, and of a column, apart."""
+    """Forward and backward for one matrix a warp.
+
+    Attributes:
+        rows: bits of a lane's number by which the elements of one row differ.
+        columns: bits of a lane's number by which the elements of one column differ.
+    """
 
     def __init__(self, n: int):
         self.n = n
@@ -27,6 +36,7 @@ class Balance(Invariant):
         self.columns = tuple(n * bit for bit in self.rows)
 
     def softmax(self, logit: Float32) -> Float32:
+        """Return the softmax of the lane's logit over its row."""
         largest = logit
         for distance in self.rows:
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, distance))
@@ -34,10 +44,15 @@ class Balance(Invariant):
         return value * cute.arch.rcp_approx(total(value, self.rows))
 
     def step(self, m: Float32, distances: tuple[int, ...], eps: Float32) -> Float32:
+        """Return m, the lane's element, divided by eps + the sum of its row or column.
+
+        distances: self.rows or self.columns.
+        """
         return m * cute.arch.rcp_approx(total(m, distances) + eps)
 
     @cute.jit
     def forward(self, logit: Float32, iters: Int32, eps: Float32) -> Float32:
+        """Return the lane's element of the normalised matrix. iters: how often columns are normalised."""
         m = self.step(self.softmax(logit) + eps, self.columns, eps)
         for _ in cutlass.range(iters - 1):
             m = self.step(self.step(m, self.rows, eps), self.columns, eps)
@@ -45,9 +60,13 @@ class Balance(Invariant):
 
     @cute.jit
     def backward(self, d: Float32, logit: Float32, iters: Int32, eps: Float32, steps: cute.Tensor) -> Float32:
-        """The gradient of a logit. With H = gradient * M, a step M' = M / (sum M + eps) takes H' to H' - M' sum H'.
+        """Return the gradient of the lane's logit.
 
-        steps: float32 [iters, 2, 32] in shared memory, a warp's own: each lane's element after each step.
+        With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward means H = H' - M' sum H' in
+        backward.
+
+        d: the gradient of the lane's element of the result. steps: float32 [iters, 2, 32] in shared memory, this warp's
+        own, for each lane's element after each step.
         """
         lane = cute.arch.lane_idx()
         shares = self.softmax(logit)

@@ -1,17 +1,23 @@
-"""From a sublayer's output to the next sublayer's input in one read of the streams: update, mix, norm, projection.
+"""The boundary between two sublayers, from the output y of one to the input x of the next, in one read of the streams.
 
-    streams'_j = post_j y + sum over i of comb_ij streams_i;  u = sum over j of pre_j streams'_j;  p = streams' weight^T
+    update      streams'_j = post_j y + sum over i of comb_ij streams_i
+    mix         u = sum over j of pre_j streams'_j;  x = RMS norm of u
+    project     p = streams' weight^T, K = n^2 + 2n numbers a token, from which the next coefficients are made
 
-A token's n D streams are 57 KB at D = 7168, so a CTA could hold three tokens; but each CTA would then read the whole
-weight, 2.75 MB of float32, for these three: from the L2 cache 16 times the bytes of the streams. So a CTA holds a slice
-of the weight's columns in shared memory, split in two parts, for all of its tokens (`project_exact.py` says why two).
+There are T tokens of n streams of D columns.
 
-A warp takes 16 tokens at a time, and a step is 32 columns of each stream. A lane reads 16 bytes of each stream and of
-y, of two tokens, and updates them in registers; these 16 bytes are its part of an MMA operand, in whatever order the
-contraction takes them. So nothing of the streams passes through shared memory, and no warp waits for another.
+A token's streams are 57 KB at D = 7168, so a CTA could hold three tokens; but then each CTA would read the whole
+weight, 2.75 MB of float32, for three tokens: from the L2 cache 16 times the bytes of the streams. So a CTA holds a
+slice of the weight's columns in shared memory for all of its tokens, each element as two 16-bit numbers (`split.py`).
 
-Three numbers of a token are sums over all columns: p, the streams' squares and those of u. They are left as partial
-sums; a second kernel (`boundary_finish.py`) adds them, makes the coefficients, and scales u, which lies where x goes.
+A warp takes 16 tokens at a time (a tile), in steps of 32 columns of each stream. A lane reads 16 bytes of each stream
+and of y, of two tokens, and updates them in registers. These 16 bytes are its part of an MMA operand; the contraction
+takes columns in whatever order that gives. So no part of the streams passes through shared memory, and no warp waits
+for another.
+
+p, the sum of the streams' squares and the sum of u's squares run over all columns. Each slice stores partial sums of
+them; a second kernel (`boundary_finish.py`) adds these, makes the coefficients, and scales u, which is stored at x's
+address.
 """
 
 from __future__ import annotations
@@ -43,7 +49,15 @@ FILL_READS = 4
 
 
 class Given(NamedTuple):
-    """y [T, D] (0: no update), streams [T, n, D], the coefficients, and where the updated streams and u go."""
+    """Addresses of the first kernel's inputs and results.
+
+    Attributes:
+        y: [T, D]; 0: the streams are not updated.
+        streams: [T, n, D].
+        pre, post, comb: float32 coefficients [T, n], [T, n], [T, n, n].
+        updated: the updated streams, a result.
+        u: the mix [T, D], a result.
+    """
 
     y: Int64
     streams: Int64
@@ -55,7 +69,8 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """T, D, `blocks` of a slice, and `groups` of CTAs that share the tokens."""
+    """Sizes. tokens: T. width: D. blocks: blocks of BLOCK columns (of each stream) in a slice. groups: number of groups
+    into which tokens are divided; a CTA handles one slice for one group."""
 
     tokens: Int32
     width: Int32
@@ -64,7 +79,8 @@ class Sizes(NamedTuple):
 
 
 class Mine(NamedTuple):
-    """A lane's work: `tile` of tokens; the slice's first column and its blocks; the lane's coefficients' place."""
+    """A warp's current work. tile: number of its tile of 16 tokens. first, blocks: the slice's first column (of each
+    stream) and its number of blocks. params: where the warp keeps its tokens' coefficients in shared memory."""
 
     tile: Int32
     first: Int32
@@ -73,9 +89,11 @@ class Mine(NamedTuple):
 
 
 class Boundary(Invariant):
-    """x, the coefficients and the updated streams; `stats` [T, K + 1]: p and the root mean square (0: not wanted).
+    """Host function and first kernel of the boundary's forward. Results: the updated streams, x, and the coefficients
+    new_pre, new_post and new_comb.
 
-    `workspace`: see `boundary_shapes.workspace`.
+    stats: float32 [T, K + 1], each token's p, then the streams' root mean square, for backward; 0: not wanted.
+    workspace: float32, of `boundary_shapes.workspace` elements. slices, blocks, merge, groups: `boundary_shapes.Cut`.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -136,13 +154,18 @@ class Boundary(Invariant):
 
     @cute.jit
     def _fill(self, weights: cute.Pointer, sizes: Sizes, weight: Int64, code: Int32, first: Int32):
-        """This CTA's slice of the weight in two parts; zeros after the last column."""
+        """Write this CTA's slice of the weight to shared memory, split in two parts (`split`); zeros after the last
+        column.
+
+        weights: where the slice lies in shared memory. weight, code: address and dtype of the whole weight. first: the
+        slice's first column.
+        """
         thread, _, _ = cute.arch.thread_idx()
         per_stream = sizes.blocks * (BLOCK // self.count)
         per_row = per_stream * self.n
         total = self.outputs * per_row
         for start in cutlass.range(thread, total, WARPS * LANES * FILL_READS):
-            # After the end the last vector stands in, so that the reads of a turn are under way together.
+            # Past the end, read the last vector again, so that all reads of a turn are issued together.
             at = [cutlass.min(start + i * (WARPS * LANES), total - 1) for i in range(FILL_READS)]
             columns = [first + place % per_stream * self.count for place in at]
             raw = []
@@ -160,13 +183,14 @@ class Boundary(Invariant):
                         self._weights(weights, sizes, kept, at[i] % per_row).store(parts[part].load())
 
     def _weights(self, weights: cute.Pointer, sizes: Sizes, row: Int32, vector: Int32) -> cute.Tensor:
-        """A vector of a row of the slice: words of one stream after those of the one before it."""
+        """Return vector number `vector` of a row of the slice in shared memory. A row has the slice's columns of stream
+        0, then of stream 1, and so on."""
         row_words = sizes.blocks * (BLOCK * self.n // 2) + ROW_PADDING // 4
         return shared_at(Int32, weights + (row * row_words + vector * WORDS), WORDS)
 
     @cute.jit
     def _tile(self, given: Given, sizes: Sizes, mine: Mine, weights: cute.Pointer, partials: Int64):
-        """16 tokens' columns of this slice."""
+        """Process the slice's columns of a tile of 16 tokens."""
         self._load_coefficients(given, sizes, mine)
         products, total = (cute.make_rmem_tensor(self.chunks * 4, Float32) for _ in range(2))
         squares, all_squares = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
@@ -193,7 +217,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _load_coefficients(self, given: Given, sizes: Sizes, mine: Mine):
-        """comb by the stream that it makes, then post and pre, of each token; the last token stands in after it."""
+        """Copy the coefficients of the tile's tokens to shared memory: comb_ij ordered by j, the stream that is made,
+        then post and pre. After the last token, that token is copied again."""
         n, lane = self.n, cute.arch.lane_idx()
         count = n * n + 2 * n
         params = cute.make_tensor(mine.params, cute.make_layout(self.params_words))
@@ -214,14 +239,14 @@ class Boundary(Invariant):
         cute.arch.sync_warp()
 
     def _coefficients(self, mine: Mine, half: int, first: int) -> cute.Tensor:
-        """n coefficients of one of a lane's tokens."""
+        """Return n coefficients, from number `first` on, of a lane's token (`half` 0 or 1)."""
         row = cute.arch.lane_idx() // LANES_PER_ROW + 8 * half
         values = cute.make_rmem_tensor(self.n, Float32)
         values.store(shared_at(Float32, mine.params + (row * self.pitch + first), self.n).load())
         return values
 
     def _column(self, mine: Mine, step: Int32) -> Int32:
-        """A lane's first column."""
+        """Return the first of the columns that a lane has in a step."""
         return mine.first + (step * STEP_VECTORS + cute.arch.lane_idx() % LANES_PER_ROW) * self.count
 
     def _token(self, mine: Mine, half: int) -> Int32:
@@ -229,7 +254,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _read(self, given: Given, sizes: Sizes, mine: Mine, step: Int32, raw: cute.Tensor):
-        """A lane's vectors of each stream, and of y last; the last token or column stands in after it."""
+        """Read a lane's vectors of a step to `raw` [WORDS, n + 1, 2]: of each stream, then of y, of both tokens. After
+        the last token or column, that one is read again."""
         column = cutlass.min(self._column(mine, step), sizes.width - self.count)
         for half in cutlass.range_constexpr(2):
             token = Int64(cutlass.min(self._token(mine, half), sizes.tokens - 1))
@@ -247,7 +273,8 @@ class Boundary(Invariant):
         self, given: Given, sizes: Sizes, mine: Mine, weights: cute.Pointer, step: Int32, raw: cute.Tensor,
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Update a lane's columns in `raw`, store them and u, and add their products and squares."""
+        """Update a lane's columns in `raw`, store them and u, and add to the products with the weight and to the
+        squares."""
         column = self._column(mine, step)
         for half in cutlass.range_constexpr(2):
             token = self._token(mine, half)
@@ -263,7 +290,7 @@ class Boundary(Invariant):
         per_stream = sizes.blocks * (BLOCK // self.count)
         vector = step * STEP_VECTORS + lane % LANES_PER_ROW
         for j in cutlass.range_constexpr(0, self.n, 2):
-            # The tensor cores cut off what their sums do not hold, so they add the products of two streams.
+            # Tensor cores truncate their sums, so they add no more than the products of two streams.
             left = [[raw[None, j + one, half] for half in range(2)] for one in range(2)]
             for chunk in cutlass.range_constexpr(self.chunks):
                 row = chunk * 8 + lane // LANES_PER_ROW
@@ -292,7 +319,7 @@ class Boundary(Invariant):
         return words
 
     def _narrow(self, values: cute.Tensor) -> cute.Tensor:
-        """Words of float32 registers, rounded to the streams' dtype."""
+        """Round float32 registers to the streams' dtype and return them as 32-bit words."""
         narrow = cute.make_rmem_tensor(self.count, self.dtype)
         narrow.store(values.load().to(self.dtype))
         return cute.recast_tensor(narrow, Int32)
@@ -302,7 +329,8 @@ class Boundary(Invariant):
         self, given: Given, sizes: Sizes, mine: Mine, half: cutlass.Constexpr[int], column: Int32, is_inside,
         raw: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Store u at a lane's columns; add the squares of the streams to squares[half], those of u to [2 + half]."""
+        """Store u at a lane's columns. Add the streams' squares to squares[half], and u's squares to
+        squares[2 + half]."""
         weights = self._coefficients(mine, half, self.n * self.n + self.n)
         u = cute.make_rmem_tensor(self.count, Float32)
         u.fill(0.0)
@@ -322,7 +350,11 @@ class Boundary(Invariant):
             squares[2 + half] += of_u
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
-        """sums += left right: rests first, which may need scaling."""
+        """Add the product left right to `sums`. Products with the weight's rests (`split`) are added first, since they
+        may need scaling.
+
+        left: streams' words, by stream and token. right: the weight's words, by stream and part.
+        """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)
         columns = [[self._loaded(part) for part in parts] for parts in right]
@@ -342,7 +374,8 @@ class Boundary(Invariant):
 
     @cute.jit
     def _leave(self, sizes: Sizes, mine: Mine, partials: Int64, total: cute.Tensor, squares: cute.Tensor):
-        """A tile's sums over this slice: a row of K products, the streams' squares and those of u."""
+        """Store a tile's sums over this slice as rows of `partials`: K products, the sum of the streams' squares, the
+        sum of u's squares."""
         index, _, _ = cute.arch.block_idx()
         lane, row_length = cute.arch.lane_idx(), self.outputs + 2
         for half in cutlass.range_constexpr(2):

@@ -1,11 +1,15 @@
-"""Back through a boundary's norm, mix and Sinkhorn, up to where the projection's and the update's kernels take over.
+"""The backward of a boundary (boundary.py) through norm, mix and Sinkhorn. The kernels of the projection's and of the
+update's backward do the rest.
 
     u = sum over j of pre_j streams_j;  x = u r w;  r = 1 / sqrt(mean u^2 + eps);  g = d_x w
     d_mix = r g - u r^3 mean(g u);  d_pre_j = sum of d_mix streams_j;  d_w = sum over tokens of d_x u r
 
-A CTA takes whole tokens. One read of a token's streams makes u, which stays in shared memory, and the sums over D that
-all else needs: d_pre_j comes from those of g streams_j and of u streams_j. The gradient of w grows in shared memory,
-each column owned by a thread; CTAs leave theirs as rows, which a second kernel adds in a fixed order.
+Here streams are the updated ones, w is the norm's weight, and d_mix the gradient of u.
+
+A CTA takes whole tokens. One read of a token's streams makes u, which stays in shared memory, and the sums over D from
+which the rest follows: of u^2, g u, g streams_j and u streams_j (the last two give d_pre_j). The CTA's sum over tokens
+of w's gradient is kept in shared memory, each column owned by a thread, and finally stored as a row of a workspace,
+whose rows a second kernel adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -46,9 +50,16 @@ WORDS = VECTOR_BYTES // 4
 
 
 class Norm(NamedTuple):
-    """Of the mix: d_x and the streams, `pre`, w and its dtype; where gradients go (0: not wanted), and eps.
+    """Addresses and numbers for the backward of norm and mix.
 
-    `partials`: float32 [CTAs, D], sums of w's gradient.
+    Attributes:
+        d_x: the gradient of x; 0: not given, and no gradient of norm and mix is made.
+        streams, pre: the updated streams and the coefficients that mixed them.
+        weight, weight_code: the norm's weight w and its dtype.
+        d_mix: the gradient of u, a result.
+        d_pre: the gradient of pre, a result; 0: not wanted.
+        partials: float32 [CTAs, D], each CTA's sum of w's gradient; 0: not wanted.
+        eps: the norm's.
     """
 
     d_x: Int64
@@ -63,7 +74,14 @@ class Norm(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Of Sinkhorn: d_comb and what the logits are made of, where their gradient goes, the iterations and eps."""
+    """Addresses and numbers for the backward of Sinkhorn.
+
+    Attributes:
+        d_comb: the gradient of comb; 0: not given, and no gradient of logits is made.
+        stats: forward's p and root mean square [T, K + 1]. With scale and base (and their dtypes) they give the logits.
+        d_logits: float32 [T, n, n], a result.
+        iters, eps: Sinkhorn's iterations and eps.
+    """
 
     d_comb: Int64
     stats: Int64
@@ -77,9 +95,9 @@ class Gates(NamedTuple):
 
 
 class BoundaryBackward(Invariant):
-    """d_mix, d_pre, d_logits and d_norm_weight; those of an absent gradient are 0, or not wanted.
+    """Kernel that makes d_mix, d_pre, d_logits and d_norm_weight. Address 0 of a gradient: not given, or not wanted.
 
-    `workspace`: float32 [ctas, D] where d_norm_weight is wanted.
+    workspace: float32 [ctas, D]; used only if d_norm_weight is wanted.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -148,7 +166,8 @@ class BoundaryBackward(Invariant):
 
     @cute.jit
     def _logits(self, gates: Gates, token: Int64, steps: cute.Pointer):
-        """The gradient of a token's logits, by a warp."""
+        """Store the gradient of a token's logits; called by one warp. steps: the warp's shared memory for
+        `Balance.backward`."""
         n, lane = self.n, cute.arch.lane_idx()
         element, row = lane % (n * n), token * (self.outputs + 1)
         k = 2 * n + element
@@ -165,7 +184,10 @@ class BoundaryBackward(Invariant):
         self, norm: Norm, token: Int64, width: Int32, sums: TokenSums, buffer: Int32, mixes: cute.Pointer,
         of_weight: cute.Pointer,
     ):  # fmt: skip
-        """One token's gradients."""
+        """Make a token's d_mix and d_pre, and add its part of w's gradient; called by the whole CTA.
+
+        sums, buffer: see `TokenSums`. mixes, of_weight: u and the sum of w's gradient in shared memory.
+        """
         thread, _, _ = cute.arch.thread_idx()
         n = self.n
         vectors = width // self.count
@@ -192,7 +214,7 @@ class BoundaryBackward(Invariant):
             mine.store(mine.load() + d.load() * u.load() * r)
 
     def _mix(self, mixes: cute.Pointer, vector: Int32) -> cute.Tensor:
-        """u at a vector of columns."""
+        """Return u (the mix of the streams) at one vector of columns, from shared memory, as float32."""
         words = cute.make_rmem_tensor(WORDS, Int32)
         words.store(shared_at(Int32, mixes + vector * WORDS, WORDS).load())
         return floats(cute.recast_tensor(words, self.dtype))
@@ -202,7 +224,8 @@ class BoundaryBackward(Invariant):
         self, norm: Norm, token: Int64, vector: Int32, vectors: Int32, weights: cute.Tensor, mixes: cute.Pointer,
         dots: cute.Tensor,
     ):  # fmt: skip
-        """Keep u at a vector of columns; add g streams_j, u streams_j, u^2 and g u."""
+        """Store u at a vector of columns in shared memory; add g streams_j, u streams_j, u^2 and g u over these columns
+        to `dots`."""
         n = self.n
         first = token * (n * vectors) + vector
         raw = [load_vector(self.dtype, norm.streams, first + j * vectors) for j in range(n)]

@@ -1,7 +1,9 @@
-"""The end of a boundary's forward: sums of the slices, norm and gates of the coefficients, Sinkhorn, and the norm of u.
+"""The second kernel of a boundary's forward (boundary.py): adds the slices' partial sums, makes the coefficients (norm,
+gates, Sinkhorn), and turns u into x by its RMS norm.
 
-A CTA takes a token. Each of its warps adds some slices' sums, all in an order that does not depend on how the columns
-were cut, so a token's results have the same bits in every batch. The first warp makes the coefficients, all scale u.
+A CTA takes a token. Each of its warps adds the sums of some slices, in an order that does not depend on how the columns
+were cut into slices, so a token's results have the same bits in every batch. The first warp makes the coefficients, all
+warps scale u.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ FINISH_WARPS = THREADS // LANES
 
 
 class Partials(NamedTuple):
-    """float32 [slices, T, K + 2]; sums of `merge` slices are added before any other is."""
+    """The partial sums. rows: the address of float32 [slices, T, K + 2]. merge: see `boundary_shapes.Cut`."""
 
     rows: Int64
     slices: Int32
@@ -35,7 +37,14 @@ class Partials(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """x, which holds u; norm_weight and its dtype; and where the coefficients go, and stats (0: not wanted)."""
+    """Addresses of the boundary's results, and of the norm's weight.
+
+    Attributes:
+        x: [T, D]; holds u before, x after.
+        norm_weight, norm_code: the norm's weight and its dtype.
+        pre, post, comb: the new coefficients, float32.
+        stats: float32 [T, K + 1], p and the root mean square of the streams; 0: not wanted.
+    """
 
     x: Int64
     norm_weight: Int64
@@ -51,7 +60,11 @@ def gate_argument(
     p: Float32, rms: Float32, scale: Int64, scale_code: Int32, base: Int64, base_code: Int32, k: Int32,
     n: cutlass.Constexpr[int],
 ) -> Float32:  # fmt: skip
-    """z = p / rms * scale + base of coefficient k."""
+    """Return z = p / rms * scale + base, the argument of coefficient k's gate (a sigmoid, or Sinkhorn's logit).
+
+    scale: the address of [3]: the factors of pre (k < n), post (k < 2n) and comb. base: the address of [K].
+    scale_code, base_code: their dtypes.
+    """
     part = Int32(2)
     if k < n:
         part = Int32(0)
@@ -62,7 +75,7 @@ def gate_argument(
 
 
 class BoundaryFinish(Invariant):
-    """Second kernel of the boundary's forward."""
+    """Second kernel of the boundary's forward: see the top of this file."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -76,7 +89,8 @@ class BoundaryFinish(Invariant):
         self, partials: Partials, gates: tuple, finished: Finished, tokens: Int32, width: Int32, iters: Int32,
         epsilons: tuple, stream: cuda.CUstream,
     ):  # fmt: skip
-        """gates: scale and base, each with its dtype; epsilons: rms_eps, eps and norm_eps."""
+        """Launch a CTA for each token. gates: scale and base, each followed by its dtype. epsilons: rms_eps, eps and
+        norm_eps. width: D."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, gates, finished, tokens, width, iters, epsilons).launch(
             grid=(tokens, 1, 1),
@@ -111,7 +125,8 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
-        """A lane's sum, over every FINISH_WARPS-th group of slices that are merged."""
+        """Return this warp's part of a token's sum number `lane` (K + 2 in all): the sum over every FINISH_WARPS-th
+        group of `merge` slices."""
         row_length = self.outputs + 2
         at = cutlass.min(lane, row_length - 1)
         groups, total = cute.ceil_div(partials.slices, partials.merge), Float32(0.0)
@@ -142,7 +157,7 @@ class BoundaryFinish(Invariant):
     def _coefficients(
         self, gates: tuple, finished: Finished, token: Int32, total: Float32, rms: Float32, eps: Float32, iters: Int32
     ):  # fmt: skip
-        """By one warp; lane k < K has p_k."""
+        """Make and store a token's coefficients and stats; called by one warp. total: in lane k < K, p_k."""
         n, lane, at = self.n, cute.arch.lane_idx(), Int64(token)
         scale, scale_code, base, base_code = gates
         k = cutlass.min(lane, self.outputs - 1)
@@ -163,7 +178,7 @@ class BoundaryFinish(Invariant):
 
     @cute.jit
     def _norm(self, finished: Finished, token: Int32, width: Int32, r: Float32):
-        """x = u r norm_weight, in u's place."""
+        """Replace u by x = u r norm_weight in memory."""
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)
         vectors = width // count

@@ -1,4 +1,5 @@
-"""Sums of a matrix's columns, in a fixed order: how partial sums of many CTAs become one gradient."""
+"""Sums of a matrix's columns in a fixed order. They turn the partial sums of many CTAs (one row each) into one
+gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SMEM_BYTES = TokenSums.num_bytes(COLUMNS, THREADS)
 
 
 class ColumnSums(Invariant):
-    """out[c] = sum over r of partials[r, c], float32, stored in any of PARAM_FORMS."""
+    """Kernel for out[c] = sum over r of partials[r, c]. partials: the address of float32 [rows, columns]. code: the
+    dtype of out (`dtypes.PARAM_FORMS`)."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,5 +1,9 @@
-"""From a projection to coefficients, a warp a token: z = p r alpha + bias, r = 1 / (rms(x) + eps); h_pre = sigmoid(z),
-h_post = 2 sigmoid(z), h_res = z. gates_backward.py has the way back.
+"""The gates: from the projection p = x weight^T (K = n^2 + 2n numbers a token) to the coefficients.
+
+    z = p r alpha + bias, r = 1 / (rms(x) + eps);  h_pre = sigmoid(z), h_post = 2 sigmoid(z), h_res = z
+
+The first n of the K outputs are for h_pre, the next n for h_post, the last n^2 for h_res; each has an alpha of its own.
+A warp handles a token. gates_backward.py has the gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ FINISH_READS = 12
 
 
 class Gates(NamedTuple):
-    """alphas (one number each) and bias [K]; `forms`: of weight, the alphas and the bias."""
+    """Parameters of the gates. alpha_pre, alpha_post, alpha_res: addresses of one number each. bias: the address of
+    [K]. forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py)."""
 
     alpha_pre: Int64
     alpha_post: Int64
@@ -40,7 +45,7 @@ def sigmoid(z: Float32) -> Float32:
 
 @cute.jit
 def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
-    """The factor of row k of the weight."""
+    """Return the alpha of output k (row k of the weight)."""
     address = gates.alpha_res
     if k < n:
         address = gates.alpha_pre
@@ -50,7 +55,7 @@ def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
 
 
 class LaneParams(NamedTuple):
-    """For each of a lane's outputs k = lane, lane + 32, ...: alpha and bias; those past the last are zero."""
+    """The alpha and the bias of each of a lane's outputs, k = lane, lane + 32, ...; zeros for outputs past the last."""
 
     alphas: cute.Tensor
     biases: cute.Tensor
@@ -58,6 +63,7 @@ class LaneParams(NamedTuple):
 
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
+    """Load the parameters of this lane's outputs."""
     rounds = cute.ceil_div(outputs(n), LANES)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)
@@ -71,7 +77,8 @@ def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
 
 
 class ProjectFinish(Invariant):
-    """Adds the slices' sums and applies norm, alpha, bias and gates. Kernel of the projection's forward."""
+    """Second kernel of the projection's forward: adds the slices' partial sums, and applies norm, alpha, bias and
+    gates."""
 
     def __init__(self, name: str, n: int):
         self.name = name
@@ -83,7 +90,12 @@ class ProjectFinish(Invariant):
         self, sums: tuple, gates: Gates, results: tuple, tokens: Int32, columns: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """sums: addresses of products [slices, T, K] and squares [slices, T], and slices."""
+        """Launch the kernel.
+
+        sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
+        results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
+        columns: columns of x, n C.
+        """
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(sums, gates, results, tokens, columns).launch(
@@ -132,7 +144,8 @@ class ProjectFinish(Invariant):
     def _add(
         self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
     ):  # fmt: skip
-        """Add a lane's sums of some slices, in order. All are read first; past the last slice it is read, not added."""
+        """Add the sums of FINISH_READS slices, from slice `first` on, to a lane's outputs p, in order. All are read
+        before any is added; after the last slice, that one is read again, but not added."""
         raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
         for j in cutlass.range_constexpr(FINISH_READS):
             row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs

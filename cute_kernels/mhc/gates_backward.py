@@ -1,4 +1,5 @@
-"""Back through the gates (gates.py), up to the gradient of p and the factor of x that the norm makes."""
+"""The backward of the gates (gates.py): makes the gradient dp of p = x weight^T and, for each token, the factor f of
+the term f x that the RMS norm adds to the gradient of x."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
 from .split import split
 
-# Percent of an SM's memory that is shared, for the sums of the CTAs of the gates' backward.
+# Percent of an SM's memory that is shared memory, for the sums of the CTAs of the gates' backward.
 CARVEOUT = 16
 
 
 class GateInputs(NamedTuple):
-    """Gradients of the coefficients (0 where absent), and what forward left: stats [T, K + 1], p and rms."""
+    """Addresses of the gradients of the coefficients h_pre, h_post and h_res (0: absent), and of forward's stats,
+    float32 [T, K + 1]: each token's p, then its rms."""
 
     d_pre: Int64
     d_post: Int64
@@ -31,8 +33,12 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """For each of a lane's outputs: where the gradient of token 0's gate lies (0: absent), bytes from token to token,
-    and how many sigmoids the gate is (0: z itself).
+    """Where the gradients of a lane's outputs are; lists with an item for each output k = lane, lane + 32, ...
+
+    Attributes:
+        addresses: the address of the gradient for token 0; 0: absent.
+        strides: bytes from token to token.
+        factors: the factor of the sigmoid in the gate: 1 for h_pre, 2 for h_post, 0 for h_res, which is z itself.
     """
 
     addresses: list
@@ -41,8 +47,12 @@ class LaneGradients(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a lane has of some tokens: p and the gradients of gates [GATE_BATCH, rounds], in whose place those of p are
-    left, and the root mean square of one token, lane % GATE_BATCH.
+    """A lane's registers for a batch of GATE_BATCH tokens.
+
+    Attributes:
+        p: [GATE_BATCH, rounds], p of the lane's outputs.
+        d: [GATE_BATCH, rounds], the gradients of the gates, later replaced by the gradients of p.
+        rms: the root mean square of one token, number lane % GATE_BATCH of the batch.
     """
 
     p: cute.Tensor
@@ -51,15 +61,21 @@ class Batch(NamedTuple):
 
 
 class GatesBackward(Invariant):
-    """The gradient of p = x weight^T in two orders, the factor of x that the norm makes, and sums over tokens.
+    """Kernel that makes, from the coefficients' gradients:
 
-    A warp takes `GATE_BATCH` tokens at a time and asks for all that it needs of them before it uses any: with a token
-    pair at a time, and a branch around each read, latency took 18 us where the bytes take 2. See
-    `shapes.backward_workspace`.
+    - dp, the gradient of p = x weight^T: for 16-bit streams in blocks (`shapes.block_bytes`); for float32 streams
+      twice, by token (products) and by pairs of tokens (pairs);
+    - for each token the factor f of the term f x that the RMS norm adds to d_x (norms);
+    - each CTA's sums over tokens for the gradients of the bias and the alphas (sums).
+
+    `shapes.backward_workspace` says where these lie. A warp takes `GATE_BATCH` tokens at a time and issues all their
+    loads before it uses any: with a pair of tokens at a time, and a branch around each read, the kernel took 18 us, of
+    which memory traffic accounts for 2.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, carveout: int = CARVEOUT):
-        """carveout: percent of an SM's memory that the next kernel shares, which need not wait for another split."""
+        """Set up a kernel for n streams of a dtype. carveout: percent of an SM's memory that is shared memory in the
+        next kernel, which then does not wait until the SM's memory is divided anew."""
         self.name = name
         self.dtype = dtype
         self.n = n
@@ -75,7 +91,8 @@ class GatesBackward(Invariant):
         self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """places: addresses of products, pairs, norms and sums; parts: of products in blocks, see `split.py`."""
+        """Launch the kernel. places: the addresses of products, pairs, norms and sums. parts: 1 or 2, numbers by which
+        blocks hold an element of dp (`split.py`). columns: n C."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
             grid=(ctas, 1, 1),
@@ -94,7 +111,7 @@ class GatesBackward(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        # What the next kernel does before it waits for this one relies on those before this one to have ended.
+        # Until it waits for this kernel, the next kernel relies on the kernels before this one to have ended.
         wait_for_earlier()
         let_next_begin()
         products, pairs, norms, sums = places
@@ -132,7 +149,7 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _read(self, stats: Int64, gradients: LaneGradients, index: Int32, tokens: Int32, batch: Batch):
-        """A batch; past the last token that one stands in."""
+        """Load batch number `index`; past the last token, that token is loaded again."""
         lane, row_bytes = cute.arch.lane_idx(), (self.outputs + 1) * 4
         mine = cutlass.min(index * GATE_BATCH + lane % GATE_BATCH, tokens - 1)
         batch.rms[0] = vector_at(Float32, stats + Int64(mine) * row_bytes)[self.outputs]
@@ -142,7 +159,7 @@ class GatesBackward(Invariant):
             for i in cutlass.range_constexpr(self.rounds):
                 k = cutlass.min(lane + LANES * i, self.outputs - 1)
                 batch.p[j, i] = vector_at(Float32, row)[k]
-                # For what is absent something else is read, and not used: behind a branch no other read would begin.
+                # Instead of an absent gradient, something else is read and not used: a branch would delay others.
                 first = gradients.addresses[i]
                 source = select(first != 0, first + token * Int64(gradients.strides[i]), row)
                 batch.d[j, i] = vector_at(Float32, source)[0]
@@ -152,8 +169,9 @@ class GatesBackward(Invariant):
         self, params: LaneParams, gradients: LaneGradients, eps: Float32, index: Int32, tokens: Int32, batch: Batch,
         of_bias: cute.Tensor, of_alpha: cute.Tensor,
     ) -> Float32:  # fmt: skip
-        """The gradients of p, in place of those of the gates; adds to the sums over tokens. Returns the gradient of
-        r = 1 / (rms + eps), of the token that the lane has the root mean square of.
+        """Replace the gates' gradients in `batch.d` by the gradients of p, and add to the lane's sums over tokens.
+
+        Returns the gradient of r = 1 / (rms + eps) for the token whose rms this lane has (`Batch.rms`).
         """
         mine = cute.arch.lane_idx() % GATE_BATCH
         r_mine = select(index * GATE_BATCH + mine < tokens, 1.0 / (batch.rms[0] + eps), Float32(0.0))
@@ -176,7 +194,8 @@ class GatesBackward(Invariant):
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
-        """The factor of x in the gradient of x: that of rms by x is x / (columns rms)."""
+        """Return the factor f of the term f x in the gradient of x. It follows from the gradient of rms by x, which is
+        x / (columns rms)."""
         r = 1.0 / (rms + eps)
         return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
 
@@ -184,7 +203,8 @@ class GatesBackward(Invariant):
     def _leave(
         self, products: Int64, pairs: Int64, norms: Int64, parts: Int32, index: Int32, d: cute.Tensor, norm: Float32
     ):  # fmt: skip
-        """A batch's gradients of p, and its tokens' factors of x: behind their tile's blocks, or among all tokens'."""
+        """Store a batch's gradients of p (`d`) and its tokens' factors of x (`norm`). For 16-bit streams the factors
+        lie after the blocks of their token tile, for float32 ones in an array of all tokens (norms)."""
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
         block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
         part_bytes = TOKEN_TILE * self.outputs * 2
@@ -210,14 +230,14 @@ class GatesBackward(Invariant):
                         vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
 
     def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
-        """A batch's gradients of an output, below each other."""
+        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the element of the first token."""
         narrow = cute.recast_tensor(words, self.dtype)
         for j in range(GATE_BATCH):
             vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """This CTA's row of sums: of the bias [K], then of the alphas, by their outputs [K]."""
+        """Store this CTA's row of `sums`: its sums over tokens for the bias [K], then for the alphas, by output [K]."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES
@@ -240,7 +260,8 @@ class GatesBackward(Invariant):
 
 
 class GateRows(NamedTuple):
-    """Sums over tokens that `GatesBackward` left, [count, 2 K], and where those over rows go: `GateSums`."""
+    """Arguments of `GateSums`. rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32
+    [count, 2 K]. out: the address of float32 [K + 3], the gradients of the bias and of the three alphas."""
 
     rows: Int64
     count: Int32
@@ -248,7 +269,8 @@ class GateRows(NamedTuple):
 
 
 class GateSums(Invariant):
-    """Gradients of the bias [K] and the three alphas, one CTA's work beside that of others, in a fixed order."""
+    """Device code that adds the CTAs' sums, in a fixed order, to the gradients of the bias [K] and of the three alphas.
+    One CTA of another kernel runs it while the other CTAs do that kernel's work."""
 
     READS = 8
 
@@ -264,7 +286,7 @@ class GateSums(Invariant):
 
     @cute.jit
     def add(self, given: GateRows):
-        """By all threads of a CTA; its shared memory: `smem_bytes`."""
+        """Add the rows and store the gradients; called by all threads of a CTA, with `smem_bytes` of shared memory."""
         rows, count, out = given
         thread, _, _ = cute.arch.thread_idx()
         lane, warp, width = thread % LANES, thread // LANES, 2 * self.outputs

@@ -1,7 +1,7 @@
-"""Hyper-connection kernels.
+"""The table of hyper-connection kernels: their arguments, modules, dtypes and numbers of streams.
 
-`forms`: the dtypes of parameters, two bits each (`dtypes.PARAM_FORMS`), in the order of the addresses that a kernel
-lists in front of them.
+The argument `forms` holds dtypes of coefficients and parameters, two bits each (numbers of `dtypes.PARAM_FORMS`), in
+the order in which the kernel lists these tensors' addresses. `tokens` is T, `width` the columns of one stream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..kernels import ANY, Kernel
 from .boundary_shapes import COUNTS as BOUNDARY_COUNTS
 
 COUNTS = (2, 4, 8)
-"""Numbers of streams."""
+"""Numbers of streams for which kernels are compiled, unless a kernel's `counts` says otherwise."""
 
 
 def _of_streams(module: str, arguments: Signature | None = None) -> Kernel:

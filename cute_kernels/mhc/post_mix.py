@@ -1,8 +1,13 @@
-"""out[t, i, c] = sum over j of h_res[t, i, j] residual[t, j, c], + h_post[t, i] (x[t, c] + bias[c]); its gradients.
+"""The update of a token's n streams after a sublayer, and its gradients:
 
-Forward cuts (token, vector) pairs evenly over threads. Backward reads every byte once: a CTA takes whole tokens, so
-that the sums over C (n^2 + n a token) end inside it, and keeps its own sum over tokens of the bias' gradient in shared
-memory, each element owned by one thread. Those sums go to a workspace, and a second kernel adds them in a fixed order.
+    out[t, i, c] = sum over j of h_res[t, i, j] residual[t, j, c], + h_post[t, i] (x[t, c] + bias[c])
+
+residual are the streams [T, n, C] before, x is the sublayer's output [T, C]. With `transpose`, h_res[t, j, i] is read.
+
+Forward spreads pairs (token, vector of 16 bytes) evenly over threads. Backward reads every byte once: a CTA takes whole
+tokens, so that the sums over C (n^2 + n a token) end inside it. It keeps its own sum over tokens of the bias' gradient
+in shared memory, each element owned by one thread. These sums go to a workspace, and a second kernel adds them in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ BACKWARD_THREADS = 128
 
 @cute.jit
 def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """A vector of x as float32, plus the bias at its columns where there is one."""
+    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0. code: the bias' dtype. column:
+    the vector's number in the row. count: elements of the vector."""
     values = cute.make_rmem_tensor(count, Float32)
     values.store(floats(x).load())
     if bias != 0:
@@ -49,7 +55,8 @@ def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cu
 
 @cute.jit
 def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
-    """A token's matrix such that out_i takes the i-th row of it."""
+    """Return a token's matrix [n, n], transposed if `transpose` is not 0, so that row i has the coefficients of
+    out_i."""
     matrix = load_params(h_res, code, token * (n * n), n * n)
     if transpose != 0:
         for i in cutlass.range_constexpr(n):
@@ -59,7 +66,10 @@ def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass
 
 
 class PostMix(Invariant):
-    """Forward. `dtype`: of the streams; n of them."""
+    """Forward kernel for n streams of `dtype`.
+
+    forms: dtypes of h_res, h_post and bias (mhc/kernels.py). bias 0: none. width: C.
+    """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -106,9 +116,11 @@ class PostMix(Invariant):
 
 
 class Coefficients(Invariant):
-    """A token's h_res and h_post in shared memory, for the tokens of a CTA in turns: registers are for sums.
+    """A token's h_res and h_post in shared memory, in two buffers for a CTA's tokens in turns; registers are needed for
+    sums.
 
-    Element j n + i is what stream j gives to output i, so that one stream's are side by side; then those of h_post.
+    Element j n + i is the factor of stream j in output i, so that the factors of one stream are neighbours; the n
+    elements of h_post follow.
     """
 
     def __init__(self, h_res: Int64, h_post: Int64, forms: Int32, transpose: Int32, n: int, smem: cute.Pointer):
@@ -122,7 +134,7 @@ class Coefficients(Invariant):
 
     @cute.jit
     def load(self, token: Int64, index: Int32) -> Float32:
-        """One coefficient from global memory; zero behind the last."""
+        """Return coefficient number `index` of a token from global memory; zero after the last."""
         n = self.n
         value = Float32(0.0)
         if index < n * n:
@@ -136,18 +148,20 @@ class Coefficients(Invariant):
 
     @cute.jit
     def keep(self, index: Int32, value: Float32, buffer: Int32):
+        """Store coefficient number `index` in a buffer, unless it is after the last."""
         if index < self.count:
             cute.make_tensor(self.smem, cute.make_layout(2 * self.count))[buffer * self.count + index] = value
 
     def of_stream(self, j: int, buffer: Int32) -> cute.Tensor:
-        """The n coefficients of stream j; those of h_post for j = n."""
+        """Return the n coefficients of stream j; for j = n, those of h_post."""
         values = cute.make_rmem_tensor(self.n, Float32)
         values.store(shared_at(Float32, self.smem + (buffer * self.count + j * self.n), self.n).load())
         return values
 
 
 class Gradients(NamedTuple):
-    """Where gradients go; 0 where they are not wanted. `partials`: float32 [CTAs, C], sums of the bias' gradient."""
+    """Addresses to which gradients are written; 0: not wanted. partials: float32 [CTAs, C], each CTA's sum of the bias'
+    gradient."""
 
     residual: Int64
     h_res: Int64
@@ -157,16 +171,16 @@ class Gradients(NamedTuple):
 
 
 class PostMixBackward(Invariant):
-    """The gradients of all five inputs.
+    """Backward kernel: makes the gradients of residual, h_res, h_post, x and bias. Address 0 of a gradient: not wanted.
 
-    `workspace`: float32 [min(tokens, CTAS_PER_SM num_sms), C] where d_bias is wanted.
+    workspace: float32 [min(tokens, CTAS_PER_SM num_sms), C]; used only if d_bias is wanted.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
         self.dtype = dtype
         self.n = n
-        # Of the residual, loaded before the first is worked on. For all of 8, sm_100 spills 212 bytes.
+        # Streams of the residual that are loaded before the first is used. With all 8 at once, sm_100 spills 212 bytes.
         self.streams_at_once = 4 if has_float_pairs() and n == 8 and dtype is not Float32 else n
         self.column_sums = ColumnSums(f"{name}_bias")
 
@@ -225,7 +239,7 @@ class PostMixBackward(Invariant):
         cute.arch.sync_threads()
         buffer = Int32(0)
         for token in cutlass.range(block, tokens, grid):
-            # The next token's coefficients, under way while this one is worked on.
+            # The next token's coefficients are loaded while this token is processed.
             upcoming = coefficients.load(Int64(cutlass.min(token + grid, tokens - 1)), thread)
             dots = cute.make_rmem_tensor(n * n + n, Float32)
             dots.fill(0.0)
@@ -252,7 +266,8 @@ class PostMixBackward(Invariant):
         token: Int64, column: Int32, vectors: Int32, coefficients: Coefficients, buffer: Int32, dots: cute.Tensor,
         bias_sums: cute.Tensor,
     ):  # fmt: skip
-        """One vector of each stream: its gradients stored, its share added to the token's sums and the bias'."""
+        """Process one vector of each stream: store its gradients, and add to the token's sums (`dots`) and to the bias'
+        sum."""
         n, count = self.n, elements(self.dtype)
         first = token * n * vectors + column
         raw_d = [load_vector(self.dtype, d_out, first + i * vectors) for i in range(n)]
@@ -288,7 +303,8 @@ class PostMixBackward(Invariant):
 
     @cute.jit
     def _store(self, gradients: Gradients, forms: Int32, transpose: Int32, token: Int64, index: Int32, value: Float32):
-        """One of a token's sums: of h_res[i, j], then of h_post[i]."""
+        """Store one of a token's sums as a gradient: number i n + j is that of h_res[i, j], number n^2 + i that of
+        h_post[i]."""
         n = self.n
         if index < n * n:
             at = index

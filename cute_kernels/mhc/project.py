@@ -1,10 +1,12 @@
-"""p = x weight^T (24 columns for n = 4) with the rows' norms, then h = alpha p / norm + bias and its gates.
+"""The projection: p = x weight^T (K = n^2 + 2n columns, 24 for n = 4) with the norms of x's rows, then the gates
+(gates.py).
 
-The tensor cores are idle most of the time, so the kernel is a stream of x. A CTA holds a slice of the weight's columns
-in shared memory. Each of its warps takes token tiles of its own and fills a ring of stages by asynchronous copies, two
-whole rows of a stage at a time; no other warp waits for it. A lane's 16 bytes of a row are its share of an MMA operand,
-in whatever order the contraction takes them, and the squares are summed from the same registers. Each slice leaves
-partial sums; a second kernel adds them in their order and takes them through the gates.
+x [T, n C] are the streams. Memory bounds the kernel; the tensor cores are idle most of the time. A CTA holds a slice of
+the weight's columns in shared memory. Each of its warps takes tiles of 16 tokens of its own and fills a ring of stages
+by asynchronous copies, two whole rows of a stage at a time; no other warp waits for it. A stage holds a step:
+step_bytes of each token of a tile. A lane's 16 bytes of a row are its part of an MMA operand; the contraction takes
+columns in whatever order that gives. The squares are summed from the same registers. Each slice stores partial sums; a
+second kernel adds them in order and applies the gates.
 """
 
 from __future__ import annotations
@@ -44,9 +46,16 @@ FILL_READS = 8
 
 
 class Problem(NamedTuple):
-    """tokens T; columns nC of x and weight; `slice_columns` of them a slice, for which `groups` CTAs share the tokens.
+    """Addresses and sizes of a projection.
 
-    products: float32 [slices, T, K]; squares: float32 [slices, T].
+    Attributes:
+        x: the streams [T, n C].
+        products: float32 [slices, T, K], partial sums of p.
+        squares: float32 [slices, T], partial sums of x's squares.
+        tokens: T.
+        columns: n C.
+        slice_columns: columns of a slice.
+        groups: number of CTAs that share the tokens of a slice.
     """
 
     x: Int64
@@ -59,14 +68,21 @@ class Problem(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A step of a token tile."""
+    """Step number `step` of token tile number `tile`."""
 
     tile: Int32
     step: Int32
 
 
 class Path(NamedTuple):
-    """A warp's work: `vectors` of each row of its slice, cut into `steps`; tiles `stride` apart; `total` steps."""
+    """A warp's work.
+
+    Attributes:
+        vectors: vectors of 16 bytes of a row in the slice.
+        steps: steps of a tile.
+        stride: distance of the warp's tiles, in numbers of tiles.
+        total: steps of all of the warp's tiles.
+    """
 
     vectors: Int32
     steps: Int32
@@ -75,10 +91,13 @@ class Path(NamedTuple):
 
 
 class Project(Invariant):
-    """h_pre, h_post, h_res, float32, and stats [T, K + 1]: p and the root mean square of x (0: not wanted).
+    """Host function and first kernel of the projection. Results: h_pre, h_post and h_res, float32.
 
-    This kernel multiplies 16-bit weights, in the streams' dtype; float32 ones are for `ExactProducts`.
-    `workspace`: see `shapes.project_workspace`.
+    The kernel multiplies 16-bit weights, in the streams' dtype; for float32 weights `ExactProducts` is launched
+    instead.
+
+    stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted. workspace: float32, of
+    `shapes.project_workspace` elements. slices, slice_columns, groups: `shapes.Slices`.
     """
 
     def __init__(self, spec: MhcSpec):
@@ -157,14 +176,15 @@ class Project(Invariant):
 
     @cute.jit
     def _fill(self, weights: cute.Pointer, problem: Problem, weight: Int64, code: Int32):
-        """This CTA's slice of the weight in the streams' dtype; zeros behind the last column."""
+        """Write this CTA's slice of the weight, in the streams' dtype, to shared memory; zeros after the last
+        column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
         count, threads = elements(self.dtype), self.threads
         per_row = problem.slice_columns // count
         total = self.outputs * per_row
         for first in cutlass.range(thread, total, threads * FILL_READS):
-            # Behind the end the last vector stands in, so that the reads of a turn are under way together.
+            # Past the end, read the last vector again, so that all reads of a turn are issued together.
             at = [cutlass.min(first + i * threads, total - 1) for i in range(FILL_READS)]
             columns = [part * problem.slice_columns + place % per_row * count for place in at]
             raw = []
@@ -180,12 +200,12 @@ class Project(Invariant):
                 self._weight_words(weights, at[i] // per_row, at[i] % per_row).store(words.load())
 
     def _weight_words(self, weights: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
-        """A vector of a row of the slice, as 32-bit words."""
+        """Return vector number `vector` of a row of the slice in shared memory, as 32-bit words."""
         return shared_at(Int32, weights + (row * self.row_words + vector * WORDS), WORDS)
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Problem, path: Path, first: Place) -> Place:
-        """Fill all stages but one, while the weight is read. Returns what comes next."""
+        """Start to fill all stages except one; this goes on while the weight is read. Return the step to copy next."""
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
             ahead = self._advance(ring + stage * self.stage_words, problem, path, ahead, stage < path.total)
@@ -193,7 +213,7 @@ class Project(Invariant):
 
     @cute.jit
     def _advance(self, stage: cute.Pointer, problem: Problem, path: Path, place: Place, is_any) -> Place:
-        """Start to fill a stage, if there is anything left, and return what comes next."""
+        """Start to copy a step to a stage, if any step is left (`is_any`), and return the step after it."""
         copy = AsyncCopy(WORDS)
         if is_any:
             self._copy(copy, stage, problem, place, path.vectors)
@@ -204,7 +224,11 @@ class Project(Invariant):
     def _stream(
         self, ring: cute.Pointer, weights: cute.Pointer, problem: Problem, path: Path, first: Place, ahead: Place
     ):  # fmt: skip
-        """All of a warp's tiles, steps of all of them in one pipeline. `ring`: the warp's own, with what is `ahead`."""
+        """Multiply all of a warp's token tiles; their steps form one copy pipeline, which does not drain between tiles.
+
+        ring: the warp's own stages, which `_start` began to fill. first: the step to multiply first. ahead: the step to
+        copy next.
+        """
         products = cute.make_rmem_tensor(self.outputs // 2, Float32)
         squares = cute.make_rmem_tensor(2, Float32)
         products.fill(0.0)
@@ -231,6 +255,7 @@ class Project(Invariant):
 
     @cute.jit
     def _next(self, place: Place, path: Path) -> Place:
+        """Return the step after a step: of the same tile, or the first of the warp's next tile."""
         tile, step = place.tile, place.step + 1
         if step == path.steps:
             tile += path.stride
@@ -239,10 +264,10 @@ class Project(Invariant):
 
     @cute.jit
     def _copy(self, copy: AsyncCopy, stage: cute.Pointer, problem: Problem, place: Place, vectors: Int32):
-        """A step of a token tile to a stage. Past the last token or vector the last one stands in.
+        """Start to copy a step of a token tile to a stage. Past the last token or vector, the last one is copied again.
 
         Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
-        vectors each) fall on all banks.
+        vectors each) use all banks.
         """
         part, _, _ = cute.arch.block_idx()
         row, vector = cute.arch.lane_idx() // self.copy_lanes, cute.arch.lane_idx() % self.copy_lanes
@@ -259,7 +284,8 @@ class Project(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, step: Int32, vectors: Int32, products: cute.Tensor,
         squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares. What stood in for vectors past the last meets zeros of the weight."""
+        """Add a step's products and squares. Vectors that were copied again past the last one meet zeros of the
+        weight."""
         lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype)
         for i in cutlass.range_constexpr(self.reads):
@@ -289,7 +315,7 @@ class Project(Invariant):
 
     @cute.jit
     def _leave(self, problem: Problem, tile: Int32, products: cute.Tensor, squares: cute.Tensor):
-        """A finished tile's sums over this slice, to the workspace."""
+        """Store a finished tile's sums over this slice in the workspace."""
         part, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for half in cutlass.range_constexpr(2):
@@ -306,7 +332,8 @@ class Project(Invariant):
 
 
 def _exchanged(row: Int32, vector: Int32) -> Int32:
-    """Where a stage's vector lies in its row."""
+    """Return the position of a vector in its row of a stage: in odd rows, halves of 128 bytes are exchanged
+    (`_copy`)."""
     return vector ^ (row % 2 * LANES_PER_ROW)
 
 

@@ -1,19 +1,22 @@
-"""The projection's gradients in one read of x: d_x = dp weight + norm x (+ addends), d_weight = dp^T x.
+"""The projection's backward, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-Of 16-bit streams `project_tiles.py` makes them; here float32 ones are multiplied in TF32.
+dp is the gradient of p = x weight^T, and f a factor for each token that comes from the norm; gates_backward.py makes
+both. The kernel here is for float32 streams, which it multiplies in TF32; project_tiles.py has the one for 16-bit
+streams.
 
-A warp keeps the same columns for all of its tokens: 8 lanes of 4 columns each, in which the weight's rows are MMA
-operands that never change and d_weight's sums stay in registers. Per tile of 16 tokens a lane reads its columns of the
-four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its share of the left operand of d_weight's product,
-whose contraction runs over tokens; and of d_x's product, made transposed, a lane gets exactly the elements that it
-read. So nothing passes through shared memory.
+A warp has the same columns for all of its tokens: 8 groups of 4 lanes, with 4 columns each. Of these columns the
+weight's rows are MMA operands that never change, and d_weight's sums stay in registers. For each tile of 16 tokens a
+lane reads its columns of the four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its part of the left
+operand of d_weight's product, whose contraction runs over tokens. d_x's product is made transposed, so that a lane gets
+exactly the elements that it read. So nothing passes through shared memory.
 
     d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     left fixed, right read
     d_weight^T   [16 columns, 8 outputs]  x^T [columns, tokens]  times  dp [tokens, K]       summed over tokens
 
-Row g of the i-th 16 columns is the lane's column 2i, row g + 8 its column 2i + 1 (g = lane / 4).
+In the MMA of the i-th 16 columns, row g is the lane's column 2i and row g + 8 its column 2i + 1 (g = lane / 4).
 
-Tokens are cut into parts, each with sums of d_weight of its own, which a last kernel adds in order.
+Tokens are divided into parts (grid dimension y), each with its own sums for d_weight, which a last kernel adds in
+order.
 """
 
 from __future__ import annotations
@@ -45,12 +48,15 @@ from .warp_columns import WarpColumns
 LANES = 32
 THREADS = SPREAD_WARPS * LANES
 LANES_IN_ROW = 8
-# Of a tile, a lane has the tokens 2t + OFFSETS.
+# A lane has the tokens 2t + OFFSETS of a tile.
 OFFSETS = (0, 1, 8, 9)
 
 
 class Products(NamedTuple):
-    """What GatesBackward left: dp in two orders and the factors of x; and where d_weight's sums go (0: nowhere)."""
+    """Addresses of the results of `GatesBackward`, and of the parts' sums for d_weight: see `shapes.BackwardWorkspace`.
+
+    products: dp by token. pairs: dp by pairs of tokens. norms: the factors f. weights: the sums; 0: not wanted.
+    """
 
     products: Int64
     pairs: Int64
@@ -59,10 +65,12 @@ class Products(NamedTuple):
 
 
 class ProjectBackward(Invariant):
-    """d_x, d_weight (either may be 0) and d_sums, float32 [K + 3], of bias and the alphas.
+    """Host function of the projection's backward. Results: d_x, d_weight (address 0: not wanted), and d_sums, float32
+    [K + 3], the gradients of the bias and of the three alphas.
 
-    `addends`: d_x also gets h_pre d_aggregate, the gradient of the streams' sum, and d_residual, which saves a layer's
-    backward three passes over the streams. `workspace`: see `shapes.backward_workspace`.
+    addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
+    layer's backward three passes over the streams. workspace: see `shapes.backward_workspace`. ctas:
+    `shapes.gate_ctas`. parts: `shapes.spread_splits`.
     """
 
     addends = False
@@ -72,7 +80,7 @@ class ProjectBackward(Invariant):
         self.itemsize = dtype.width // 8
         self.outputs = outputs(n)
         if self.itemsize == 2:
-            # With addends streams share one of these, which is then read once.
+            # With addends, the streams share d_aggregate, which is then read once.
             self.tile_sums = TileSums(f"{name}_weight", n, WarpColumns(n, side_by_side=not self.addends))
             self.rounded: Any = TileGradients(name, dtype, n, self.addends, False, self.tile_sums)
             self.exact: Any = TileGradients(f"{name}_exact", dtype, n, self.addends, True, self.tile_sums)
@@ -122,15 +130,16 @@ class ProjectBackward(Invariant):
 
 
 class PreBackward(ProjectBackward):
-    """ProjectBackward whose d_x is that of a whole layer's streams."""
+    """The projection's backward with addends: d_x is the whole gradient of a layer's streams."""
 
     addends = True
 
 
 class VectorGradients(Invariant):
-    """Kernel of the projection's backward for float32 streams. `addends`: d_x gets those of `Streams`, too.
+    """Kernel of the projection's backward for float32 streams.
 
-    is_exact: the weight is float32; then it, dp and x are split as `split.py` says, when they are multiplied.
+    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight, dp and x are each
+    split in two parts (`split.py`) for the products.
     """
 
     def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
@@ -143,7 +152,7 @@ class VectorGradients(Invariant):
         self.outputs = outputs(n)
         self.columns = thread_columns(n, self.itemsize)
         self.words = self.columns
-        # Where registers are left for it.
+        # dp and addends are read early if there are registers for them.
         self.reads_pairs_early = n < 8
         self.reads_addends_early = addends and n < 8
 
@@ -152,7 +161,7 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """parts: of the tokens."""
+        """Launch the kernel. parts: number of parts into which the tokens are divided."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, weight, weight_code).launch(
             grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
@@ -197,7 +206,8 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
-        """A lane's columns of its four tokens; past the last token that one stands in, and meets zeros."""
+        """Load a lane's columns of its four tokens of a tile. Past the last token, that token is read again, with
+        dp = 0."""
         for j in cutlass.range_constexpr(len(OFFSETS)):
             token = cutlass.min(self._token(tile, j), streams.tokens - 1)
             row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
@@ -207,7 +217,8 @@ class VectorGradients(Invariant):
         return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
-        """The weight at a lane's columns, for each step of 8 outputs and 16 columns: words of the left operand."""
+        """Return the weight at a lane's columns as left operands: words for each step of 8 outputs and each 16
+        columns."""
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
@@ -220,7 +231,9 @@ class VectorGradients(Invariant):
         return steps
 
     def _left(self, low: cute.Tensor, high: cute.Tensor, index: int) -> list:
-        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`, of the i-th columns of a step."""
+        """Return a left operand from columns 2i and 2i + 1 of `low` and `high`, the weight at the two outputs of a step
+        that the lane has. index: step times number of operands of a step, + i. An exact weight is stored by `_held`
+        instead."""
         i = index % (self.columns // 2)
         values = [values[2 * i + e] for values in (low, high) for e in range(2)]
         if self.is_exact:
@@ -229,18 +242,19 @@ class VectorGradients(Invariant):
         return self._parts(_registers(values))
 
     def _held(self, index: int) -> cute.Tensor:
-        """An exact weight's operand in shared memory, a thread's own: in registers two parts would not fit."""
+        """Return the thread's place in shared memory for operand `index` of an exact weight, whose two parts would not
+        fit into registers."""
         thread, _, _ = cute.arch.thread_idx()
         smem = cute.arch.get_dyn_smem(Float32, alignment=16)
         return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
 
     def _parts(self, raw: cute.Tensor) -> list:
-        """Words of an operand, and of its rests where these count."""
+        """Return an operand's words; for an exact weight, of its nearest numbers and of its rests (`split`)."""
         parts = split(raw, Float32) if self.is_exact else (as_operands(cute.recast_tensor(raw, Int32), Float32),)
         return [[words[i] for i in range(cute.size(raw))] for words in parts]
 
     def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
-        """sums += left right, rests first, but for their own product."""
+        """Add left right to `sums`; products with one rest come first, products of two rests are left out."""
         for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
             mma.add(sums, left[i], right[j])
 
@@ -249,7 +263,8 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """One tile: d_weight's sums grown, d_x stored. All reads come first: behind a store none could begin early."""
+        """Process a tile: add to d_weight's sums, and store d_x. All reads come first, since the compiler cannot move a
+        read before a store."""
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)
         pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
@@ -275,7 +290,8 @@ class VectorGradients(Invariant):
                         run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
 
     def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
-        """dp as the right operand of d_weight's product, for 8 outputs: words of the pairs at 2t and 2t + 8."""
+        """Return dp as the right operand of d_weight's product for the 8 outputs of `chunk`: words of the pairs of
+        tokens that begin at 2t and 2t + 8."""
         lane = cute.arch.lane_idx()
         rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
         values = [
@@ -284,7 +300,8 @@ class VectorGradients(Invariant):
         return [self._parts(_registers([pair[0], pair[1]])) for pair in values]
 
     def _rows(self, products: Products, tile: Int32, half: int) -> list:
-        """dp as the right operand of d_x's product, for one half of the tile's tokens: words for each 8 outputs."""
+        """Return dp as the right operand of d_x's product, for one half (8) of the tile's tokens: words for each 8
+        outputs."""
         lane = cute.arch.lane_idx()
         row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
         made = []
@@ -298,7 +315,8 @@ class VectorGradients(Invariant):
     def _addends(
         self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
     ) -> tuple:  # fmt: skip
-        """Of the j-th token: h_pre, and the vectors of d_aggregate and d_residual, as they are stored."""
+        """Return the addends of the lane's j-th token: h_pre, and its vectors of d_aggregate and d_residual, in their
+        dtype."""
         token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
         first = token * (streams.width * self.n) + at
         of_token = token * streams.width + at - stream * streams.width
@@ -311,14 +329,14 @@ class VectorGradients(Invariant):
         return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
-        """sums += x^T dp over the tile's tokens, in two steps of 8."""
+        """Add x^T dp over the tile's tokens to `sums`, in two steps of 8 tokens."""
         mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
             for i in range(self.columns // 2):
                 target = sums[None, chunk, i]
                 if self.is_exact:
-                    # The tensor cores cut off what float32 does not hold, which would add up over tiles.
+                    # Tensor cores truncate their sums, an error that would add up over tiles.
                     target = cute.make_rmem_tensor(4, Float32)
                     target.fill(0.0)
                 for half, right in enumerate((near, far)):
@@ -329,7 +347,7 @@ class VectorGradients(Invariant):
                     sums[None, chunk, i].store(sums[None, chunk, i].load() + target.load())
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
-        """(4, columns / 2): dp weight at a lane's columns of 8 tokens, transposed."""
+        """Return dp weight at a lane's columns for 8 tokens, transposed, as MMA results [4, columns / 2]."""
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
@@ -347,7 +365,7 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
-        """This part's sums of d_weight, to the workspace."""
+        """Store this part's sums for d_weight in the workspace."""
         for chunk in cutlass.range_constexpr(self.outputs // 8):
             for one in cutlass.range_constexpr(2):
                 row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one
@@ -365,13 +383,13 @@ def _registers(values: list) -> cute.Tensor:
 
 
 def _at(early: list, index: int, read: Callable, *arguments):
-    """What was read early, or else is read now."""
+    """Return item `index` of what was read early; if nothing was, call `read` now."""
     return early[index] if early else read(*arguments)
 
 
 class PartSums(Invariant):
-    """out[i] = sum over parts p of partials[p, i], in order, four elements a thread. The CTA behind those adds the
-    gates' sums: side by side they take no time of their own.
+    """Kernel for out[i] = sum over parts p of partials[p, i], in order, four elements a thread. One more CTA, the last,
+    adds the gates' sums (`GateSums`) at the same time, so that they take no time of their own.
     """
 
     RUN = 4
@@ -386,7 +404,7 @@ class PartSums(Invariant):
         self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """out: 0 if it is not wanted."""
+        """Launch the kernel. out: address 0: not wanted; then only the gates' sums are added. size: elements of out."""
         ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:
             ctas = cute.ceil_div(size, threads * self.RUN)

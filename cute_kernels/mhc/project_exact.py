@@ -1,12 +1,14 @@
-"""p = x weight^T with the rows' norms, for a float32 weight of which nothing is lost: two numbers an element.
+"""The projection p = x weight^T with the norms of x's rows for a float32 weight ("exact"), each of whose elements is
+split in two numbers (split.py) so that its precision is kept.
 
-These would take twice the shared memory that `project.py` has for a slice of the weight, so twice as many slices, each
-with sums to write and to add for every token. Instead tokens stay, and the weight streams, too: a CTA takes 512 tokens
-and steps through the columns. Each of its warps has 64 of them, copied two units of 32 at a time to a ring of its own,
-and reads the weight's part of a step from shared memory, where the CTA's threads leave it, split, a step ahead. So the
-weight comes once for 512 tokens, mostly from the L2 cache: a tenth of x's bytes for 4 streams.
+Split, a slice of the weight takes twice the shared memory that it takes in `project.py`. There would be twice as many
+slices, each with sums to write and to add for every token. So this kernel works the other way: a CTA keeps 512 tokens'
+sums and steps through the columns of x and of the weight. Each of its warps has 64 of the tokens, copied in two units
+of 32 to a ring of its own. It reads a step's part of the weight from shared memory, where the CTA's threads write it,
+split, a step ahead. So the weight is read once for 512 tokens, mostly from the L2 cache: a tenth of x's bytes for 4
+streams.
 
-Columns are cut only where tokens are too few to fill the SMs; `gates.py` adds what slices leave.
+Columns are divided into slices only if there are too few tokens to fill the SMs; `gates.py` adds the slices' sums.
 """
 
 from __future__ import annotations
@@ -34,8 +36,14 @@ UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
 
 class Problem(NamedTuple):
-    """tokens T; columns nC of x and weight, `slice_columns` of them a slice. products: float32 [slices, T, K]; squares:
-    float32 [slices, T].
+    """Addresses and sizes of a projection.
+
+    Attributes:
+        x, weight: the streams [T, n C], and the weight, float32 [K, n C].
+        products: float32 [slices, T, K], partial sums of p.
+        squares: float32 [slices, T], partial sums of x's squares.
+        tokens, columns: T, and n C.
+        slice_columns: columns of a slice.
     """
 
     x: Int64
@@ -48,7 +56,8 @@ class Problem(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A CTA's columns, `vectors` of each row from column `first` on, in `steps`; its tokens begin at `token`."""
+    """A warp's work. first: the first column of its CTA's slice. vectors: vectors of 16 bytes of a row in the slice.
+    steps: number of steps. token: the first token of the warp's first unit."""
 
     first: Int32
     vectors: Int32
@@ -57,7 +66,7 @@ class Slice(NamedTuple):
 
 
 class ExactProducts(Invariant):
-    """Kernel that leaves the products and squares of each slice."""
+    """Kernel that stores the products and squares of each slice; `gates.ProjectFinish` adds them."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, cta: ProjectCta):
         self.name = name
@@ -73,20 +82,20 @@ class ExactProducts(Invariant):
         self.tokens = self.warps * UNIT_TOKENS * self.units
         self.ring_words = self.warps * self.stages * self.unit_words
         self.slot_words = 2 * self.outputs * self.step_words
-        # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %. For 8
-        # of 4 bfloat16 streams sm_80 has a register too few. 8 streams' registers are spilled unless it is all, with an
-        # address made anew for each.
+        # Number of a lane's 16 copies that are unrolled. All 16 take 10 % longer than 8 (510 us instead of 465 for 4
+        # streams), 4 take 1 % longer. With 8 copies of 4 bfloat16 streams, sm_80 lacks one register. With 8 streams,
+        # registers are spilled unless all copies are unrolled and each computes its address anew.
         at_once = 8 if is_for_hopper_alone() else 4
         self.copies_at_once, self.keeps_offsets = (at_once, True) if n < 8 else (self.copies, False)
-        # Reads of a lane whose products the tensor cores add: one takes 3 % longer. Two of 8 streams do not fit
-        # registers; of float32 streams the tensor cores would cut off too much.
+        # Reads of a lane whose products the tensor cores add together: with one, the kernel takes 3 % longer. With 8
+        # streams two do not fit into registers; with float32 streams the tensor cores would truncate too much.
         self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
         # Vectors of a step of the weight for each thread.
         self.rounds = -(-self.outputs * self.step_vectors // self.threads)
 
     @cute.jit
     def launch(self, problem: Problem, slices: Int32, groups: Int32, stream: cuda.CUstream):
-        """groups: of tokens, a CTA each for every slice."""
+        """Launch a CTA for each slice of columns and each of `groups` groups of tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(problem).launch(
             grid=(slices, groups, 1),
@@ -149,7 +158,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _read(self, problem: Problem, mine: Slice, step: Int32, values: cute.Tensor):
-        """A thread's vectors of a step of the weight. Behind the last column or row that one stands in."""
+        """Load a thread's vectors of a step of the weight. After the last column or row, that one is read again."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
             vector += step * self.step_vectors
@@ -158,15 +167,15 @@ class ExactProducts(Invariant):
             values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
 
     def _place(self, i: int) -> tuple[Int32, Int32]:
-        """Row of the weight and vector in the step of a thread's i-th vector."""
+        """Return the row of the weight and the number in the step of a thread's i-th vector."""
         thread, _, _ = cute.arch.thread_idx()
         at = thread + i * self.threads
         return at // self.step_vectors, at % self.step_vectors
 
     @cute.jit
     def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
-        """A step's vectors, which were read, split, for all warps; zeros behind the last column. Reading waits for
-        nothing, and so does not put zeros there.
+        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps;
+        zeros after the last column. (`_read` does not set these zeros, since it would then have to wait for its loads.)
         """
         for i in cutlass.range_constexpr(self.rounds):
             cute.arch.sync_warp()  # or the compiler would split all of 8 streams' vectors at once, and spill them
@@ -182,8 +191,8 @@ class ExactProducts(Invariant):
         return shared_at(Int32, start + self._at(row, vector), WORDS)
 
     def _at(self, row: Int32, vector: Int32) -> Int32:
-        """Where a vector of a row of a step lies. Odd rows have the two halves of each 128 bytes exchanged: then an
-        operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) fall on all banks.
+        """Return the offset, in words, of a vector of a row of a step. Odd rows have the two halves of each 128 bytes
+        exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) use all banks.
         """
         return row * self.step_words + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
 
@@ -191,8 +200,8 @@ class ExactProducts(Invariant):
     def _advance(
         self, stage: cute.Pointer, problem: Problem, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
     ):  # fmt: skip
-        """Start to fill a stage, if there is anything left. Past the last token or vector the last one stands in; where
-        a unit has no token, nothing does, and its sums are not stored.
+        """Start to copy a step of a unit of tokens to a stage, if the step exists. Past the last token or vector, the
+        last one is copied again. A unit without any token is not copied, and its sums are not stored.
         """
         copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
         first = mine.token + unit * (self.warps * UNIT_TOKENS)
@@ -217,12 +226,12 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a unit's products and squares."""
+        """Add a step's products and squares of a unit of tokens."""
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
             self._clear(stage, mine.vectors - step * self.step_vectors)
         for i in cutlass.range(self.reads // self.reads_at_once, unroll=1):
-            # All rows that a lane reads are even, or all odd: so it has one place, and the others at constants from it.
+            # A lane reads only even or only odd rows: one address is computed, other rows are at constant distances.
             places = [
                 self._at(lane // LANES_PER_ROW, (i * self.reads_at_once + j) * LANES_PER_ROW + lane % LANES_PER_ROW)
                 for j in range(self.reads_at_once)
@@ -241,7 +250,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _clear(self, stage: cute.Pointer, vectors: Int32):
-        """Zeros for what stands in for vectors past the last."""
+        """Write zeros over the vectors of a stage from number `vectors` on, which were copied again past the last."""
         zeros = cute.make_rmem_tensor(WORDS, Int32)
         zeros.fill(0)
         vector = cute.arch.lane_idx() % self.step_vectors
@@ -252,14 +261,15 @@ class ExactProducts(Invariant):
         cute.arch.sync_warp()
 
     def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
-        """The words of a lane's place, so many rows behind it."""
+        """Return the 16 bytes, as words, that lie `rows` rows after a lane's address `place`."""
         words = cute.make_rmem_tensor(WORDS, Int32)
         words.store(shared_at(Int32, place + rows * self.step_words, WORDS).load())
         return words
 
     def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
-        """sums += x's squares: of 16-bit elements by the tensor cores, on the diagonal of rows' products by themselves,
-        which takes a quarter of the instructions. A lane may have row g's own in sums g % 2 and 2 + g % 2.
+        """Add x's squares to `sums`. For 16-bit elements the tensor cores multiply rows by themselves, and the diagonal
+        of the product has the squares, which takes a quarter of the instructions. Row g's squares are then in
+        sums[g % 2] and sums[2 + g % 2] of one lane; `_leave` picks them.
         """
         for half in range(2):
             if self.dtype is Float32:
@@ -278,15 +288,17 @@ class ExactProducts(Invariant):
                     sums[2 * half + i] = sums[2 * half + i] + few[2 * half + i]
 
     def _left(self, rows: list) -> list:
-        """x's operands, words of two rows each: of the numbers, and of float32 ones their rests."""
+        """Return x's MMA operands, each as the words of two rows: the numbers, and for float32 also their rests
+        (`split`)."""
         if self.dtype is Float32:
             parts = [split(cute.recast_tensor(words, Float32), Float32) for words in rows]
             return [[part[i] for part in parts] for i in range(2)]
         return [[as_operands(words, self.dtype) for words in rows]]
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
-        """sums += left right but for rests' own products. Rests come first, which may need scaling, and the tensor
-        cores add but 4 products a read: they cut off what float32 does not hold, which would grow with the steps.
+        """Add left right to `sums`, without products of rests with rests. Products with one rest come first, since they
+        may need scaling. The tensor cores add only 4 products a read before a float32 addition: they truncate their
+        sums, and the error would grow with the number of steps.
         """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)
@@ -311,7 +323,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _leave(self, problem: Problem, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
-        """Sums over this slice, to the workspace."""
+        """Store the warp's sums over this slice in the workspace."""
         index, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):

@@ -1,19 +1,22 @@
-"""The projection's gradients for 16-bit streams: d_x = dp weight + norm x (+ addends), d_weight = dp^T x, x read once.
+"""The projection's backward for 16-bit streams, in one read of x: d_x = dp weight + f x (+ addends), d_weight = dp^T x.
 
-A warp keeps the same 8 vectors of columns (n = 8: 4) for all of its tokens: there the weight's part stays in registers
-as an MMA operand, and so do d_weight's sums. Tiles of 16 tokens come through a ring in shared memory, the warp's own,
-and no other warp waits for it. With g = lane / 4 and t = lane % 4:
+dp is the gradient of p = x weight^T, and f a factor for each token that comes from the norm; gates_backward.py makes
+both.
 
-    d_x         [16 tokens, 8 columns]   dp [tokens, K]            times  weight [K, columns]   summed on top of norm x
+A warp has the same 8 vectors of columns (4 for n = 8) for all of its tokens. Their part of the weight stays in
+registers as an MMA operand, and so do d_weight's sums. Tiles of 16 tokens come through a ring in shared memory that is
+the warp's own; no other warp waits for it. With g = lane / 4 and t = lane % 4:
+
+    d_x         [16 tokens, 8 columns]   dp [tokens, K]            times  weight [K, columns]   added to f x
     d_weight^T  [16 columns, 8 outputs]  x^T [columns, tokens]     times  dp [tokens, K]        summed over tokens
 
-A lane reads x twice. As 16-byte vectors, t and t + 4 of the rows g and g + 8: the j-th pairs of elements of 4 lanes are
-the columns of one product, so that the lane gets 16 bytes of d_x at the place of those of x. And as matrices, which
-`ldmatrix` transposes, for d_weight. dp comes as blocks of 8 x 8, read straight and transposed; warps of a CTA that are
-in step share them.
+A lane reads x twice from shared memory. For d_x it reads 16-byte vectors, numbers t and t + 4 of the rows g and g + 8:
+the j-th pairs of elements of 4 lanes are the columns of one product, so that the lane gets 16 bytes of d_x at the same
+columns as its 16 bytes of x. For d_weight it reads 8 x 8 matrices, which `ldmatrix` transposes. dp is stored in blocks
+of 8 x 8, which are read both as they are and transposed; warps of a CTA that begin each tile together share them.
 
-A row's vectors lie in an order of their own, vector ^ f(row): then copies (whole rows), vectors (two rows, four vectors
-each) and matrices (8 rows, one vector each) all fall on all banks.
+A row's vectors lie in permuted order, at vector ^ (a function of the row): then copies (whole rows), reads of vectors
+(two rows, four vectors each) and of matrices (8 rows, one vector each) all use all banks.
 """
 
 from __future__ import annotations
@@ -45,7 +48,14 @@ SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of an SM at most, a
 
 
 class Streams(NamedTuple):
-    """x and d_x [T, n, C]; addends of d_x: d_aggregate [T, C] times h_pre [T, n], and d_residual, as x, or 0."""
+    """Addresses and sizes of the streams and of their gradient.
+
+    Attributes:
+        x, d_x: [T, n, C]. d_x 0: not wanted.
+        d_aggregate, h_pre: [T, C] and [T, n], whose products are added to d_x, if the kernel has addends.
+        d_residual: [T, n, C], also added to d_x; 0: not given.
+        tokens, width: T and C.
+    """
 
     x: Int64
     d_x: Int64
@@ -57,22 +67,25 @@ class Streams(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What GatesBackward left: dp and the factors of x; and where d_weight's sums go (0: nowhere)."""
+    """Addresses. blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`). weights: the
+    parts' sums for d_weight (`tile_sums.py`); 0: not wanted."""
 
     blocks: Int64
     weights: Int64
 
 
 class TileGradients(Invariant):
-    """Kernel of the projection's backward. `addends`: d_x gets those of `Streams`, too.
+    """Kernel of the projection's backward for 16-bit streams.
 
-    is_exact: the weight is float32, and it and dp have two parts each, as `split.py` says.
+    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight and dp have two parts
+    each (`split.py`).
     """
 
-    # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
-    # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
+    # True if a CTA's warps begin each tile together. Then their lines of x and d_x, which are neighbours, reach memory
+    # together (a page of DRAM is some KB), and dp is found in the L1 cache. Indexed by `addends`, with which warps
+    # share lines.
     IN_STEP = (True, False)
-    # Of the ring; by `addends`, which make them larger.
+    # Stages of the ring. Indexed by `addends`, with which stages are larger.
     STAGES = (3, 2)
 
     def __init__(
@@ -87,7 +100,7 @@ class TileGradients(Invariant):
         self.stages = self.STAGES[addends]
         self.columns = tile_sums.columns
         self.in_step = self.IN_STEP[addends]
-        # 8 streams' sums need more registers than three CTAs have.
+        # With 8 streams, sums need more registers than an SM has for three CTAs.
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
         self.steps = outputs(n) // 8
         self.vectors = self.columns.vectors
@@ -95,7 +108,7 @@ class TileGradients(Invariant):
         self.tile_words = TOKEN_TILE * self.vectors * WORDS
         self.block_words = block_bytes(n, self.parts) // WORD_BYTES
         self.padded_words = -(-self.block_words // LANES) * LANES
-        # A stage of a warp's own, and behind all rings stages of dp: one for all warps in step, or each warp's own.
+        # Each warp has its own stages. After all rings come stages of dp, shared if warps are in step, else one's own.
         self.stage_words = self.tile_words * (3 if addends else 1)
         self.dp_warps = 1 if self.in_step else SPREAD_WARPS
         self.groups = self.vectors // 4
@@ -115,10 +128,10 @@ class TileGradients(Invariant):
         self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """parts: of the tokens."""
+        """Launch the kernel. parts: number of parts into which the tokens are divided."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, rows, weight, weight_code).launch(
-            # One more, behind the last column, adds the gates' sums.
+            # One more CTA, after the last column's, adds the gates' sums.
             grid=(spread_blocks(self.n, 2, streams.width) + 1, parts, 1),
             block=(SPREAD_WARPS * LANES, 1, 1),
             smem=self.smem_bytes,
@@ -145,7 +158,7 @@ class TileGradients(Invariant):
                 self.gate_sums.add(rows)
         elif index < warps:
             place = self.columns.place(index, streams.width)
-            # Those who copy a stage of dp: the threads of this CTA's warps that have columns, or one warp.
+            # This thread's number and the count of the threads that copy a stage of dp: all warps with columns, or one.
             threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
             copiers = (thread, threads)
             if const_expr(not self.in_step):
@@ -176,7 +189,11 @@ class TileGradients(Invariant):
         self, rings: tuple, copiers: tuple, streams: Streams, products: Products, place: Place, fixed: list,
         first: Int32, last: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """All tiles of a part. rings: of the streams and of dp; copiers: this thread among those that copy dp."""
+        """Process tiles `first` .. `last` - 1, a part of the tokens, in one copy pipeline.
+
+        rings: the stages of the streams (the warp's) and of dp. copiers: this thread's number among the threads that
+        copy dp, and their count. fixed: the weight (`_fixed_operand`). sums: d_weight's.
+        """
         stage = Int32(0)
         for tile in cutlass.range(first, last):
             # All lanes have the oldest stage, and are done with the one before it, which is the next to be filled.
@@ -200,7 +217,7 @@ class TileGradients(Invariant):
                 stage = Int32(0)
 
     def _word(self, row: Int32, vector: Int32) -> Int32:
-        """Where a vector of a tile's row lies."""
+        """Return the offset, in words, of a vector of a tile's row in a stage (permuted, see the top of this file)."""
         turned = row % 8 // 2
         if self.vectors == 8:
             turned += row % 2 * 4
@@ -208,7 +225,8 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _copy_streams(self, stage: cute.Pointer, streams: Streams, place: Place, tile: Int32):
-        """A tile of x and of the addends. Past the last token or vector the last one stands in."""
+        """Start to copy a tile of x and of the addends to a stage. Past the last token or vector, the last one is
+        copied again."""
         lane = cute.arch.lane_idx()
         once, often = AsyncCopy(WORDS), AsyncCopy(WORDS, is_shared=True)
         vector = lane % self.vectors
@@ -227,7 +245,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
-        """A tile of dp."""
+        """Start to copy a tile of dp, with the factors f, to a stage."""
         often = AsyncCopy(WORDS, is_shared=True)
         source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
@@ -237,10 +255,10 @@ class TileGradients(Invariant):
         return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
-        """The weight at a warp's columns, by group of 4 vectors, pair of elements, part, and 8 outputs: an operand's
-        words.
+        """Return the weight at a warp's columns as operands: a nested list of words by group of 4 vectors, pair j of
+        elements, part, and step of 8 outputs.
 
-        The lane's column of a product, its g-th, is element 2 j + g % 2 of the group's vector g / 2.
+        In the product for pair j, column g (the lane's) is element 2 j + g % 2 of the group's vector g / 2.
         """
         lane = cute.arch.lane_idx()
         made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]
@@ -259,7 +277,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
-        """Element 2 j + g % 2 of two rows."""
+        """Return element 2 j + g % 2 of two rows of the weight."""
         pair = cute.make_rmem_tensor(2, Float32)
         pair[0], pair[1] = low[2 * j], high[2 * j]
         if cute.arch.lane_idx() // 4 % 2 == 1:
@@ -271,7 +289,7 @@ class TileGradients(Invariant):
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, products: Products, place: Place,
         fixed: list, tile: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """d_weight's sums grown by a tile, its d_x stored."""
+        """Process a tile: add to d_weight's sums, and store its d_x."""
         if products.weights != 0:
             self._grow(stage, blocks, sums)
         if streams.d_x != 0:
@@ -279,7 +297,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
-        """sums += x^T dp."""
+        """Add x^T dp over a tile's tokens to `sums`."""
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8
@@ -292,7 +310,8 @@ class TileGradients(Invariant):
                 self._add(mma, sums[None, step, i], products[0], products[1:])
 
     def _add(self, mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
-        """sums += the product of two operands, and of those of which one is of rests."""
+        """Add to `sums` the product of the nearest numbers (`near`: two operands), and the products with one rest
+        (`with_rests`: pairs of operands; empty if nothing is split)."""
         if with_rests and rest_scale(self.dtype) != 1.0:
             small = cute.make_rmem_tensor(4, Float32)
             small.fill(0.0)
@@ -305,7 +324,8 @@ class TileGradients(Invariant):
         mma.add(sums, *near)
 
     def _dp(self, blocks: cute.Pointer, transpose: bool, part: int) -> list:
-        """Words of a part's blocks: tokens 0..7 and 8..15 by the first 8 outputs, by the next, and so on."""
+        """Return the words of a part's blocks of dp: tokens 0 .. 7, then 8 .. 15 for the first 8 outputs, then for the
+        next 8, and so on."""
         lane, words = cute.arch.lane_idx(), []
         blocks = blocks + part * (2 * self.steps * BLOCK_WORDS)
         for first in range(0, 2 * self.steps, 4):
@@ -319,7 +339,8 @@ class TileGradients(Invariant):
     def _spread(
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, place: Place, fixed: list, tile: Int32
     ):  # fmt: skip
-        """d_x of a tile, by way of shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two."""
+        """Store d_x of a tile. It passes through shared memory, so that 8 lanes store 128 bytes of one row instead of
+        64 bytes of each of two rows."""
         lane = cute.arch.lane_idx()
         left = [self._dp(blocks, False, part) for part in range(self.parts)]
         behind = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
@@ -347,7 +368,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _addend_weights(self, streams: Streams, place: Place, tile: Int32) -> list:
-        """h_pre of a lane's two tokens."""
+        """Return h_pre of a lane's two tokens for the warp's stream; empty without addends."""
         made: list = []
         if const_expr(self.addends):
             for half in cutlass.range_constexpr(2):
@@ -359,7 +380,8 @@ class TileGradients(Invariant):
     def _group(
         self, places: list, left: list, norms: list, fixed: list, weights: list, d_residual: Int64
     ) -> list:  # fmt: skip
-        """Words of d_x at a lane's vectors of two rows. places: of x; the addends lie behind it."""
+        """Return the words of d_x at a lane's vectors of two rows. places: the addresses of these vectors of x; those
+        of the addends are at a fixed distance after them."""
         mma, half_mma = WarpMma(self.dtype), WarpMma(self.dtype, half=True)
         sums = cute.make_rmem_tensor((4, 4), Float32)
         for half in cutlass.range_constexpr(2):

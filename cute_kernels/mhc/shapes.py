@@ -1,4 +1,8 @@
-"""Sizes that the host's workspaces and the kernels must agree on. Plain Python: imports no compiler."""
+"""Sizes of the hyper-connection kernels, on which the host (workspaces, launch arguments) and the kernels must agree.
+Plain Python: imports no compiler.
+
+n streams of C columns; K = n^2 + 2n outputs of the projection; T tokens; itemsize: bytes of an element of the streams.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,41 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHS
 
 CTAS_PER_SM = 4
-"""Of post_mix's backward: of 128 threads with up to 128 registers each. Every CTA leaves a row of partial sums."""
+"""CTAs of post_mix's backward on an SM, each of 128 threads with up to 128 registers. Every CTA stores a row of partial
+sums."""
 
 TOKEN_TILE = 16
-# Rows of the weight in shared memory lie 64 bytes further apart than a multiple of 128: then the 16-byte reads of 8
-# lanes (2 rows, 4 vectors each) fall on all banks.
+# Padding in bytes of the weight's rows in shared memory, to 64 bytes more than a multiple of 128: then the 16-byte
+# reads of 8 lanes (2 rows, 4 vectors each) use all banks.
 ROW_PADDING = 64
 GOOD_USE = 0.95
 MAX_EXTRA_SLICES = 5
-# With an exact weight: tokens of a warp that are copied, and multiplied, at a time.
+# With an exact (float32) weight: tokens that a warp copies, and multiplies, at a time.
 UNIT_TOKENS = 32
-MAX_EXACT_SLICES = 48  # more take longer to add up than they save of few tokens
+MAX_EXACT_SLICES = 48  # with more slices, adding their sums takes longer than they save for few tokens
 
-# Its backward.
+# The projection's backward.
 GATE_WARPS = 8
 GATE_BATCH = 8
-"""Tokens that a warp of the gates' backward has at a time: of 4 streams 50 KB an SM are then under way."""
+"""Tokens that a warp of the gates' backward handles at a time: for 4 streams, 50 KB of loads are then in flight on an
+SM."""
 GATE_BACKWARD_WARPS = 16
 GATE_CTAS_PER_SM = 2
 SPREAD_WARPS = 4
 SPREAD_CTAS_PER_SM = 3
 MAX_SPLITS = 16
 MOST_EXACT_TOKENS = 8192
-"""Of a part, with a float32 weight: the tensor cores cut off what their sums do not hold, for 4681 tokens 1e-5 of them,
-and more for more."""
+"""The most tokens of a part (`spread_splits`) with a float32 weight. Tensor cores truncate their sums: over 4681 tokens
+the sums lose 1e-5 of their values, and more over more tokens."""
 
 
 class ProjectCta(NamedTuple):
-    """A CTA of the projection. Shared memory, `smem` bytes: a ring of stages of x for each of its `warps`, then a slice
-    of the weight. A warp reads `step_bytes` of each token of a tile at a time.
+    """Sizes of a CTA of the projection.
+
+    Attributes:
+        warps: number of warps.
+        smem: bytes of shared memory: a ring of stages of x for each warp, then a slice of the weight.
+        step_bytes: bytes of each token of a tile that a warp reads at a time.
     """
 
     warps: int
@@ -48,31 +58,34 @@ class ProjectCta(NamedTuple):
 
 
 def project_cta(arch: str) -> ProjectCta:
-    """On Hopper 64 KB of x are under way. A CTA of 99 KB has a quarter of that, read by half as many warps in rows half
-    as long, so that 8 streams' float32 weight fits beside it."""
+    """Return the sizes of the projection's CTA on an architecture. On Hopper 64 KB of x are in flight. With 99 KB of
+    shared memory, a CTA has a quarter of that, read by half as many warps in rows half as long, so that the float32
+    weight of 8 streams still fits."""
     smem = ARCHS[arch].smem_bytes - 1024
     return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
 
 
 def outputs(n: int) -> int:
-    """Rows of the projection's weight: h_pre, h_post and h_res."""
+    """Return K, the number of rows of the projection's weight: n for h_pre, n for h_post, n^2 for h_res."""
     return n * n + 2 * n
 
 
 def ring_stages(n: int) -> int:
-    """Of x, for a warp: two are under way while the third is used. 8 streams' weight leaves room for two."""
+    """Return the number of stages of a warp's ring for x: 3, of which two are being filled while the third is used; 2
+    for 8 streams, whose weight leaves no room for a third."""
     return 3 if n < 8 else 2
 
 
 def slice_capacity(cta: ProjectCta, n: int, itemsize: int) -> int:
-    """Columns of a weight slice that fit shared memory, in whole steps."""
+    """Return how many columns of the weight, in whole steps, fit into shared memory as a CTA's slice."""
     ring = cta.warps * ring_stages(n) * cta.stage_bytes
     row = (cta.smem - ring) // outputs(n) - ROW_PADDING
     return row // cta.step_bytes * (cta.step_bytes // itemsize)
 
 
 class Slices(NamedTuple):
-    """How the projection cuts its columns: slices of `slice_columns` each, for `groups` CTAs that share the tokens."""
+    """How the projection divides columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and for
+    each slice `groups` CTAs that share the tokens."""
 
     slices: int
     slice_columns: int
@@ -82,7 +95,8 @@ class Slices(NamedTuple):
 def project_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """As few slices as keep nearly all warps of all SMs busy to the end: each slice writes sums for every token."""
+    """Return the division with the fewest slices that keeps nearly all warps of all SMs busy to the end. Few, because
+    each slice writes sums for every token. columns: n C."""
     step = cta.step_bytes // itemsize
     least = -(-columns // slice_capacity(cta, n, itemsize))
     choices = [
@@ -97,8 +111,9 @@ def project_slices(
 
 
 def exact_ring(n: int) -> tuple[int, int]:
-    """With an exact weight, units of tokens to a warp, and stages of a unit each in its ring. 8 streams' sums leave
-    registers for one unit, and the weight's two steps room for two stages.
+    """Return, for an exact (float32) weight, how many units of UNIT_TOKENS tokens a warp has, and how many stages of
+    one unit its ring has. With 8 streams, the sums leave registers for only one unit, and the weight's two steps leave
+    shared memory for only two stages.
     """
     return (2, 3) if n < 8 else (1, 2)
 
@@ -106,7 +121,8 @@ def exact_ring(n: int) -> tuple[int, int]:
 def exact_slices(
     cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
 ) -> Slices:  # fmt: skip
-    """As few slices as keep nearly all SMs busy to the end, with a CTA for each slice of each group of tokens."""
+    """Return, for an exact (float32) weight, the division with the fewest slices that keeps nearly all SMs busy to the
+    end. There is a CTA for each slice and each group of tokens. columns: n C."""
     step = cta.step_bytes // itemsize
     groups, steps = -(-tokens // (cta.warps * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
     choices = range(1, min(steps, num_sms, MAX_EXACT_SLICES) + 1)
@@ -117,35 +133,45 @@ def exact_slices(
 
 
 def project_workspace(n: int, slices: int, tokens: int) -> int:
-    """float32 elements: a token's sums of products and sum of squares for each slice."""
+    """Return the projection's workspace in float32 elements: for each slice and token, K sums of products and a sum of
+    squares."""
     return slices * tokens * (outputs(n) + 1)
 
 
 def thread_columns(n: int, itemsize: int) -> int:
-    """Columns of a thread in the projection's backward: a vector, or half of one where sums would not fit registers."""
+    """Return a thread's number of columns in the projection's backward: 8, or 4 for float32 or where sums of 8 would
+    not fit into registers."""
     return 8 if itemsize == 2 and n < 8 else 4
 
 
 def row_vectors(n: int) -> int:
-    """Vectors of a token's row that a warp of the backward has, of 16-bit streams."""
+    """Return how many vectors of a token's row a warp of the backward has, for 16-bit streams."""
     return thread_columns(n, 2)
 
 
 def block_bytes(n: int, parts: Any) -> Any:
-    """What the backward needs of a token tile of 16-bit streams besides x: dp in blocks of 8 tokens x 8 outputs, two of
-    each 8 outputs side by side; where dp has two parts, blocks of the second; then the factors of x, float32.
+    """Return the bytes that the backward of 16-bit streams reads of a token tile besides x.
+
+    First comes dp in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16 tokens for the same outputs are
+    neighbours. If `parts` is 2, the blocks of dp's rests (`split.py`) follow. Last come the tokens' factors of x,
+    float32.
     """
     return TOKEN_TILE * (2 * outputs(n) * parts + 4)
 
 
 def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
-    """CTAs of the backward that share a token's columns; `width` may be the compiler's."""
+    """Return the number of CTAs of the backward that share a token's columns. width: C, a Python integer or the
+    compiler's."""
     columns = 8 * thread_columns(n, itemsize)
     return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
 
 
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, is_exact: bool) -> int:
-    """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
+    """Return the number of parts into which the backward divides the tokens, so that the last wave of CTAs is nearly
+    full.
+
+    is_exact: the weight is float32, so that a part has at most MOST_EXACT_TOKENS tokens.
+    """
     blocks, slots = spread_blocks(n, itemsize, width), SPREAD_CTAS_PER_SM * num_sms
     least = max(1, -(-tokens // MOST_EXACT_TOKENS)) if is_exact else 1
     most = max(least, min(MAX_SPLITS, -(-tokens // TOKEN_TILE)))
@@ -154,17 +180,24 @@ def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, 
 
 
 def gate_ctas(tokens: int, num_sms: int) -> int:
-    """Of the gates' backward: a batch of tokens to a warp, or several where the SMs are full."""
+    """Return the number of CTAs of the gates' backward: enough for one batch of tokens a warp, but no more than fit on
+    the SMs at the same time; warps then have several batches."""
     return min(-(-tokens // (GATE_BATCH * GATE_BACKWARD_WARPS)), GATE_CTAS_PER_SM * num_sms)
 
 
 class BackwardWorkspace(NamedTuple):
-    """Where the parts of the backward's workspace begin, in bytes, and its end. T is padded to whole token tiles.
+    """Offsets in bytes of the arrays in the workspace of the projection's backward. T is rounded up to whole token
+    tiles.
 
-    products: the gradient of x weight^T, [T, K] in the streams' dtype. pairs: the same as [T / 2, K, 2], a column's two
-    tokens side by side. norms: float32 [T], the factor of x in its gradient. 16-bit streams have blocks in place of
-    these three, of up to two parts (`block_bytes`). sums: float32 [gate CTAs, 2 K].
-    weights: float32, d_weight's sums of each split, [K, nC], or of 16-bit streams as `tile_sums.py` has them.
+    For 16-bit streams, blocks (`block_bytes`) at `products` take the place of products, pairs and norms.
+
+    Attributes:
+        products: dp, the gradient of p = x weight^T, [T, K] in the streams' dtype.
+        pairs: dp as [T / 2, K, 2], an output's values for two tokens side by side.
+        norms: float32 [T], the factor f of the term f x in d_x.
+        sums: float32 [gate CTAs, 2 K], sums over tokens for the gradients of the bias and the alphas.
+        weights: float32, each part's sums for d_weight: [parts, K, n C], or for 16-bit streams as in `tile_sums.py`.
+        end: the size of the workspace.
     """
 
     products: Any
@@ -176,13 +209,17 @@ class BackwardWorkspace(NamedTuple):
 
 
 def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any, splits: Any) -> BackwardWorkspace:
-    """Of Python integers or of the compiler's; every part begins at a multiple of 16 bytes."""
+    """Return the workspace of the projection's backward. Every array begins at a multiple of 16 bytes.
+
+    width: C. ctas: CTAs of the gates' backward (`gate_ctas`). splits: parts of the tokens (`spread_splits`). Numbers
+    are Python integers or the compiler's.
+    """
     rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * TOKEN_TILE
     pairs = rows * (outputs(n) * itemsize)
     norms = 2 * pairs
     sums = norms + rows * 4
     weights = sums + ctas * (4 * 2 * outputs(n))
-    # Columns of all warps, also those behind the last.
+    # Columns of all warps, including warps past the last column.
     columns = spread_blocks(n, itemsize, width) * (SPREAD_WARPS * 8 * thread_columns(n, itemsize))
     end = weights + splits * (columns * (4 * outputs(n)))
     return BackwardWorkspace(rows * 0, pairs, norms, sums, weights, end)

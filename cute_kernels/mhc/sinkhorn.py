@@ -1,15 +1,17 @@
-"""Sinkhorn normalisation of small matrices, one thread a matrix, and its gradient.
+"""Sinkhorn normalisation of small n x n matrices and its gradient; each thread handles one matrix.
 
-With M0 = exp(l - rowmax), every step leaves M = diag(u) M0 diag(v), so a step is known by its 2n factors. Backward
-makes them again, keeps them in shared memory (in registers 20 iterations would be 160 numbers), and walks back. With
-H = gradient * M, elementwise, a step M' = M / (sum M + eps) turns H' into H = H' - M' sum H', rows and columns alike.
-What is kept is Q with H = Q M0: then a step is Q -= u v^T scaled by sum (M0 Q'), 9 operations a line of 4, and the
-factors serve as they are. So no rounding adds up and no matrix is stored.
+l are the logits. With M0 = exp(l - rowmax), the matrix after every step is M = diag(u) M0 diag(v), so a step is known
+by its 2n factors u and v. Backward computes the factors of all iterations again, keeps them in shared memory (in
+registers 20 iterations would be 160 numbers), and goes through the steps in reverse. With H = gradient * M,
+elementwise, a step M' = M / (sum M + eps) means H = H' - M' sum H', for rows and for columns. Backward stores Q, where
+H = Q M0: then a step subtracts from Q the matrix u v^T, scaled by the line's sum (M0 Q'), which takes 9 operations for
+a line of 4 and uses the factors as they are. So rounding errors do not add up, and no matrix is stored.
 
-Columns whose logits all lie far below their rows' maxima would lose their numbers to float32's range. So M0's columns
-are divided by their largest element, exp(peak), where the factors v begin instead of at 1. A peak below DEEPEST has no
-float32 factor either. While a column is that small, its sum is nothing beside eps and each iteration multiplies it by
-1 / eps: such a column sleeps, with factor 0, for as many iterations as it takes to come above DEEPEST.
+A column whose logits all lie far below their rows' maxima would underflow in float32. So M0's columns are divided by
+their largest element, exp(peak), and the factors v begin at exp(peak) instead of at 1. If the peak is below DEEPEST,
+float32 does not hold this factor either. While a column is that small, its sum is negligible beside eps, and each
+iteration multiplies it by 1 / eps. Such a column "sleeps", with factor 0, for as many iterations as it takes to come
+above DEEPEST.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ from ..tracing import DTYPES, Traced, traced
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
 THREADS = 32
 DEEPEST = -80.0
-"""Natural logarithm of the least factor of a column that counts: 2e-35, beside which float32 has room for products."""
+"""Natural logarithm of the least factor of a column that takes part: 2e-35, with which products still fit into
+float32."""
 LEAST_EPS = 1e-30
-"""A smaller eps is no more than a sleeping column's sum; with one, peaks end at DEEPEST."""
+"""The least eps with which columns sleep. A smaller eps is not larger than a sleeping column's sum would be; with such
+an eps, peaks below DEEPEST are raised to DEEPEST."""
 LOWEST = -3e38
-"""The peak of a column of -inf, whose elements then stay 0."""
+"""The peak that stands for that of a column of -inf, whose elements then stay 0."""
 NEVER = 1e6
-"""More iterations than any call has."""
+"""A number of iterations that no call reaches."""
 
 
 class Start(NamedTuple):
-    """A thread's matrix before the first iteration: m0 diag(first), except for sleeping columns.
+    """A thread's matrix before the first iteration: m0 diag(first), where sleeping columns (see above) have factor 0
+    instead.
 
     Attributes:
         m0: [n, n] row-major; the largest element of each row and of each column is 1.
@@ -54,7 +59,7 @@ class Start(NamedTuple):
     sleep: cute.Tensor
 
     def factors(self, n: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """u and v."""
+        """Return the factors u and v before the first iteration."""
         u, v = (cute.make_rmem_tensor(n, Float32) for _ in range(2))
         u.fill(1.0)
         for j in range(n):
@@ -62,6 +67,7 @@ class Start(NamedTuple):
         return u, v
 
     def longest_sleep(self, n: int) -> Int32:
+        """Return the number of iterations after which all columns take part."""
         longest = self.sleep[0]
         for j in range(1, n):
             longest = cutlass.max(longest, self.sleep[j])
@@ -69,7 +75,8 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Divide exp(logits - rowmax) by its columns' largest elements, and put columns to sleep that are too small."""
+    """Return the start of a matrix: divide exp(logits - rowmax) by its columns' largest elements, and put columns that
+    are too small to sleep."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
@@ -97,7 +104,8 @@ def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
 def _put_to_sleep(
     first: cute.Tensor, sleep: cute.Tensor, peaks: cute.Tensor, lowest: Float32, eps: Float32, n: cutlass.Constexpr[int]
 ):
-    """Let columns whose peak is below DEEPEST begin later, by the factor that they have come to by then."""
+    """For columns whose peak is below DEEPEST, set `sleep` to the iterations until they come above it, and `first` to
+    the factor that they have then. lowest: the lowest of `peaks`."""
     if (lowest < DEEPEST) & (eps >= LEAST_EPS):
         growth = -cute.math.log(eps, fastmath=True)
         for j in cutlass.range_constexpr(n):
@@ -109,9 +117,10 @@ def _put_to_sleep(
 
 
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
-    """Divide each line of diag(u) M0 diag(v) by its sum + eps, by way of the lines' own factors.
+    """Divide each line (row or column) of diag(u) M0 diag(v) by its sum + eps, by changing the lines' factors `ours`.
 
-    ours, theirs: the factors of the lines and of what crosses them; strides: of the lines in M0, and within one.
+    ours: u for rows, v for columns. theirs: the other of the two. strides: distance in m0 from line to line, and from
+    element to element of a line.
     """
     for i in range(n):
         total = m0[i * strides[0]] * theirs[0]
@@ -122,20 +131,20 @@ def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: t
 
 @cute.jit
 def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cutlass.Constexpr[int]):
-    """One iteration: rows, then columns."""
+    """Do one iteration, rows and then columns, by changing the factors u and v."""
     _balance(m0, u, v, (n, 1), n, eps)
     _balance(m0, v, u, (1, n), n, eps)
 
 
 def _wake(start: Start, v: cute.Tensor, done: Int32, n: int):
-    """Let columns begin that have slept for as many iterations as are done."""
+    """Set the factor of each column that has slept for exactly `done` iterations, so that it takes part from now on."""
     for j in range(n):
         v[j] = select(start.sleep[j] == done, start.first[j], v[j])
 
 
 @cute.jit
 def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlass.Constexpr[int]) -> cute.Tensor:
-    """A thread's matrix, normalised."""
+    """Return the normalised matrix of this thread's logits [n, n], float32, after `iters` iterations."""
     start = _start(logits, eps, n)
     m0, (u, v) = start.m0, start.factors(n)
     asleep = cutlass.min(start.longest_sleep(n), iters)
@@ -150,7 +159,8 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
 
 
 def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """Q before the step that balanced the lines of which `ours` are the factors; arguments as in `_balance`."""
+    """Turn Q, in place, from the one after a step to the one before it. The step normalised the lines whose factors
+    after it are `ours`; arguments as in `_balance`."""
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]
         total = m0[at[0]] * q[at[0]]
@@ -162,7 +172,8 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
 
 
 def _through_maximum(start: Start, h: cute.Tensor, n: int):
-    """From H to the gradient of the logits: what each row's maximum adds to, and ties share, is taken away again."""
+    """Turn H, in place, into the gradient of the logits. M0 = exp(l - rowmax), so each row's sum of H is subtracted at
+    the row's maximum, in equal shares if several elements tie."""
     for i in range(n):
         total, ties = h[i * n], Float32(0.0)
         is_largest = [Float32((start.m0[i * n + j] == 1.0) & (start.first[j] == 1.0)) for j in range(n)]
@@ -176,14 +187,14 @@ def _through_maximum(start: Start, h: cute.Tensor, n: int):
 
 
 def _keep(factors: cute.Tensor, u: cute.Tensor, v: cute.Tensor, k: Int32, n: int):
-    """Store the factors after iteration k, for backward."""
+    """Store the factors u and v after iteration k in shared memory (`factors`), for backward."""
     for i in range(n):
         factors[((2 * k) * n + i) * THREADS] = u[i]
         factors[((2 * k + 1) * n + i) * THREADS] = v[i]
 
 
 class Sinkhorn(Invariant):
-    """Forward, for matrices of n x n in any of PARAM_FORMS."""
+    """Forward kernel for n x n matrices. forms: the dtype of logits and results (`dtypes.PARAM_FORMS`)."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
@@ -212,7 +223,8 @@ class Sinkhorn(Invariant):
 
 
 class SinkhornBackward(Invariant):
-    """d_logits. Shared memory is sized at each launch: 2n numbers a thread and iteration."""
+    """Backward kernel: makes d_logits. Each launch sets the size of shared memory: 2n numbers a thread and
+    iteration."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

@@ -1,11 +1,13 @@
-"""A float32 number as two that the tensor cores take: the nearest, and what that leaves.
+"""Splits of float32 numbers into two numbers of a dtype that tensor cores multiply: the nearest, and the rest (the
+difference).
 
-Of bfloat16 the two hold 16 bits of a number (an error of 2^-18 at most), of float16 and TF32 22. Three products of two
-such pairs, all but that of the rests, are a product to the same precision; an exact third part would be beyond what
-float32 sums keep of thousands of terms, and cost a third product.
+Two bfloat16 numbers hold 16 bits of a float32 number (an error of 2^-18 at most), two of float16 or TF32 hold 22. To
+multiply two split numbers to the same precision takes three products: all except rest times rest. A third part, which
+would make the split exact, would be below what float32 sums of thousands of terms resolve, and cost a third product.
 
-A rest of float16 is kept times 2^11, or that of a number below 2^-3 would lie where float16 loses bits: sums of
-products with rests are then scaled back. So the two hold multiples of 2^-35, and less than 22 bits of the smallest.
+A rest in float16 is stored times 2^11 (`rest_scale`), because the rest of a number below 2^-3 would lie where float16
+loses bits; sums of products with rests are then scaled back. So a pair holds multiples of 2^-35, and less than 22 bits
+of the smallest numbers.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from ..device.warp_mma import as_operands
 
 
 class Split(NamedTuple):
-    """Words of operands: of the nearest numbers, and of rests times `rest_scale`."""
+    """MMA operands as 32-bit words. near: the nearest numbers. rest: the rests times `rest_scale`."""
 
     near: cute.Tensor
     rest: cute.Tensor
 
 
 def rest_scale(dtype: type[cutlass.Numeric]) -> float:
+    """Return the factor by which rests of a dtype are stored."""
     return 2.0**11 if dtype is Float16 else 1.0
 
 
 def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
-    """float32 registers as operands of `dtype`: float32 as TF32, 16-bit elements in pairs."""
+    """Split float32 registers into operands of `dtype`. For Float32 the parts are TF32, one a word; otherwise a word
+    has two 16-bit elements."""
     rest = cute.make_rmem_tensor(values.shape, Float32)
     if const_expr(dtype is Float32):
         near = as_operands(cute.recast_tensor(values, Int32), dtype)

@@ -1,8 +1,10 @@
-"""d_weight from the sums that warps of the projection's backward hold in registers, each of a part of the tokens.
+"""Sums for d_weight: from the sums that warps of the projection's backward hold in registers, each over a part of the
+tokens, to d_weight [K, n C].
 
-A warp's sums are `count` fragments, 4 registers a lane, as an MMA leaves them. In memory they lie as in registers, 16
-bytes a thread: as rows of d_weight they would be stored 32 bytes at a time. Another kernel, a CTA for each fragment of
-a CTA's warps, adds the parts in order, so that d_weight has the same bits every time.
+A warp's sums are `count` fragments, 4 registers a lane, in the order in which an MMA leaves them. The workspace has
+them in the same order, 16 bytes a thread; in the order of d_weight they would be stored 32 bytes at a time. A second
+kernel, with a CTA for each fragment of each CTA, adds the parts in order, so that d_weight has the same bits every
+time.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ PARTS = 4  # read at a time
 
 
 class TileSums(Invariant):
-    """d_weight[k, c] = sum over parts, in any of PARAM_FORMS. `leave` is for the kernel that makes the sums, whose CTAs
-    (block, part) each have `SPREAD_WARPS` warps' columns.
+    """Second kernel, which makes d_weight (`launch`), and device code for the kernel that makes the sums (`leave`).
+
+    That kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
     """
 
     def __init__(self, name: str, n: int, columns: WarpColumns):
@@ -38,18 +41,21 @@ class TileSums(Invariant):
 
     @cute.jit
     def leave(self, partials: Int64, part: Int32, block: Int32, blocks: Int32, sums: cute.Tensor):
-        """A thread's sums (FRAGMENT, outputs / 8, pairs of vectors)."""
+        """Store a thread's sums in the workspace `partials`. sums: [FRAGMENT, K / 8, pairs of vectors]. blocks: number
+        of blocks of a part."""
         for i in cutlass.range_constexpr(self.count):
             mine = sums[None, i // self.pairs, i % self.pairs]
             self._fragment(partials, part * blocks + block, i).store(mine.load())
 
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
-        """A thread's registers of a CTA's fragment. row: the CTA's number, those of a part side by side."""
+        """Return, in the workspace, the thread's registers of a CTA's fragment number `index`. row: the CTA's number,
+        part * blocks + block."""
         thread, _, _ = cute.arch.thread_idx()
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)
 
     @cute.jit
     def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
+        """Launch the second kernel. out, code: the address of d_weight and its dtype. width: C."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, parts, width, out, code).launch(
             grid=(spread_blocks(self.n, 2, width), self.count, 1),
@@ -74,7 +80,7 @@ class TileSums(Invariant):
 
     @cute.jit
     def _store(self, out: Int64, code: Int32, warp: Int32, width: Int32, index: Int32, total: cute.Tensor):
-        """A fragment at its place in d_weight: 8 lanes have 8 neighbours of a row."""
+        """Store a fragment in d_weight (`out`), where 8 lanes have 8 neighbouring elements of a row."""
         lane, place = cute.arch.lane_idx(), self.columns.place(warp, width)
         for k in cutlass.range_constexpr(FRAGMENT):
             vector = index % self.pairs * 2 + k // 2

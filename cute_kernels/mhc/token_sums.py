@@ -1,4 +1,4 @@
-"""Sums over a token's columns, across the threads of its CTA, in a fixed order."""
+"""Sums over the columns of a token, which the threads of a CTA share; added in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ ALIGNMENT = 16
 
 
 class TokenSums(Invariant):
-    """`count` sums of a CTA's threads. Two buffers in turns, so that one barrier a token is enough: `leave`, a barrier,
-    `total`; by the time that a buffer is written again, all have passed the next barrier, and so have read it.
+    """`count` sums over all threads of a CTA, for one token after the other.
+
+    For each token call `leave`, a barrier (sync_threads), then `total`, with buffers 0 and 1 in turns. Two buffers make
+    one barrier a token enough: before a buffer is written again, all threads have passed the next barrier, and so have
+    read it.
+
+    Attributes:
+        smem: [count, warps, 2], at the start of dynamic shared memory.
+        behind: the first free address after `smem`, aligned to 16 bytes.
     """
 
     def __init__(self, count: int, threads: int):
@@ -27,12 +34,12 @@ class TokenSums(Invariant):
 
     @staticmethod
     def num_bytes(count: int, threads: int) -> int:
-        """Of shared memory, from its start; what is `behind` is free, and aligned."""
+        """Return the bytes that the sums take at the start of shared memory."""
         return -(-count * (threads // WARP) * BUFFERS * 4 // ALIGNMENT) * ALIGNMENT
 
     @cute.jit
     def leave(self, values: cute.Tensor, buffer: Int32):
-        """Each thread's values, summed over its warp, for the others to see."""
+        """Sum each of the threads' `count` values over the warp, and write the sums to shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(self.count):
             total = cute.arch.warp_reduction_sum(values[i])
@@ -41,7 +48,7 @@ class TokenSums(Invariant):
 
     @cute.jit
     def total(self, index: Int32, buffer: Int32) -> Float32:
-        """One sum over the CTA's warps."""
+        """Return sum number `index` over the CTA; called after the barrier that follows `leave`."""
         result = Float32(0.0)
         for warp in cutlass.range_constexpr(self.warps):
             result += self.smem[index, warp, buffer]

@@ -1,4 +1,4 @@
-"""Which columns of 16-bit streams a warp of the projection's backward keeps for all of its tokens."""
+"""Columns of 16-bit streams that a warp of the projection's backward has, the same for all of its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ VECTOR = 8  # elements of 16 bytes
 
 
 class Place(NamedTuple):
-    """A warp's columns: `stream`; `at`, the first of them in a token's row; `inside`, vectors that exist."""
+    """A warp's columns. stream: the stream. at: the first column, counted in a token's row of n C. inside: how many of
+    the warp's vectors exist; the rest lie past the stream's end."""
 
     stream: Int32
     at: Int32
@@ -23,10 +24,10 @@ class Place(NamedTuple):
 
 
 class WarpColumns(Invariant):
-    """`vectors` vectors of one stream to a warp.
+    """Assignment of columns to warps: each warp has `vectors` vectors of 8 columns of one stream.
 
-    side_by_side: whether neighbouring warps have neighbouring columns of a stream, or else the n streams' parts of the
-    same columns.
+    side_by_side: True: neighbouring warps have neighbouring columns of the same stream. False: n neighbouring warps
+    have the same columns of the n streams.
     """
 
     def __init__(self, n: int, side_by_side: bool):
@@ -35,14 +36,15 @@ class WarpColumns(Invariant):
         self.vectors = row_vectors(n)
 
     def _across(self, width: Int32) -> Int32:
+        """Return the number of warps that share the columns of one stream."""
         return cute.ceil_div(width, VECTOR * self.vectors)
 
     def warps(self, width: Int32) -> Int32:
-        """That have columns. `width`: of a stream."""
+        """Return the number of warps that have columns. width: columns of a stream, C."""
         return self._across(width) * self.n
 
     def place(self, warp: Int32, width: Int32) -> Place:
-        """By the warp's number in the grid."""
+        """Return the columns of warp number `warp` of the grid. width: C."""
         stream, column = warp % self.n, warp // self.n
         if const_expr(self.side_by_side):
             stream, column = warp // self._across(width), warp % self._across(width)

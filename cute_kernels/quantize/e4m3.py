@@ -1,4 +1,5 @@
-"""Conversion of float32 numbers up to 448 to E4M3, rounded to nearest even: in hardware or in integer arithmetic."""
+"""Conversion of float32 numbers of at most 448 (E4M3's greatest) to E4M3, rounded to nearest even: by the GPU's
+instruction where there is one, else in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAGNITUDE, SIGN, GREATEST, NAN = 0x7FFFFFFF, 0x80, 0x7E, 0x7F
 # Bits of float32's significand below E4M3's 3 bits; difference of the exponents' biases, shifted to E4M3's exponent.
 DROPPED_BITS, BIAS = 20, 120 << 3
 LEAST_NORMAL, STEPS_OF_SUBNORMALS = 2.0**-6, 2.0**14
-"""Float32 numbers from STEPS_OF_SUBNORMALS on are 2^-9 apart, like E4M3's subnormals."""
+"""LEAST_NORMAL: E4M3's least normal number. STEPS_OF_SUBNORMALS: the float32 numbers next to it are 2^-9 apart, like
+E4M3's subnormals, so adding it to a number below LEAST_NORMAL rounds that number to a subnormal."""
 F32_INF = 0x7F800000
 
 
@@ -30,7 +32,7 @@ def e4m3_byte(value: Float32) -> Int32:
 
 
 def e4m3_value(value: Float32) -> Float32:
-    """Return a number of at most 448 rounded to E4M3, as float32; NaN and Inf stay."""
+    """Round a number of at most 448 to the nearest E4M3 value, returned in float32; NaN and Inf stay as they are."""
     bits = value.bitcast(Int32)
     half = (1 << DROPPED_BITS - 1) - 1
     normal = bits + half + (bits >> DROPPED_BITS & 1) & -(1 << DROPPED_BITS)
@@ -41,7 +43,7 @@ def e4m3_value(value: Float32) -> Float32:
 
 
 def to_e4m3(numbers: cute.TensorSSA, count: int) -> cute.Tensor:
-    """Convert numbers to E4M3 bytes in registers."""
+    """Convert `count` numbers to E4M3; returns a register tensor."""
     result = cute.make_rmem_tensor(count, Float8E4M3FN)
     if const_expr(has_fp8()):
         result.store(numbers.to(Float8E4M3FN))
@@ -53,7 +55,7 @@ def to_e4m3(numbers: cute.TensorSSA, count: int) -> cute.Tensor:
 
 
 def e4m3_values(numbers: cute.TensorSSA, count: int) -> cute.TensorSSA:
-    """Return numbers rounded to E4M3, as float32."""
+    """Return `count` numbers rounded to E4M3 values, still in float32."""
     if const_expr(has_fp8()):
         return numbers.to(Float8E4M3FN).to(Float32)
     result = cute.make_rmem_tensor(count, Float32)

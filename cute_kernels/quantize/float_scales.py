@@ -1,9 +1,11 @@
-"""A block's float32 scale, and the factor that turns its elements into E4M3 numbers.
+"""Float32 scales of blocks of E4M3 elements: the scale, and the factor that turns a number x into an element.
+
+fl32 rounds to float32; amax is the greatest magnitude in the block.
 
     scale       max(fl32(amax / 448), 2^-126); 1 if all elements are 0; NaN if an element is NaN or infinite
     element     x * fl32(1 / scale), rounded to nearest even, saturating; NaN is 0x7F
 
-A block of NaN or infinite elements has NaN for its scale and for every element. 2^-126, the least normal number, keeps
+So in a block with a NaN or infinite x, the scale and every element are NaN. 2^-126, the least normal number, keeps
 the reciprocal finite.
 """
 
@@ -35,5 +37,5 @@ def scale_of(amax: Float32) -> Float32:
 
 
 def inverse_of(scale: Float32) -> Float32:
-    """Return fl32(1 / scale)."""
+    """Return 1 / scale, rounded to float32."""
     return Float32(cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale]))

@@ -1,17 +1,19 @@
-"""Weights to folded MXFP8: quantised in blocks of 32 along the contraction, then rescaled to one power of two a row.
+"""Folding of weights to MXFP8: they are quantised in blocks of 32 along the contraction, then rescaled so that a whole
+row of the result has one scale, a power of two.
 
 An element is rounded twice: to E4M3 with its block's scale, like the quantiser does, and again when it is rescaled from
-its block's power of two to its row's. The row's power is the least that keeps the row's largest quantised element at
-448 or under. It follows from the row's largest magnitude alone, because quantising keeps the order. So a first pass
-over a row takes maxima, and a second pass quantises and rescales each block.
+its block's power of two to its row's. The row's scale is the least power of two with which the row's largest quantised
+element is at most 448. It follows from the row's largest magnitude alone, because quantising keeps the order. So a
+first pass over a row takes maxima, and a second pass quantises and rescales each block.
 
-    row    w [R, C] to data [R, C]. 1 to 8 warps a row, as few as can hold it in registers, 8 vectors of 16 bytes a
-           thread. The part of a longer row that does not fit is read again, from L1 or L2.
+    row    w [R, C] to data [R, C]. 1 to 8 warps share a row, as few as can hold it in registers, 8 vectors of 16 bytes
+           a thread. The part of a longer row that does not fit is read again, from L1 or L2.
     col    w [E, N, K] to data [E, K, N], along N. A CTA takes 128 bytes of an expert's columns and walks down N twice,
            the second time from the end, which L2 may still hold. A warp takes 32 rows, a block of each column. A thread
            reads 8 rows by 16 bytes and writes 8 bytes of each column; four threads write a sector, 32 bytes.
 
-Bytes of a call: R C (width + 1) by rows, width 2 or 4, and R C (2 width + 1) by columns, less what L2 still holds.
+With `width` bytes an element of w (2 or 4), a call moves R C (width + 1) bytes by rows and, by columns, R C (2 width +
+1) bytes (R C elements of w) less what L2 still holds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ RUN = BLOCK // SLOTS  # rows of a block that a thread has
 
 
 def quantised_max(amax: Float32) -> Float32:
-    """Return the largest quantised element of a block whose greatest magnitude is amax, before scaling."""
+    """Return the E4M3 element, as float32 and without the scale, to which amax is quantised in a block with this
+    greatest magnitude."""
     pair = cute.make_rmem_tensor(FOUR, Float32)
     pair.fill(amax * multiplier_of(exponent_of(amax)))
     quantised = cute.make_rmem_tensor(FOUR, Float8E4M3FN)
@@ -57,14 +60,18 @@ def quantised_max(amax: Float32) -> Float32:
 
 
 def row_exponent(amax: Float32) -> Int32:
-    """Return the biased exponent, 0 .. 0xFE, of the power of two of a row whose greatest magnitude is amax."""
+    """Return the biased exponent, 0 .. 0xFE, of the scale of a row whose greatest magnitude is amax."""
     excess = exponent_of(quantised_max(amax)) - UNIT_EXPONENT
     return cutlass.min(cutlass.max(exponent_of(amax) + excess, Int32(0)), Int32(E8M0_INF))
 
 
 def shift_of(exponent: Int32, target: Int32) -> Int32:
-    """Return 2^(exponent - target) in float16, in both halves of a word. It is 0 below 2^-24, where products would be
-    below half of E4M3's least number anyway. For a NaN's exponent the result does not matter."""
+    """Return the factor 2^(exponent - target) as two equal float16 numbers in a word.
+
+    exponent, target: biased exponents of the block's scale and of the row's. A factor below 2^-24 becomes 0: its
+    products would be below half of E4M3's least number anyway. If the block's exponent means NaN, the result does not
+    matter.
+    """
     power = (cutlass.max(exponent - target + UNIT_EXPONENT, Int32(0)) << 23).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, Float16)
     pair.fill(power.to(Float16))
@@ -72,8 +79,8 @@ def shift_of(exponent: Int32, target: Int32) -> Int32:
 
 
 def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
-    """Round four float32 to E4M3, multiply by `factor` (two equal float16), and round to E4M3 again. The product is
-    exact, except where it becomes 0.
+    """Round four float32 numbers to E4M3, multiply them by `factor` (two equal float16 numbers, see `shift_of`), and
+    round to E4M3 again; returns the four bytes. The product is exact, except where it becomes 0.
 
     Rounding is to nearest even, saturating; NaN becomes E4M3's NaN.
     """
@@ -117,8 +124,10 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """A thread's vectors of its row: at columns `column`, `column` + `step`, ... before `columns`. w, data: addresses
-    of the row."""
+    """The vectors of a row that a thread handles: those at columns column, column + step, ... below columns.
+
+    w, data: addresses of the row in the weight and in the result.
+    """
 
     w: Int64
     data: Int64
@@ -132,7 +141,7 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch with as many warps a row, a power of two up to 8, as hold the row in registers."""
+        """Launch with as few warps a row as hold it in registers: a power of two, at most 8."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         held = WARP * HELD * self.vector
         warps_a_row = Int32(1)
@@ -176,7 +185,8 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _load_chunk(self, span: Span, first: Int32) -> cute.Tensor:
-        """Load (vector, HELD) of the row from column `first` on; zeros past the row's end."""
+        """Load the thread's HELD vectors of the chunk of the row that begins at column `first`; zeros past the row's
+        end."""
         values = cute.make_rmem_tensor((self.vector, HELD), self.dtype)
         values.fill(0.0)
         for i in cutlass.range_constexpr(HELD):
@@ -192,7 +202,8 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """Return the greatest magnitude of the row to all of its threads."""
+        """Return, in all threads of a row, the row's greatest magnitude. maxima: this thread's, as words
+        (`Magnitudes`)."""
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP
         shared = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
@@ -207,7 +218,8 @@ class FoldRows(FoldMxfp8):
         return result.bitcast(Float32)
 
     def _greatest(self, maxima: cute.Tensor) -> Float32:
-        """Return the greatest magnitude in words of magnitudes, as float32, whose bits are ordered like the numbers."""
+        """Return the greatest of a thread's WORDS words of magnitudes as float32; its bits, as an integer, are ordered
+        like the numbers."""
         word = maxima[0]
         for j in range(1, WORDS):
             word = self.magnitudes.max(word, maxima[j])
@@ -244,8 +256,13 @@ class FoldRows(FoldMxfp8):
 
 
 class Strip(NamedTuple):
-    """A thread's columns. w: address of its vector in the first row of block 0; rows are `row_bytes` apart. inside: the
-    columns exist."""
+    """A thread's columns of a weight.
+
+    Attributes:
+        w: the address of the thread's vector in its first row of block 0.
+        row_bytes: distance of rows in bytes.
+        inside: False if the columns are past the weight's last.
+    """
 
     w: Int64
     row_bytes: Int64
@@ -257,8 +274,8 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch one CTA a strip of columns. CTAs of an expert are neighbours, since they read the same pages of
-        memory."""
+        """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring numbers, since
+        they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]
         self.kernel(w, data, scale).launch(
@@ -301,7 +318,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _load_block(self, strip: Strip, block: Int32) -> cute.Tensor:
-        """Load (vector, RUN) of a block; zeros past the last column."""
+        """Load this thread's RUN rows of its vector of columns in block number `block`; zeros past the last column."""
         values = cute.make_rmem_tensor((self.vector, RUN), self.dtype)
         values.fill(0.0)
         if strip.inside:
@@ -322,7 +339,8 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
-        """Return the exponents of the thread's columns, from the maxima of all warps."""
+        """Return the biased exponents of the scales of the thread's columns. maxima: the thread's own; the CTA's
+        threads exchange them through shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES
         shared = cutlass.utils.SmemAllocator().allocate_tensor(
@@ -346,8 +364,10 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
-        """Quantise, rescale and store a block. `out`: the address of this thread's rows in its first column; columns
-        are `pitch` bytes apart."""
+        """Quantise a block, rescale it to the exponents `targets` of its columns, and store it.
+
+        out: the address, in the result, of this thread's rows of its first column. pitch: bytes from column to column.
+        """
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)
         maxima.fill(0)
@@ -369,6 +389,8 @@ class FoldColumns(FoldMxfp8):
 
 
 class Fold:
+    """Host function of both kernels; the spec's axis chooses."""
+
     def __init__(self, spec: FoldMxfp8Spec):
         kernel = FoldRows if spec.axis == "row" else FoldColumns
         self.fold = kernel(spec.name, DTYPES[spec.dtype])

@@ -1,8 +1,8 @@
 """Quantisation of rows to FP8 with block scales: x [T, K] to E4M3, and a float32 scale for each 128 elements of a row
 (float_scales.py).
 
-Tiles are those of `quantize_mxfp8` by rows. A float32 scale takes the place of four E8M0 scales of 32 elements, so it
-also moves 3.03 bytes an element of 16-bit x.
+Tiles are the same as in `quantize_mxfp8` by rows. A float32 scale has the size of four E8M0 scales of 32 elements, so
+this kernel, too, moves 3.03 bytes for each element of a 16-bit x.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class QuantizeFp8Block(QuantizeMxfp8):
         self.stores.words(held, strip)
 
     def _row_scales(self, words: cute.Tensor) -> cute.Tensor:
-        """Return the scale of the block that holds this thread's 16 bytes of each row."""
+        """Return, for each of this thread's rows, the scale of the block that holds the thread's 16 bytes of it."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)
@@ -69,8 +69,8 @@ class QuantizeFp8Block(QuantizeMxfp8):
 
     @cute.jit
     def _hold(self, scales: cute.Tensor, held: cute.Tensor):
-        """Write scales to shared memory, where a row's scales are neighbours: `held` has four bytes for each 128
-        columns of a row."""
+        """Write this thread's scales to `held` in shared memory, where a row's scales are neighbours: four bytes for
+        each 128 columns."""
         thread, _, _ = cute.arch.thread_idx()
         if thread % self.lanes_per_block == 0:
             block, slot = thread % self.lanes // self.lanes_per_block, thread // self.lanes

@@ -1,9 +1,10 @@
-"""MXFP8 quantisation by groups: rows [T, K] to E4M3, and a power of two for each 32 rows of a column.
+"""MXFP8 quantisation by groups: rows [T, K] to E4M3, with a scale (a power of two) for each 32 rows of a column.
 
-A group's first block begins at its first row, whatever its number, and its last block may be shorter, so an expert's
-numbers depend only on its own rows. Scales lie in bands (memory/scale_bands.py), and are 0 after a group's last row. A
-CTA quantises a band times 128 columns, like the quantiser by columns (quantize_mxfp8.py); CTAs of places without a band
-end at once. Rows may come by index.
+A group's first block begins at the group's first row, whatever that row's number, and its last block may be shorter, so
+an expert's numbers depend only on its own rows. Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0
+after a group's last row. Memory has more places for bands than there are bands. A CTA handles one place and 128
+columns: it quantises the place's band like the quantiser by columns (quantize_mxfp8.py), or ends at once if no group
+has the place. Rows may be read by index.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from .scale_stores import BLOCK, BLOCKS, ScaleGrid
 
 
 class Band(NamedTuple):
-    """A band's first row, and the row where its group ends; 0 and 0 if no group has the band."""
+    """A band of up to 128 rows of one group. row: its first row. end: the row where its group ends. Both are 0 if there
+    is no such band."""
 
     row: Int32
     end: Int32
 
 
 class QuantizeGroups(QuantizeMxfp8):
-    """Kernel that quantises x by groups; x is as in `QuantizeMxfp8`."""
+    """Kernel that quantises x by groups; `QuantizeMxfp8` says which x it takes."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         super().__init__(name, dtype, "col")
@@ -45,8 +47,8 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place of a band and 128 columns. `rows`: address of int32 [T], row numbers of x; 0: x's
-        rows in order."""
+        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row numbers of x;
+        0: x's rows in order."""
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
         self.kernel_of_groups(x, data, scale, rows, groups).launch(
@@ -71,7 +73,8 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _find(self, groups: Groups, place: Int32) -> Band:
-        """Find the band at a place; called by all threads. Each lane of a warp looks at one group."""
+        """Return the band at a place (`scale_bands.first_place`); called by all threads. Each lane of a warp tests one
+        group at a time."""
         row, end, before = Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(0, groups.count, WARP, unroll=1):
             present, first, last = group_rows(groups, base, before)
@@ -84,8 +87,11 @@ class QuantizeGroups(QuantizeMxfp8):
 
     @cute.jit
     def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
-        """Load (vector, rows) of x, all loads at once. After the group's last row, the last row is read again and
-        replaced by zeros."""
+        """Load the thread's vector of each of its rows of x, [vector, rows_per_thread], with all loads issued at once.
+
+        rows: see `launch_groups`. end: the row where the group ends; from there on, the group's last row is read again
+        and replaced by zeros.
+        """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         sources = cute.make_rmem_tensor(self.rows_per_thread, Int32)
@@ -111,7 +117,10 @@ class QuantizeGroups(QuantizeMxfp8):
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, values: cute.Tensor, end: Int32, origin: Origin,
         places: Int32,
     ):  # fmt: skip
-        """Store a band's elements and its atom of scales."""
+        """Quantise a band, and store its elements and its atom of 128 x 4 scales.
+
+        values: the thread's elements (`_load_rows`). end: the row where the group ends. places: number of places.
+        """
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes
         smem = cutlass.utils.SmemAllocator()

@@ -1,16 +1,17 @@
-"""Weights to MXFP4 along their rows: two E2M1 numbers a byte, and a power of two (E8M0) for each 32 elements.
+"""Quantisation of weights to MXFP4 along rows: two E2M1 numbers a byte, and a scale (E8M0) for each 32 elements.
 
-Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. A block is 16 bytes of
-each of 4 lanes, or of 8 lanes if elements are float32; the lanes find its greatest magnitude by shuffles. A lane has as
-many 16-byte vectors as a block has lanes, so it stores the scale of one block, and a warp stores a sector of 32 scales.
+Rows follow each other without padding and hold whole blocks, so a matrix is one run of blocks. 4 lanes have 16 bytes
+each of a block, 8 lanes if elements are float32; these lanes find its greatest magnitude (amax) by shuffles. A lane has
+as many 16-byte vectors as a block has lanes, so each lane stores the scale of one block, and a warp a sector of 32
+scales.
 
-The scale is 2^(floor(log2 amax) - 2), so amax becomes 4 to 8; elements are rounded to nearest even and end at 6. A
-float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22) and subtracting it again; numbers below
-1 are rounded with e = 0. As float16, the result times 2^-14 has its two exponent bits and its significand bit side by
-side, including 0 and 0.5, which are subnormal in both formats.
+The scale is 2^(floor(log2 amax) - 2), so amax / scale is in 4 .. 8; elements are rounded to nearest even, to at most 6.
+A float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22) and subtracting it again; numbers
+below 1 are rounded with e = 0. As float16, the result times 2^-14 has its two exponent bits and its significand bit
+side by side, including 0 and 0.5, which are subnormal in both formats.
 
-Bytes an element: 2 or 4, plus 17/32. At 4.3 TB/s an SM can issue 17 instructions for a 16-bit element; the kernel needs
-15.
+An element moves 2 or 4 bytes, plus 17/32. While a 16-bit element's bytes pass at 4.3 TB/s, an SM can issue 17
+instructions; the kernel needs 15.
 """
 
 from __future__ import annotations
@@ -95,13 +96,13 @@ class QuantizeMxfp4(Invariant):
             vector_at(Uint8, scale + first)[block] = Uint8(mine)
 
     def _block(self, lane: Int32, vector: int | Int32) -> Int32:
-        """Return the number, in the warp, of the block that holds a vector of a lane."""
+        """Return which of the warp's 32 blocks holds a lane's vector number `vector`."""
         return vector * self.vector_blocks + lane // self.lanes
 
     @cute.jit
     def _load(self, source: Int64, count: Int32, lane: Int32) -> cute.Tensor:
-        """Load (vector, vectors); zeros after the last of `count` blocks. A warp's full count is loaded without a
-        branch."""
+        """Load this lane's vectors, [vector, lanes]; zeros for blocks past the warp's first `count`. If a warp has all
+        32 blocks, no load is conditional."""
         values = cute.make_rmem_tensor((self.vector, self.lanes), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -121,7 +122,7 @@ class QuantizeMxfp4(Invariant):
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     def _exponents(self, words: cute.Tensor) -> cute.Tensor:
-        """Return the scale bytes of the blocks that hold this lane's vectors."""
+        """Return, for each of this lane's vectors, the scale byte of the block that holds it."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.lanes, Int32)
         for i in range(self.lanes):
@@ -141,7 +142,10 @@ class QuantizeMxfp4(Invariant):
         return exponents
 
     def _elements(self, values: cute.Tensor, exponent: Int32) -> Int32:
-        """Return a vector's elements, four bits each; 0 in a block with a NaN. Other scales are at most 2^126."""
+        """Return the elements of a vector, four bits each; 0 if the block has a NaN (exponent 255).
+
+        exponent: the block's scale byte. Scales that are not NaN are at most 2^126.
+        """
         multiplier = ((Int32(E8M0_INF) - exponent) << F32_MANTISSA_BITS).bitcast(Float32) * Float32(AS_F16)
         rounded = cute.make_rmem_tensor(self.vector, Float32)
         for i in range(self.vector):
@@ -162,7 +166,7 @@ class QuantizeMxfp4(Invariant):
         return select(exponent == E8M0_NAN, Int32(0), bits)
 
     def _signs(self, words: cute.Tensor) -> list[Int32]:
-        """Return words with the signs of a pair of elements at bits 15 and 31."""
+        """Return a word for each pair of the vector's elements, with their signs at bits 15 and 31."""
         if self.magnitudes.packed:
             return [words[i] for i in range(self.vector // 2)]
         return [_permuted(words[i], words[i + 1], 0x7632) for i in range(0, self.vector, 2)]
@@ -185,7 +189,7 @@ def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
 
 
 def _upper_bytes(words: list[Int32]) -> Int32:
-    """Join the upper bytes of two or four words. With two words, the result's upper half means nothing."""
+    """Join the upper bytes of two or four words into a word; with two words, ignore the result's upper half."""
     pairs = [_permuted(words[i], words[i + 1], 0x7373) for i in range(0, len(words), 2)]
     return pairs[0] if len(pairs) == 1 else _permuted(pairs[0], pairs[1], 0x5410)
 

@@ -1,21 +1,23 @@
-"""MXFP8 quantisation: x [T, K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
+"""MXFP8 quantisation: x [T, K] to E4M3, with a scale (E8M0) for each block of 32 or 128 elements along rows or columns.
 
 A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay. Only magnitudes are exchanged between
-threads: by shuffles along a row, through 2 or 4 KB of shared memory along a column. A tile is some rows of a band of
-128, times some columns:
+threads: by shuffles along a row, through 2 or 4 KB of shared memory along a column. A band is 128 rows, a quarter 32
+rows of it; a tile is some rows of a band, times some columns. By the spec's axis:
 
-    rows             2 rows of each quarter, which share sectors of swizzled scales, by 1024; a thread has 8 x 16 bytes
-    columns          128 rows by 128, an atom of scales; a thread has 16 rows of 16 bytes, here and below
-    both             128 rows by 256 (float32: 128)
-    both, strips     32 rows by 512, for plain scales of blocks of 32, which need only a quarter of a band
+    row              2 rows of each quarter of a band, whose swizzled scales share sectors, by 1024 columns; a thread
+    has
+                     16 bytes of each of 8 rows
+    col              128 rows by 128 columns, an atom of scales; a thread has 16 bytes of each of 16 rows, here and
+    below both             128 rows by 256 columns (float32: 128)
+    both, strips     32 rows by 512 columns; only for plain scales of blocks of 32, which need no whole band
 
 Up to 128 KB of loads are in flight on an SM; 4.3 TB/s at 1 us of latency needs 33 KB. Tiles are wide because of the
 rows' plain scales: storing less than a sector (32 bytes) costs as much as storing two sectors. A row has 4 bytes of
 scales in 128 columns, 8 in 256, 16 in a strip, and a whole sector in a tile of rows alone.
 
-Bytes of a call, each moved once: T K (width + copies (1 + 1/32)) with width 2 or 4 and copies 1 or 2. That is 3.03
-bytes an element for rows of 16-bit numbers, 4.06 for both axes. Instructions do not bound the time: the kernel needs 9
-and 13 an element, and an SM issues 21 and 28 while those bytes pass at 4.3 TB/s.
+A call moves T K (width + copies (1 + 1/32)) bytes, each once; width is the bytes of an element of x, 2 or 4, and copies
+is 1, or 2 for both axes. That is 3.03 bytes an element for rows of 16-bit numbers, 4.06 for both axes. Instructions do
+not bound the time: the kernel needs 9 and 13 an element, and an SM issues 21 and 28 while those bytes pass at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need
 
 
 class Outputs(NamedTuple):
-    """Addresses of E4M3 [T, K] and its E8M0 scales, by rows and by columns. Addresses of an axis that `axis` leaves out
-    are ignored."""
+    """Addresses of the results: E4M3 data [T, K] and E8M0 scales, with blocks along rows (row_) and along columns
+    (col_). If the kernel's `axis` has no blocks along rows or columns, their addresses are ignored."""
 
     row_data: Int64
     row_scale: Int64
@@ -58,7 +60,8 @@ class Outputs(NamedTuple):
 
 
 class ScaleLayout(NamedTuple):
-    """Layout of scales. wide: a scale for 128 elements instead of 32. swizzled: scales lie in atoms of 128 x 4."""
+    """Layout of scales. wide: 1: one scale for 128 elements; 0: for 32. swizzled: 1: scales lie in atoms of 128 x 4; 0:
+    plain, row after row."""
 
     wide: Int32
     swizzled: Int32
@@ -67,8 +70,8 @@ class ScaleLayout(NamedTuple):
 class Reach(NamedTuple):
     """Row bounds of a tile: rows from `end` on count as zeros, rows from `stop` on are not stored.
 
-    By rows alone, both are the end of the last group. By columns, groups begin at multiples of 128 rows: `end` is the
-    end of the tile's group, and `stop` is T, or 0 after the last group.
+    With axis "row", both are the end of the last group. Otherwise groups begin at multiples of 128 rows; end is the end
+    of the tile's group, and stop is T, or 0 if the tile is after the last group. Without groups both are T.
     """
 
     end: Int32
@@ -76,8 +79,14 @@ class Reach(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A thread's part of a tile, 16 bytes from `column` on of rows from `row` on; and the tile's first row (`row0`),
-    its first column (`col0`), and the first row of its band of 128 (`band`)."""
+    """Where a thread and its tile are in x.
+
+    Attributes:
+        row: the thread's first row.
+        column: the first column of the thread's 16 bytes.
+        band: the first row of the tile's band of 128 rows.
+        row0, col0: the tile's first row and column.
+    """
 
     row: Int32
     column: Int32
@@ -87,7 +96,14 @@ class Origin(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A CTA's tile: `run` rows of each quarter of a band of 128, or of one quarter, times `columns` columns."""
+    """Size of a CTA's tile.
+
+    Attributes:
+        run: consecutive rows in a quarter (32 rows) of a band of 128.
+        quarters: number of quarters that the tile has rows of: 4, or 1.
+        columns: number of columns.
+        rows_per_thread: rows of which a thread has 16 bytes.
+    """
 
     run: int
     quarters: int
@@ -101,14 +117,14 @@ STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
 
 
 def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
-    """Make the copy of a 16-byte vector that leaves no line in L1."""
+    """Make the copy atom that loads a vector of 16 bytes without allocating a line in L1."""
     return cute.make_copy_atom(
         CopyG2ROp(), dtype, num_bits_per_copy=8 * VECTOR_BYTES, l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE
     )
 
 
 def tile_of(axis: str, vector: int) -> Tile:
-    """Return the tile that serves all layouts of scales, if a thread has `vector` elements of a row."""
+    """Return the tile of an axis that works for all layouts of scales. vector: elements in 16 bytes."""
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
     return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)
 
@@ -117,7 +133,8 @@ class QuantizeMxfp8(Invariant):
     """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 32
     elements.
 
-    axis: "row", "col" or "both". tile: STRIP serves only plain scales of 32 elements; None: a tile for all layouts.
+    axis: blocks lie along "row", along "col", or "both" copies are made. tile: STRIP, which works only for plain scales
+    of 32 elements; None: `tile_of`, which works for all layouts.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
@@ -156,7 +173,8 @@ class QuantizeMxfp8(Invariant):
         layout: ScaleLayout,
         stream: cuda.CUstream,
     ):
-        """Launch one CTA a tile. CTAs of the same rows are neighbours, since they read the same pages of memory."""
+        """Launch one CTA for each tile. CTAs of the same rows have neighbouring numbers, since they read the same pages
+        of memory. offs: the address of the group ends (`Reach`); 0: no groups."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, layout).launch(
@@ -185,8 +203,8 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
-        """Load (vector, rows) of x, zeros outside of x. In whole bands all loads are issued at once, without a
-        branch."""
+        """Load this thread's 16 bytes of each of its rows, [vector, rows_per_thread]; zeros outside of x. In bands that
+        lie whole in x, all loads are issued at once, without a branch."""
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -205,14 +223,15 @@ class QuantizeMxfp8(Invariant):
         return values
 
     def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
-        """Return a thread's vector of elements at an address, of x or of a result, aligned to its size."""
+        """Return the `vector` elements of a dtype at an address as a tensor, aligned to its size in bytes."""
         align = self.vector * dtype.width // 8
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     @cute.jit
     def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Find the band's row bounds from group ends, which are sorted; each is clamped to the buffer."""
+        """Return the row bounds of a band that begins at row `band`, from the sorted group ends, each clamped to x's
+        rows."""
         rows = Int32(x.shape[0])
         end = rows
         stop = rows
@@ -273,7 +292,10 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _row_exponents(self, words: cute.Tensor, layout: ScaleLayout, exponents: cute.Tensor):
-        """Find the exponent of the block that holds this thread's 16 bytes of each row."""
+        """Write to `exponents`, for each of this thread's rows, the scale byte of the block that holds its 16 bytes.
+
+        words: the thread's elements as 32-bit words, [WORDS, rows_per_thread].
+        """
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         for i in cutlass.range_constexpr(self.rows_per_thread):
@@ -308,7 +330,12 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
-        """Find the exponents of this thread's columns from the maxima of the block's slots."""
+        """Write to `exponents` the scale bytes of this thread's columns.
+
+        col_maxima: [WORDS, lanes, slots] in shared memory, the greatest magnitudes that each thread found. A slot is
+            the
+        threads that have the same rows; a block of a column spans several slots.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
@@ -335,7 +362,8 @@ class QuantizeMxfp8(Invariant):
     def _put_row_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
-        """Write the rows' scales to shared memory; 0 for blocks past the last column, which an atom also holds."""
+        """Write the rows' scales to shared memory (`row_scales`); 0 for blocks past the last column, for which an atom
+        also has bytes."""
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector
         if thread % lanes_per_block == 0:
@@ -346,7 +374,8 @@ class QuantizeMxfp8(Invariant):
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
     def _row_exponent(self, exponents: cute.Tensor, row_scales: cute.Tensor, i: int) -> Int32:
-        """Return the exponent of the thread's i-th row, from registers or from where `_put_row_scales` wrote it."""
+        """Return the scale byte of the thread's i-th row: from registers or, to spare them, from shared memory, where
+        `_put_row_scales` wrote it."""
         if not self.spares_registers:
             return exponents[i]
         thread, _, _ = cute.arch.thread_idx()
@@ -422,10 +451,10 @@ class QuantizeMxfp8(Invariant):
 
 
 class RoundMxfp8(QuantizeMxfp8):
-    """Kernel that rounds x to the values it would have in MXFP8, by rows in blocks of 32, in x's dtype. It moves
-    T K 2 width bytes.
+    """Kernel that rounds x to the values that it would have in MXFP8, in blocks of 32 along rows. The result has x's
+    dtype, so the kernel moves 2 T K elements of it.
 
-    `outputs.row_data` is the address of the result [T, K] in x's dtype; other outputs and the layout are ignored.
+    `outputs.row_data` is the address of the result [T, K]; other outputs and the layout are ignored.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -450,7 +479,8 @@ class RoundMxfp8(QuantizeMxfp8):
 
 
 class Quantize:
-    """Launch of the quantiser. By both axes, a second kernel with larger tiles serves plain scales of 32 elements."""
+    """Host function of the quantiser. With axis "both" it has a second kernel, with wider tiles (STRIP), which it
+    launches for plain scales of 32 elements."""
 
     def __init__(self, spec: QuantizeMxfp8Spec):
         dtype = DTYPES[spec.dtype]
@@ -475,6 +505,8 @@ class Quantize:
 
 
 class Round:
+    """Host function of `RoundMxfp8`."""
+
     def __init__(self, spec: QuantizeMxfp8Spec):
         self.round = RoundMxfp8(spec.name, DTYPES[spec.dtype])
 

@@ -1,4 +1,9 @@
-"""Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md)."""
+"""Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md).
+
+Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's number in the row;
+for plain scales of blocks along columns, outer is the number of the block of 32 rows and inner the column. Swizzled
+scales of columns have the column as outer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +26,15 @@ WORD_BYTES = 4
 
 
 class ScaleGrid(NamedTuple):
-    """Place of swizzled scales [outer_count, block_count] in memory; the tile's first is at (outer0, block0). Scales of
-    outer indexes from `stop` to `outer_count` are not stored, but the atoms' padding after `outer_count` is."""
+    """Swizzled scales [outer_count, block_count] in memory, and where the tile begins in them.
+
+    Attributes:
+        address: the address of the first scale.
+        outer0, block0: position of the tile's first scale.
+        outer_count, block_count: the sizes.
+        stop: scales with an outer index from stop up to outer_count are not stored; the atoms' padding after
+            outer_count is.
+    """
 
     address: Int64
     outer0: Int32
@@ -33,7 +45,7 @@ class ScaleGrid(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Place of plain scales [outer_count, inner_count] in memory; the tile's first is at (outer0, inner0)."""
+    """Plain scales [outer_count, inner_count] in memory at `address`; the tile's first is at (outer0, inner0)."""
 
     address: Int64
     outer0: Int32
@@ -43,8 +55,11 @@ class Strip(NamedTuple):
 
 
 class ScaleStores(Invariant):
-    """Stores, by `threads` threads, of the scales of a tile of `rows` rows: `run` rows of each quarter of a band of
-    128, or of one quarter."""
+    """Stores of the scales of a tile by the threads of a CTA.
+
+    rows: the tile's rows. run: how many of them follow each other in a quarter (32 rows) of a band of 128; a tile has
+    rows of all four quarters or of one. threads: threads of the CTA.
+    """
 
     def __init__(self, rows: int, run: int, threads: int):
         self.rows = rows
@@ -57,7 +72,8 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def strip(self, scales: cute.Tensor, strip: Strip):
-        """Store plain (inner, outer) scales, a byte a thread. A warp's bytes are neighbours for any matrix width."""
+        """Store plain scales, given as a tensor (inner, outer), one byte a thread. A warp's bytes are neighbours in
+        memory for any width of the matrix."""
         thread, _, _ = cute.arch.thread_idx()
         width = cute.size(scales, mode=[0])
         for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
@@ -70,7 +86,8 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def words(self, scales: cute.Tensor, strip: Strip):
-        """Store plain (inner, outer) scales, four a thread if the matrix width is a multiple of 4, else by `strip`."""
+        """Store plain scales, given as a tensor (inner, outer): four a thread if rows have a multiple of 4 scales, else
+        by `strip`."""
         if strip.inner_count % WORD_BYTES == 0:
             thread, _, _ = cute.arch.thread_idx()
             width = cute.size(scales, mode=[0]) // WORD_BYTES
@@ -88,8 +105,8 @@ class ScaleStores(Invariant):
 
     @cute.jit
     def atoms(self, scales: cute.Tensor, grid: ScaleGrid):
-        """Store swizzled (blocks, outer) scales. A thread stores four of a row or column; neighbouring threads store
-        neighbours in the atom's order."""
+        """Store swizzled scales, given as a tensor (blocks, outer). A thread stores four scales of one row or column;
+        neighbouring threads store words that are neighbours in the atom."""
         thread, _, _ = cute.arch.thread_idx()
         atoms = cute.ceil_div(grid.block_count, BLOCKS)
         atom = grid.block0 // BLOCKS + thread // self.rows

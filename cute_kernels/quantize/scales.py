@@ -1,4 +1,5 @@
-"""E8M0 scale bytes: byte e is 2^(e - 127), 255 is NaN. Converts bytes to numbers, and finds the byte of a block."""
+"""E8M0 scale bytes: byte e means 2^(e - 127), and 255 NaN. Functions that convert bytes to numbers, and that find the
+byte of a block from its greatest magnitude (amax)."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ F32_TWO_TO_MINUS_127, F32_MAGNITUDE = 0x00400000, 0x7FFFFFFF
 
 
 def power_of_two(byte: Int32) -> Float32:
-    """Return a scale byte, 0 .. 255, as the exact float32 number; byte 0 is a subnormal."""
+    """Return the float32 number that a scale byte, 0 .. 255, means, exactly; byte 0 gives a subnormal."""
     bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
     return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 def magnitude_of(value: Float32) -> Int32:
-    """Return |x| as an integer. Integers are ordered like the numbers, with NaN greatest."""
+    """Return the bits of |value| as an integer. These integers are ordered like the numbers, with NaN greatest."""
     return value.bitcast(Int32) & F32_MAGNITUDE
 
 
 def exponent_of(amax: Float32) -> Int32:
-    """Return the biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
+    """Return a block's scale byte: the biased exponent of the least power of two that is not below amax / 448; 0xFE for
+    Inf, 0xFF for NaN.
 
-    If the float32 quotient has mantissa 0, it is that power; otherwise the exponent is one more. 2^-127, exponent 0, is
-    the subnormal of mantissa 0x400000.
+    If the float32 quotient has mantissa 0, it is that power of two; otherwise the exponent is one more. 2^-127,
+    exponent 0, is the subnormal of mantissa 0x400000.
     """
     quotient = (amax * Float32(1 / 448)).bitcast(Int32)
     carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
@@ -38,23 +40,23 @@ def exponent_of(amax: Float32) -> Int32:
 
 
 def multiplier_of(exponent: Int32) -> Float32:
-    """Return 2^(127 - exponent), which is exact in float32 (a subnormal for exponent 0xFE); NaN for 0xFF."""
+    """Return 1 / scale = 2^(127 - exponent) for a scale byte, exact in float32 (subnormal for 0xFE); NaN for 0xFF."""
     bits = (Int32(E8M0_INF) - exponent) << 23
     bits = select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
     return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 def pairs(dtype: type[cutlass.Numeric]) -> str:
-    """Return the PTX type in which two 16-bit magnitudes are compared: `max.u16x2` needs sm_90, `max` of two floats
-    sm_80."""
+    """Return the type suffix of the PTX `max` that compares two pairs of 16-bit magnitudes. u16x2 needs sm_90; before
+    that they are compared as pairs of floats, which needs sm_80."""
     if has_packed_integers():
         return "u16x2"
     return "NaN.bf16x2" if dtype is cutlass.BFloat16 else "NaN.f16x2"
 
 
 class Magnitudes:
-    """|x| as unsigned integers, two in a word if x is 16-bit. They are ordered like the numbers, and NaN is above Inf,
-    so a NaN reaches the scale."""
+    """Operations on magnitudes |x| as unsigned integers in 32-bit words, two in a word if x is 16-bit. The integers are
+    ordered like the numbers, and NaN is above Inf, so a NaN reaches the scale."""
 
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype = dtype
@@ -65,9 +67,9 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def behind(self, word: Int32, other: Int32) -> Int32:
-        """Return `of(word)`, computed so that it depends on another magnitude. Otherwise the compiler keeps an earlier
-        result or computes all 64 at once, which takes 10 registers too many. `other` has no sign bits, so the mask does
-        not change."""
+        """Return `of(word)`, computed after `other`, a word of magnitudes that this result then depends on. Without the
+        dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers too many.
+        `other` has no sign bits, so the mask does not change."""
         return word & (other | Int32(self.mask))
 
     def max(self, a: Int32, b: Int32) -> Int32:
@@ -76,7 +78,7 @@ class Magnitudes:
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
 
     def greatest(self, word: Int32) -> Float32:
-        """Return the greater magnitude of a word as float32."""
+        """Return the magnitude in a word, or the greater of its two, as float32."""
         pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
         words = cute.recast_tensor(pair, Int32)
         words[0] = self.max(word, word >> 16) if self.packed else word

@@ -1,1 +1,2 @@
-"""Kernels that send rows to other GPUs of the host, and wait for them."""
+"""Kernels of expert parallelism that store rows to other GPUs (ranks) of the same host, and wait for the other ranks'
+rows."""

@@ -1,17 +1,21 @@
-"""Dispatch and combine over NVLink: a rank stores rows to other ranks' memory, then writes a word that says so.
+"""Dispatch and combine over NVLink: a rank stores rows to other ranks' memory, then writes a message (a word, words.py)
+that says so.
 
-    send_tokens   dispatch. Sends token n to every rank that has one of its experts, to row n of this rank's part of
-                  that rank's `rows` (an MXFP8 token's scales to `scales`), and all choices and weights to all ranks.
-                  Then waits for the tokens of all ranks.
-    send_sums     combine. For every token n that came, sends the sum over the token's rows here to the token's rank, to
-                  row n of this rank's part of that rank's `sums`. Then waits for the sums of all ranks.
+    send_tokens   dispatch. Sends token n to every rank that has one of its experts, to row [this rank, n] of that
+                  rank's region `rows` (an MXFP8 token's scales to `scales`), and all choices (expert ids) and weights
+                  to all ranks. Then waits for the tokens of all ranks.
+    send_sums     combine. For every token n that another rank sent, sends the sum of the token's rows on this rank
+    back,
+                  to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
 
-A token's place is its own number, so no counting comes before the first store, and rows lie in the same order in every
-run. A warp loads 2 KB of a row once and stores them to one rank after the other, beginning with the next rank, so that
-no two ranks begin with the same one. Bytes over the link bound the time: an H100 stores 349 GB/s.
+Regions are described in windows.py. A token's position is its own number, so nothing is counted before the first store,
+and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank after the
+other, beginning with the next rank, so that no two ranks begin with the same one. Bytes over the link bound the time:
+an H100 stores 349 GB/s.
 
-The last CTA, found by tickets, writes the words and waits. The other CTAs end: a spinning grid would hold SMs that a
-kernel of another stream may need, and a peer may depend on that kernel.
+The CTA that finishes last, found by an atomic counter (tickets), writes the words and waits for the other ranks' words.
+All other CTAs end: a spinning grid would hold SMs that a kernel of another stream may need, and a peer may depend on
+that kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ CTAS_OF_SM = 2  # half of an SM's threads and registers, so that kernels of othe
 
 
 class Sizes(NamedTuple):
-    """Sizes: k choices a token, `vectors` vectors of 16 bytes a row, at most `most` tokens a rank."""
+    """Sizes. k: choices of a token. vectors: vectors of 16 bytes in a row. most: the most tokens of a rank."""
 
     k: Int32
     vectors: Int32
@@ -52,7 +56,8 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A lane's part of a row: vectors `first`, `first` + WARP, ... of the row's `vectors`, which have any size."""
+    """The vectors of a row that a lane handles at once: number first, first + WARP, ..., UNROLL of them, below
+    `vectors` (the vectors of the row). A vector may have any size."""
 
     first: Int32
     vectors: Int32
@@ -70,13 +75,14 @@ def _part(number: Int32, vectors: Int32) -> Part:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """Return vector number `vector`, of `words` times 4 bytes of any dtype, in memory."""
+    """Return the memory of vector number `vector` from an address on. A vector is `words` times 4 bytes of any
+    dtype."""
     return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
 def _load(address: Int64, part: Part, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load a part of the row at an address."""
+    """Load a lane's vectors, `part`, of the row at an address; a vector is `words` times 4 bytes."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
@@ -92,8 +98,8 @@ def _store(address: Int64, part: Part, raw: cute.Tensor, words: cutlass.Constexp
 
 
 class _Send(Invariant):
-    """Base of kernels that send rows: a warp takes one part of a row at a time, in as many CTAs as run at once. A rank
-    without tokens takes part, too.
+    """Base of kernels that send rows. A warp sends one part of a row at a time (`Part`); there are as many CTAs as can
+    run at the same time. A rank without tokens also launches, since the others wait for its word.
 
     who                       waits for                            then
     warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
@@ -118,7 +124,7 @@ class _Send(Invariant):
 
     @staticmethod
     def _warps() -> tuple[Int32, Int32]:
-        """Return this warp's number, and the number of warps in the grid."""
+        """Return this warp's number in the grid, and the number of warps in the grid."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -126,8 +132,13 @@ class _Send(Invariant):
 
 
 class Tokens(NamedTuple):
-    """Addresses of rows x of N tokens and, in MXFP8, of their scales, `words` times 4 bytes a row; 0 words: no scales.
-    status: the kind of rows, a number of STATUSES.
+    """The tokens to send.
+
+    Attributes:
+        x: the address of their rows.
+        scales: the address of the rows' scales, if the rows are in MXFP8.
+        words: size of a row's scales in 4 bytes; 0: there are none.
+        status: the format of the rows, an index of STATUSES.
     """
 
     x: Int64
@@ -137,12 +148,17 @@ class Tokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Addresses of the choices of N tokens: ids int32 and weights float32 [N, k]. Weights at address 0: the choices
-    were sent before, with `sum_rows` and `weight_places`.
+    """Addresses of the choices of N tokens, and of two tables that say where their results will be.
 
-    Two tables are written with the choices, and read when gradients are sent the same way. sum_rows: int32 [N, world],
-    the row of `sums` that each rank fills for a token, or -1. weight_places: int32 [N, k], the place of a choice's
-    gradient in `weight_gradients`, or -1.
+    The tables are written when choices are sent, and read when gradients of the same tokens are sent later.
+
+    Attributes:
+        ids: int32 [N, k], the experts.
+        weights: float32 [N, k]; address 0: the choices were sent before, and the tables are read.
+        sum_rows: int32 [N, world], the row of the region `sums` that each rank fills for a token; -1: none.
+        weight_places: int32 [N, k], the index of a choice's gradient in the region `weight_gradients`; -1: none.
+        experts: number of experts on all ranks.
+        tokens: N.
     """
 
     ids: Int64
@@ -154,6 +170,8 @@ class Table(NamedTuple):
 
 
 class SendTokens(_Send):
+    """Kernel of dispatch; arguments are described in `layer.kernels`."""
+
     @cute.jit
     def __call__(
         self, x: Int64, x_scale: Int64, ids: Int64, weights: Int64, sum_rows: Int64, weight_places: Int64,
@@ -193,7 +211,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """Write this operation's number, and the number of tokens that came from each rank, to the handle."""
+        """Write this operation's number, and how many tokens each rank sent, to the handle. word: the word of the rank
+        whose number is this lane's. handle: the address of int64 [1 + world]; 0: not wanted."""
         kept = vector_at(Int64, handle)
         if handle != 0:
             if operation.lane == 0:
@@ -203,8 +222,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_table(self, operation: Operation, table: Table, sizes: Sizes):
-        """Send all choices to all ranks, with id -1 after the last token, so that a receiver can sort them without
-        knowing the number of tokens."""
+        """Send all choices (ids and weights) to all ranks. Ids after the last token are -1, so that a receiver can sort
+        the choices without knowing the number of tokens."""
         warp, warps = self._warps()
         link = operation.link
         first, step = warp * WARP + operation.lane, warps * WARP
@@ -223,8 +242,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, tokens: Tokens, table: Table, sizes: Sizes):
-        """Send rows, then scales. Scales begin with the warp after the last one that had a part of a row, so that with
-        few tokens no warp has two parts."""
+        """Send rows, then scales. The first part of the scales goes to the warp after the one that had the last part of
+        the rows, so that with few tokens no warp has two parts."""
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
         if tokens.words != 0:
@@ -236,8 +255,11 @@ class SendTokens(_Send):
         self, operation: Operation, region: cutlass.Constexpr[str], words: cutlass.Constexpr[int], rows: Int64,
         vectors: Int32, first: Int32, table: Table, sizes: Sizes,
     ):  # fmt: skip
-        """Send each token's row, `vectors` vectors of `words` times 4 bytes, to a region. This warp begins with part
-        `first`."""
+        """Send each token's row to the ranks that have one of its experts.
+
+        region: the region of the ranks' windows. A row is `vectors` vectors of `words` times 4 bytes. rows: the rows'
+        address. first: the number of this warp's first part, counted over all parts of all tokens.
+        """
         _, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(vectors), Int64(vectors) * (4 * words)
@@ -254,8 +276,8 @@ class SendTokens(_Send):
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
-        """Return a mask of the ranks that have an expert of a token, and write the token's rows of the two tables if
-        `is_first`. Lanes stand for choices, then for ranks."""
+        """Return a bit mask of the ranks that have an expert of a token. If `is_first`, also write the token's entries
+        of the two tables. Each lane handles one choice, then one rank."""
         lane = cute.arch.lane_idx()
         ranks = Int32(0)
         if table.weights != 0:
@@ -283,8 +305,13 @@ class SendTokens(_Send):
 
 
 class Rows(NamedTuple):
-    """Addresses of the rows y of the tokens that came; of row_of, int32 [world, most, k], a token's rows or -1; and of
-    d_weights, float32 [world, most, k], 0: not given. is_summed: y already has each token's sum, in the token's place.
+    """The results of this rank's experts for the tokens that ranks sent.
+
+    Attributes:
+        y: the address of the rows.
+        row_of: the address of int32 [world, most, k], the rows of each token, or -1.
+        d_weights: the address of float32 [world, most, k], gradients of weights to be sent, too; 0: not given.
+        is_summed: 1: y is [world, most, H], each token's rows already added.
     """
 
     y: Int64
@@ -294,8 +321,8 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """The tables of `Table` for a rank's own N tokens, which find the tokens' sums; after a failure they lead to
-    NaN."""
+    """The addresses of the tables of `Table` for this rank's own tokens (`tokens` of them), by which the tokens' sums
+    are found. After a failure, the tables point to the regions' NaN."""
 
     sum_rows: Int64
     weight_places: Int64
@@ -303,6 +330,8 @@ class Back(NamedTuple):
 
 
 class SendSums(_Send):
+    """Kernel of combine; arguments are described in `layer.kernels`."""
+
     @cute.jit
     def __call__(
         self, y: Int64, row_of: Int64, d_weights: Int64, sum_rows: Int64, weight_places: Int64, handle: Int64,
@@ -339,7 +368,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
-        """Let all entries of the tables lead to NaN, so that later sums of them are NaN."""
+        """Let all entries of the tables point to the NaN at the end of their regions, so that sums by these tables are
+        NaN."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
@@ -348,8 +378,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, rows: Rows, sizes: Sizes, handle: Int64):
-        """Send the sums of all tokens that came. For each token number all ranks follow each other, so that all links
-        are busy at the same time."""
+        """Send the sums of all tokens that ranks sent. The order is by token number, then by rank, so that all links
+        are busy at the same time. handle: the dispatch's handle, which has the ranks' numbers of tokens."""
         warp, warps = self._warps()
         link = operation.link
         parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
@@ -382,8 +412,11 @@ class SendSums(_Send):
 
     @cute.jit
     def _send_sum(self, target: Int64, part: Part, y: Int64, found: Int32, choices: Int32):
-        """Add a token's rows, which lanes hold in `found`, and store the sum. Sums are float32, in the order of
-        choices, and rounded once."""
+        """Add the rows of y of a token, and store this lane's part of the sum at `target`.
+
+        found: in lane j, the row of the token's j-th choice. choices: a mask of the lanes that have a row. Sums are
+        float32, in the order of choices, and rounded once.
+        """
         count = elements(self.dtype)
         sums = cute.make_rmem_tensor((count, UNROLL), Float32)
         sums.fill(0.0)

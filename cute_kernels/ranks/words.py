@@ -1,14 +1,15 @@
-"""Words between ranks: they say that a rank has sent, that it is ready, or that it gave up.
+"""Words, the 64-bit messages between ranks: they say that a rank has sent, that it is ready, or that it gave up.
 
-An operation stores its rows, then writes one word to every rank including its own, and ends when the words of all ranks
-have arrived. A rank's words are in its own memory. Each word has one writer, so no atomics or locks are needed.
+The layout of words and state is in windows.py. An operation (a dispatch or a combine) stores its rows, then writes one
+word to every rank including its own, and ends when the words of all ranks have arrived. The words that a rank reads are
+in its own memory. Each word has one writer, so no atomics or locks are needed.
 
     tokens, sums, enter   written by `publish`, a release after the fence that orders the stores of all CTAs; read by
                           `wait`, an acquire
     abort                 written by `fail` to all ranks except the missing one; a waiting rank looks for it
 
-If rank A is missing because it waits for rank B, A began to wait earlier than this rank. So A's abort word, which names
-B, arrives before this rank's own time is up, and B is reported.
+If rank A is late because it waits for rank B, A began to wait before this rank did. So A's time
+is up first: its abort word, which names B, arrives before this rank's own time is up, and this rank reports B, too.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
 
 
 class Link(NamedTuple):
-    """Addresses of `regions`, int64 [REGIONS, world], the address of each region of each rank's window; and of `state`,
-    int64 [STATE], which is this rank's own.
+    """A rank's connection to the other ranks.
+
+    Attributes:
+        regions: the address of int64 [REGIONS, world], the address of each region of each rank's window.
+        state: the address of int64 [STATE], this rank's own state.
+        rank, world: this rank's number, and the number of ranks.
     """
 
     regions: Int64
@@ -63,19 +68,25 @@ def word_at(address: Int64) -> cute.Pointer:
 
 
 def load_word(word: cute.Pointer) -> Int64:
-    """Load a word by an acquire: all stores that its writer made before the word are visible, too."""
+    """Load a word with acquire semantics: all stores that its writer made before writing the word are then visible."""
     return Int64(cute.arch.load(word, Int64, sem="acquire", scope="sys"))
 
 
 def first_of(lanes: Int32) -> Int32:
-    """Return the lowest lane of a mask of lanes."""
+    """Return the number of the lowest lane in a bit mask of lanes."""
     return Int32(cute.arch.popc((lanes & -lanes) - 1))
 
 
 class Operation(Invariant):
-    """An operation of this rank, a dispatch or a combine (`phase`, of PHASES), as one CTA of its kernel sees it.
+    """An operation of this rank, a dispatch or a combine, as one CTA of its kernel sees it.
 
-    has_credit: the operation alternates with the one before, so all ranks are known to have read what was sent before.
+    Attributes:
+        link: the connection to the other ranks.
+        phase: an index of PHASES.
+        word: the kind of word that this operation's ranks wait for, an index of WORDS.
+        epoch: this operation's number.
+        has_credit: dispatch and combine alternate, so all ranks are known to have read what was sent before.
+        peer: the rank whose word this lane reads: the lane's number, at most world - 1.
     """
 
     def __init__(self, link: Link, phase: str):
@@ -110,8 +121,10 @@ class Operation(Invariant):
 
     @cute.jit
     def begin(self):
-        """Wait until this CTA may store to peers; called by the whole CTA. If dispatches and combines do not alternate,
-        no word says that all ranks have read what was sent before, so each rank says it by an `enter` word.
+        """Wait until this CTA may store to peers; called by the whole CTA.
+
+        If dispatches and combines alternate, the words of the previous operation say that all ranks have read what was
+        sent before. Otherwise each rank says so by an `enter` word, for which this method waits.
         """
         if not self.has_credit:
             thread, _, _ = cute.arch.thread_idx()
@@ -123,7 +136,8 @@ class Operation(Invariant):
 
     @cute.jit
     def is_last(self) -> Boolean:
-        """Return True if all other CTAs have finished their stores; called by a warp after its CTA's stores."""
+        """Return True in the CTA that finishes last: all other CTAs have finished their stores. Called by one warp
+        after its CTA's stores."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         ticket = Int32(0)
@@ -136,7 +150,8 @@ class Operation(Invariant):
 
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
-        """Write this rank's word of a kind to every rank; called by one warp."""
+        """Write this rank's word of a kind (an index of WORDS) to every rank; called by one warp. content: its low 24
+        bits."""
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
             word = self._word(self.lane, kind, self.link.rank)
@@ -144,8 +159,8 @@ class Operation(Invariant):
 
     @cute.jit
     def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
-        """Wait for the words of all ranks and return to each lane its rank's word; called by one warp. Fail if a word
-        does not arrive in time."""
+        """Wait for the words of a kind of all ranks; called by one warp. Lane r returns the word of rank r. Fail if a
+        word does not arrive in time, or if a rank gave up or is in another operation."""
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
         word, error, missing = Int64(0), Int64(0), Int32(-1)
@@ -170,18 +185,20 @@ class Operation(Invariant):
         return word
 
     def _stamp(self, kind: int) -> Int64:
-        """Return this operation's number as it stands in a word. `enter` words hold all 64 bits of it, since they may
-        be of any age."""
+        """Return this operation's number at the position that it has in words of a kind: the upper 40 bits; in `enter`
+        words, which may be arbitrarily old, all 64 bits."""
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
-        """Return by how much a word's operation is ahead of this one; the word's other bits are ignored."""
+        """Return a signed number: > 0 if a word was written by a later operation than this one, 0 by this one, < 0 by
+        an earlier one. The word's status and count are ignored."""
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
     @cute.jit
     def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
-        """Return a mask of ranks whose operation of this number is of another kind."""
+        """Return a bit mask of the ranks that are in another operation: their operation with this number has the other
+        phase, or they wrote an `enter` word for it although this rank needs none (has_credit)."""
         other, rank = 1 - self.word, self.link.rank
         is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
         if const_expr(kind != ENTER):
@@ -191,7 +208,7 @@ class Operation(Invariant):
 
     @cute.jit
     def _told(self) -> Int64:
-        """Return the abort word of the first rank that gave up; 0: no rank did."""
+        """Return the abort word of the lowest rank that gave up; 0: no rank did."""
         abort = WORDS.index("abort")
         told = load_word(self._word(self.link.rank, abort, self.peer))
         telling = Int32(cute.arch.vote_ballot_sync(told != 0))
@@ -205,7 +222,10 @@ class Operation(Invariant):
 
     @cute.jit
     def compare(self, word: Int64, status: Int32):
-        """Fail if a rank's word says that its tokens were refused, or has another status than this rank's."""
+        """Fail if a rank's `tokens` word says that it refused its tokens, or that their format is not this rank's.
+
+        word: in lane r, the word of rank r. status: this rank's, an index of STATUSES.
+        """
         theirs = Int32(word >> STATUS_SHIFT & 0xF)
         refused = Int32(cute.arch.vote_ballot_sync(theirs == STATUSES.index("refused")))
         other = Int32(cute.arch.vote_ballot_sync(theirs != status))
@@ -216,8 +236,8 @@ class Operation(Invariant):
 
     @cute.jit
     def fail(self, error: Int64):
-        """Record an error for the host and for later kernels, and tell the other ranks; called by one warp. The first
-        error stays."""
+        """Record an error (`windows.failure`) for the host and for later kernels, and write it as abort word to all
+        ranks except the suspect; called by one warp. A rank's first error is kept; later ones are not recorded."""
         first = Int64(0)
         if self.lane == 0:
             first = cute.arch.atomic_cas(self._state_at("error"), cmp=Int64(0), val=error, sem="acq_rel", scope="gpu")
@@ -230,7 +250,11 @@ class Operation(Invariant):
 
     @cute.jit
     def end(self, last: Int64, latest: Int64):
-        """Record the end of the operation; called by one warp. Operations are also counted after a failure."""
+        """Record the end of the operation in the state; called by one warp. Operations are counted even after a
+        failure.
+
+        last: its kind, an index of LAST. latest: the number of the latest dispatch.
+        """
         if self.lane == 0:
             state = vector_at(Int64, self.link.state)
             state[STATE.index("last")] = last
