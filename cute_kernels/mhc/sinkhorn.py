@@ -104,8 +104,11 @@ def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
 def _put_to_sleep(
     first: cute.Tensor, sleep: cute.Tensor, peaks: cute.Tensor, lowest: Float32, eps: Float32, n: cutlass.Constexpr[int]
 ):
-    """For columns whose peak is below DEEPEST, set `sleep` to the iterations until they come above it, and `first` to
-    the factor that they have then. lowest: the lowest of `peaks`."""
+    """Put columns to sleep whose peak (the log of their largest element) is below DEEPEST.
+
+    Such a column has factor 0 at first. `sleep` becomes the number of iterations after which it exceeds DEEPEST, and
+    `first` its factor at that time. lowest: the lowest of `peaks`. Does nothing if eps < LEAST_EPS.
+    """
     if (lowest < DEEPEST) & (eps >= LEAST_EPS):
         growth = -cute.math.log(eps, fastmath=True)
         for j in cutlass.range_constexpr(n):
