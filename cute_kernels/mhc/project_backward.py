@@ -55,7 +55,10 @@ OFFSETS = (0, 1, 8, 9)
 class Products(NamedTuple):
     """Addresses of the results of `GatesBackward`, and of the parts' sums for d_weight: see `shapes.BackwardWorkspace`.
 
-    products: dp by token. pairs: dp by pairs of tokens. norms: the factors f. weights: the sums; 0: not wanted.
+    Attributes:
+        products: dp, the gradient of p = x weight^T, by token. pairs: dp by pairs of tokens.
+        norms: for each token the factor f of the norm's term f x in d_x.
+        weights: the sums for d_weight, one for each part of the tokens; 0: d_weight is not wanted.
     """
 
     products: Int64

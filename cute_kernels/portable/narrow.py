@@ -112,7 +112,9 @@ class ScaleBytes(Invariant):
         self.bytes.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
-        """Return the scale byte of a block of k-tile number `place` of the run."""
+        """Return the scale byte of block `block` in k-tile `place` of the current run, the k-tiles between two barriers
+        (mainloop.py).
+        """
         return self.bytes[place, block]
 
     @cute.jit
@@ -136,7 +138,9 @@ class ScaleWords(Invariant):
         self.words.fill(0)
 
     def byte(self, place: int, block: int) -> Int32:
-        """Return the scale byte of a block of k-tile number `place` of the run."""
+        """Return the scale byte of block `block` in k-tile `place` of the current run, the k-tiles between two barriers
+        (mainloop.py).
+        """
         return byte_of(self.words[place], block)
 
     @cute.jit

@@ -65,7 +65,10 @@ class BlockScales(Invariant):
 
     @cute.jit
     def _aim(self, work: WorkTile):
-        """Set `begins` for a tile. Rows past the last are zeros and never stored, so they use the last row's scales."""
+        """Set `begins`, the address of each part's row of scales, for a tile.
+
+        Rows past the last weight row are zeros and never stored, so they use the last row's scales.
+        """
         rows = self.rows
         first = self.grid.expert(work.expert)
         column = cutlass.min(work.n_tile * rows.part_n + rows.first_column(self.share.first_slab), self.half - 1)

@@ -62,13 +62,13 @@ class DataPath(Path):
 
     Attributes:
         need_preact: arguments for whose gradients forward keeps h (the preactivation).
-        copies_forward: forward reads copies of rows if backward does.
+        copies_forward: if backward reads gathered copies of tokens instead of tokens by index, forward does, too.
         reads_by_index: GEMMs can read tokens by index.
         fuses: all GEMMs of forward, or all of the data gradients, may be one launch.
         gradients_kind: class of the call whose launch computes the data gradients.
         form: the activation, its layout and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`.
-        tokens: functions of a layer (moe). None: a call of grouped_mlp.
+        tokens: functions that gather tokens into experts' rows and sum rows by token (moe); None: grouped_mlp.
         kind: class of the call, in a planned step.
         problem: the problem, in a planned step.
         is_copied: GEMMs of a planned step read copies of a layer's rows.
