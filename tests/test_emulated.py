@@ -101,13 +101,17 @@ SOME_OF_EACH = (
     "layer_route_e128_*", "layer_route_backward_*", "layer_combine_bf16_*", "mhc_pre_backward_bf16_n4_*",
     "mhc_post_mix_backward_bf16_n4_*",
 )  # fmt: skip
-D_BIAS = 4
-ROUNDED_OTHERWISE = {"mhc_post_mix_backward_bf16_n4": {D_BIAS: 4 * torch.finfo(torch.float32).eps}}
+D_BIAS, D_NORM_WEIGHT = 4, 8
+ROUNDED_OTHERWISE = {
+    "mhc_post_mix_backward_bf16_n4": {D_BIAS: 4 * torch.finfo(torch.float32).eps},
+    "mhc_boundary_backward_bf16_n4": {D_NORM_WEIGHT: 4 * torch.finfo(torch.float32).eps},
+}
 """Results whose bits in Blackwell's builds are not sm_90's, and the allowed error over the result's largest value.
 
 d_bias is the sum of d[i] * h_post[i] over n = 4 streams and all tokens, in float32. For sm_90 the compiler fuses mul
 and add to fma.rn.f32, which rounds once; for Blackwell the add is packed (add.f32x2), and mul.f32 rounds each product
-before it. That kernel's other sums of such products are rounded to 16 bits afterwards, which hides it."""
+before it. That kernel's other sums of such products are rounded to 16 bits afterwards, which hides it. d_norm_weight is
+such a sum, too; in a single small trial its bits may be the same."""
 
 
 def _builds(archs: Sequence[str], patterns: Sequence[str] = ONE_OF_EACH) -> list[object]:
@@ -145,7 +149,11 @@ def _check_builds(specs: Sequence[Spec], size: Size, most: int) -> None:
         is_blackwell = capability(spec.arch) >= (10, 0)
         allowed = ROUNDED_OTHERWISE.get(_family(spec), {}) if is_blackwell else {}
         unlike = _unlike(results, first)
-        assert {place for _, place in unlike} == allowed.keys(), f"{spec.name}: results {unlike} have other bits"
+        places = {place for _, place in unlike}
+        assert places <= allowed.keys(), f"{spec.name}: results {unlike} have other bits"
+        assert most == 1 or places == allowed.keys(), (
+            f"{spec.name}: results {allowed.keys() - places} have sm_90's bits"
+        )
         assert all(error <= allowed[place] for (_, place), error in unlike.items()), f"{spec.name}: {unlike}"
 
 
