@@ -97,9 +97,10 @@ def test_memory_that_cannot_be_had_at_any_place(is_warm: bool, problem: Problem,
                     failed += 1
                 else:
                     assert not memory.has_failed, f"the fault at {place} was swallowed"
+                    assert memory.calls <= place, "a later run may take less memory, but passes no place by"
             assert bits(run(), problem.rows) == wanted, f"after a fault at {place}"
             assert counters_are_zero()
-        assert failed == len(places)
+        assert failed or not places
 
 
 BY_TORCH = ("load_balancing_loss", "router_z_loss", "mxfp8_of_square_blocks", "quantize_fp8_block", "quantize_nvfp4",
