@@ -85,6 +85,11 @@ def named(machine: str) -> Host:
     return HOSTS[machine]
 
 
+def of_baseline(baseline: str) -> Host | None:
+    """Return the host whose code has a baseline; None: no host of this Glulam has it."""
+    return next((host for host in HOSTS.values() if host.baseline == baseline), None)
+
+
 @functools.cache
 def unfit() -> str:
     """Return the reason why this machine cannot run code for its baseline, as words after "but".

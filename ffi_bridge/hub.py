@@ -25,7 +25,7 @@ from cute_kernels.specs import from_dict
 
 from . import hub_package, toolchain
 from . import manifest as manifests
-from .host import HOSTS
+from .host import Host, here, of_baseline
 from .manifest import Manifest
 
 NAME = "glulam"
@@ -37,11 +37,10 @@ DEPENDS = ["nvidia-cutlass-dsl", "tvm-ffi"]
 LICENSE = "Apache-2.0"
 
 
-def variant(manifest: Manifest) -> str:
+def variant(machine: Host) -> str:
     """Return the name of a bundle's folder in the repository, which tells its TVM-FFI, CUDA and CPU."""
     ffi = "".join(toolchain.RUNS_WITH[toolchain.TVM_FFI].oldest.split(".")[:2])
-    (machine,) = [host.machine for host in HOSTS.values() if host.baseline == manifest.host]
-    return f"tvm-ffi{ffi}-cu{CUDA[0]}{CUDA[1]}-{machine}-linux"
+    return f"tvm-ffi{ffi}-cu{CUDA[0]}{CUDA[1]}-{machine.machine}-linux"
 
 
 def gpus(arch: str) -> str:
@@ -64,9 +63,9 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
         OSError: the folder cannot be written.
     """
     source = bundle / arch
-    machine = next((host for host in HOSTS.values() if host.baseline == manifests.read(source).host), None)
+    machine = of_baseline(manifests.read(source).host) or here()
     manifest = manifests.check(source, arch, machine=machine)
-    folder = out / "build" / variant(manifest)
+    folder = out / "build" / variant(machine)
     folder.mkdir(parents=True)
     with manifests.opened_library(source, manifest) as handle:
         (folder / manifest.library).write_bytes(os.pread(handle, manifest.size, 0))  # of the file that was hashed

@@ -319,8 +319,8 @@ def _check_needs(manifest: Manifest, folder: Path) -> None:
 
 def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
     """Check that the bundle's host code is for `machine` and, if that is this machine, that its CPU is not too old."""
-    others = [other for other in host.HOSTS.values() if other.baseline == manifest.host != machine.baseline]
-    if others and machine == host.here():
+    is_other = host.of_baseline(manifest.host) not in (None, machine)
+    if is_other and machine == host.here():
         raise BundleForeign(
             f"foreign bundle: {folder} needs an {manifest.host} CPU, but this machine is {platform.machine()}; run "
             f"Glulam on a machine that has one, install the wheel for {platform.machine()}, or {remedy(folder)}"

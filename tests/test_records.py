@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from cute_kernels.specs import (
     to_dict,
 )
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import cache, loader
 from glulam.choose import choose, kernels, known, loadable, records
 from glulam.choose import table as tables
 from glulam.choose.problem import Problem
 from glulam.choose.shipped import families_of, family_of, shipped_choice
 
+pytest_plugins = ["support.fixtures"]
 ARCH, GPU = "sm_90a", "NVIDIA Fake"
 TILE = TileConfig(128, 192, 64)
 MM = Problem("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
@@ -59,15 +59,9 @@ MISMATCHES: list[tuple[Problem, Spec]] = [
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The path of the only table, in an empty world where every kernel is said to be there; none may be opened."""
-    monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
-    monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "table.json"))
-    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
-    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"opened {path}"))
-    kernels.forget_choices()
-    yield tmp_path / "table.json"
-    kernels.forget_choices()
+def table(bare_machine: Path) -> Path:
+    """The path of the only table."""
+    return bare_machine
 
 
 def described(problem: Problem, spec: Spec) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import pytest
 import sanitize
 import torch
-from support import fake_gpu as fakes
 from support.fake_gpu import FakeGpu
 
 from cute_kernels.layer.kernels import RANK_KERNELS
 from cute_kernels.specs import LayerSpec, Spec
 from ffi_bridge import profiles
-from glulam.choose import known
 from glulam.host import device
 
 pytest_plugins = ["support.fixtures"]
@@ -36,15 +33,6 @@ BAD = (
     "=========\n"
     "========= ERROR SUMMARY: 1 error\n"
 )
-
-
-@pytest.fixture
-def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A stand-in of one, on which nothing is preferred."""
-    monkeypatch.setattr(device, "gpu", lambda _: device.Gpu("fake", ARCH, fakes.SM_COUNT))
-    known.forget()
-    yield fake_gpu
-    known.forget()
 
 
 def test_one_call_of_each_function_launches_every_kernel(a100: FakeGpu) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,17 @@ from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleOutdated, __version__, cache, loader, manifest, stamps
 from glulam import MXFP4Tensor, MXFP8Tensor
-from glulam.choose import choose, kernels, known, loadable
+from glulam.choose import choose, kernels, known
 from glulam.choose import table as tables
 from glulam.choose.problem import Problem
 
+pytest_plugins = ["support.fixtures"]
+pytestmark = pytest.mark.usefixtures("bare_machine")
 UPGRADES = Path(__file__).parent / "upgrades"
 ARCH, GPU = "sm_90a", "NVIDIA Fake"
 MM = Problem("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
 OLD = GroupedMmSpec(tile=TileConfig(128, 192, 64))
 """The kernel that old tables and preferences name, which this version does not ship for MM."""
-
-
-@pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A cache of its own, in which every kernel is said to be; no library may be opened."""
-    monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
-    monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
-    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"opened {path}"))
-    kernels.forget_choices()
-    yield
-    kernels.forget_choices()
 
 
 def put(name: str, place: Path) -> Path:

@@ -42,15 +42,6 @@ SHIPPED = profiles.shipped_specs(ARCH, "bf16")
 MACHINE = Machine("NVIDIA A100", "8.0", ARCH, "ab" * 32, {"torch": "2.11", "driver": None})
 
 
-@pytest.fixture
-def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A stand-in of one, on which nothing is preferred."""
-    monkeypatch.setattr(device, "gpu", lambda _: device.Gpu("fake", ARCH, fakes.SM_COUNT))
-    known.forget()
-    yield fake_gpu
-    known.forget()
-
-
 def named(*beginnings: str) -> list[Spec]:
     found = [spec for spec in SHIPPED for begin in beginnings if spec.name.startswith(begin)]
     assert len(found) >= len(beginnings)

@@ -165,15 +165,16 @@ def table() -> str:
     """Return the page's table and its notes in Markdown. Operators with a recipe that no architecture has
     are left out.
     """
+    found = verdicts()
     by_row: dict[tuple[str, str], list[Verdict]] = {}
-    for one in verdicts():
+    for one in found:
         by_row.setdefault((one.op, one.recipe), []).append(one)
-    notes = list(dict.fromkeys(one.why for one in verdicts() if one.verdict == SWITCH))
+    notes = list(dict.fromkeys(one.why for one in found if one.verdict == SWITCH))
 
     def cell(one: Verdict) -> str:
-        return {YES: YES, NONE: "-", SWITCH: f"{SWITCH}, note {1 + notes.index(one.why) if one.why in notes else 0}"}[
-            one.verdict
-        ]
+        if one.verdict == SWITCH:
+            return f"{SWITCH}, note {1 + notes.index(one.why)}"
+        return YES if one.verdict == YES else "-"
 
     lines = [f"| operator | recipe | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
     for (op, recipe), cells in by_row.items():

@@ -63,6 +63,27 @@ PLAIN_MM = "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a, plain"
 PLAIN_WGRAD = "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a, plain"
 BLOCK_SCALED = "grouped_mlp_mxfp8blocks_bf16_gated_blocked_t128x128x128_c1x1_tm__nt_t128x128x128_c1x1_tm_sm_100a"
 
+BLACKWELL_MM_CALLS: tuple[tuple[Call, int], ...] = (
+    (calls.mm_of_two_tiles, 3),
+    (calls.mm_of_three_k_tiles, 2),
+    (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
+    (partial(calls.mm_by_index, k=328), 1),
+    (calls.mm_by_tickets, 2),
+    (calls.mm_of_listed_experts, 2),
+    (calls.mm_of_bands, 2),
+    (calls.mm_of_three_columns, 1),
+)
+BLACKWELL_WGRAD_CALLS: tuple[tuple[Call, int], ...] = (
+    (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=72, k=136), 1),
+    (partial(calls.wgrad_added, k=264), 2),
+    (calls.wgrad_of_wraps, 2),
+    (partial(calls.wgrad_by_index, k=264), 2),
+    (calls.wgrad_of_many_rows, 2),
+    (calls.wgrad_of_ends, 5),
+    (calls.wgrad_of_many, 4),
+)
+"""Calls of a kernel as it ships, and of its build without constructs."""
+
 CASES = {
     case.name: case
     for case in (
@@ -162,30 +183,14 @@ CASES = {
         Case(
             "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a",
             (
-                (calls.mm_of_two_tiles, 3),
                 (calls.mm_of_two_k_tiles, 1),
-                (calls.mm_of_three_k_tiles, 2),
-                (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
-                *((partial(calls.mm_by_index, k=k), 1) for k in (136, 256, 328)),
-                (calls.mm_by_tickets, 2),
-                (calls.mm_of_listed_experts, 2),
-                (calls.mm_of_bands, 2),
-                (calls.mm_of_three_columns, 1),
+                *((partial(calls.mm_by_index, k=k), 1) for k in (136, 256)),
+                *BLACKWELL_MM_CALLS,
             ),
         ),
         Case(
             "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a",
-            (
-                (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=72, k=136), 1),
-                (partial(calls.wgrad_added, k=264), 2),
-                (calls.wgrad_of_wraps, 2),
-                (partial(calls.wgrad_by_index, k=264), 2),
-                (calls.wgrad_of_many_columns, 2),
-                (calls.wgrad_of_heavy_columns, 2),
-                (calls.wgrad_of_many_rows, 2),
-                (calls.wgrad_of_ends, 5),
-                (calls.wgrad_of_many, 4),
-            ),
+            ((calls.wgrad_of_many_columns, 2), (calls.wgrad_of_heavy_columns, 2), *BLACKWELL_WGRAD_CALLS),
         ),
         Case(
             BLOCK_SCALED,
@@ -240,30 +245,13 @@ CASES = {
         ),
         Case(
             "grouped_mm_bf16_nt_t128x128x64_c1x1_tm_sm_100a",
-            (
-                (calls.mm_of_two_tiles, 3),
-                (calls.mm_of_three_k_tiles, 2),
-                (partial(calls.mm, sizes=(100, 0, 19), n=64, k=128), 1),
-                (partial(calls.mm_by_index, k=328), 1),
-                (calls.mm_by_tickets, 2),
-                (calls.mm_of_listed_experts, 2),
-                (calls.mm_of_bands, 2),
-                (calls.mm_of_three_columns, 1),
-            ),
+            BLACKWELL_MM_CALLS,
             without="tmem_loads,rows",
             title=PLAIN_MM,
         ),
         Case(
             "grouped_wgrad_bf16_bf16_t128x256x64_c1x1_tm_sm_100a",
-            (
-                (partial(calls.wgrad_of_many_columns, sizes=(5, 0, 70, 1, 9, 3, 64), n=72, k=136), 1),
-                (partial(calls.wgrad_added, k=264), 2),
-                (calls.wgrad_of_wraps, 2),
-                (partial(calls.wgrad_by_index, k=264), 2),
-                (calls.wgrad_of_many_rows, 2),
-                (calls.wgrad_of_ends, 5),
-                (calls.wgrad_of_many, 4),
-            ),
+            BLACKWELL_WGRAD_CALLS,
             without="tmem_loads,rows",
             title=PLAIN_WGRAD,
         ),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ffi_bridge import cache, loader
+from glulam.choose import kernels, known, loadable
+from glulam.host import device
 from glulam.host.plans import forget_plans
 
-from .fake_gpu import FakeGpu, install
+from .fake_gpu import SM_COUNT, FakeGpu, install
 
 
 @pytest.fixture
@@ -17,6 +21,31 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """For the length of a test, CPU tensors are on a GPU."""
     yield install(monkeypatch)
     forget_plans()
+
+
+@pytest.fixture
+def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A stand-in for an A100, on which nothing is preferred."""
+    monkeypatch.setattr(device, "gpu", lambda _: device.Gpu("fake", "sm_80", SM_COUNT))
+    known.forget()
+    yield fake_gpu
+    known.forget()
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The path of the only tuned table, on a machine whose cache is empty.
+
+    Every kernel is said to be there; no library may be opened.
+    """
+    table = tmp_path / "tuned.json"
+    monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(known.ENV_TUNED, str(table))
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
+    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"opened {path}"))
+    kernels.forget_choices()
+    yield table
+    kernels.forget_choices()
 
 
 @pytest.fixture(params=["cpu", "gpu"])

@@ -129,11 +129,7 @@ class BoundaryCall(MhcCall):
 
     def check_inputs(self) -> None:
         op, streams = self.op, self.streams
-        lead, n, width = check_streams(op, "streams", streams)
-        if runs_kernels(streams) and n not in boundary_shapes.COUNTS:
-            raise ValueError(
-                f"{op}: streams has shape {shape_text(streams.shape)}, so {n} streams; kernels exist for n = 4"
-            )
+        lead, n, width = check_streams(op, "streams", streams, boundary_shapes.COUNTS)
         if runs_kernels(streams) and streams.dtype not in STREAM_DTYPES:
             names = " or ".join(map(str, STREAM_DTYPES))
             raise TypeError(f"{op}: streams is {streams.dtype}; kernels exist for {names}, so cast it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -55,23 +56,27 @@ def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Te
     return tensor
 
 
-def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
-    """Check n, the number of streams of argument `name`."""
-    if n == 0 or (runs_kernels(tensor) and n not in COUNTS):
-        choices = ", ".join(map(str, COUNTS))
+def check_count(op: str, name: str, tensor: Tensor, n: int, counts: Sequence[int] = COUNTS) -> None:
+    """Check n, the number of streams of argument `name`. counts: the numbers that kernels exist for."""
+    if n == 0 or (runs_kernels(tensor) and n not in counts):
+        choices = ", ".join(map(str, counts))
         raise ValueError(
             f"{op}: {name} has shape {shape_text(tensor.shape)}, so {n} streams; kernels exist for n = {choices}"
         )
 
 
-def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int, int]:
-    """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C."""
+def check_streams(
+    op: str, name: str, value: Any, counts: Sequence[int] = COUNTS
+) -> tuple[tuple[int, ...], int, int]:  # fmt: skip
+    """Check that `value` is a tensor of streams [..., n, C]; return its leading shape, n and C. counts: see
+    `check_count`.
+    """
     x = check_tensor(op, name, value, "streams [..., n, C]")
     check_dtype(op, name, x)
     if x.dim() < 2:
         raise ValueError(f"{op}: {name} has shape {shape_text(x.shape)}; give [..., n, C]")
     *lead, n, width = x.shape
-    check_count(op, name, x, n)
+    check_count(op, name, x, n, counts)
     check_vectors(op, name, "C", x)
     if x.numel() // (n * width) >= MAX_TOKENS:
         raise ValueError(f"{op}: {name} has {x.numel() // (n * width)} tokens; at most {MAX_TOKENS - 1} are possible")
