@@ -53,7 +53,7 @@ class Position:
 
 
 Source = str | int | Of | Position
-"""Where a stage's argument comes from: a chain's argument, by name (str); a constant (int); a property of a chain's
+"""Source of a stage's argument: a chain's argument, by name (str); a constant (int); a property of a chain's
 tensor (Of); or the number of kernels before this stage (Position)."""
 
 

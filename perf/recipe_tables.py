@@ -124,7 +124,7 @@ def lora_tables(result: Result) -> list[Table]:
 
 
 def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
-    """What portable kernels reach in a case, by what it is measured by."""
+    """Return what portable kernels reach in a case, by the measure of the case."""
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
     if not case_of(record).decode:
         return {MMA_ALONE: case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}

@@ -66,7 +66,7 @@ def _operators(result: Result) -> list[Table]:
 
 
 def _missed(result: Result) -> list[Table]:
-    """Where a ratio is below what is aimed at."""
+    """Return the tables of ratios below their targets."""
 
     def shares() -> Iterator[tuple[Any, ...]]:
         for record in result["records"]:
@@ -207,7 +207,7 @@ def _quantize(result: Result) -> list[Table]:
 
 
 def _power(result: Result) -> list[Table]:
-    """What clock each contestant earns alone, and how busy it keeps the tensor cores at it."""
+    """Measure the clock that each contestant runs at alone, and how busy it keeps the tensor cores."""
     rows: list[tuple[str, ...]] = []
     for record in result["records"]:
         for name, alone in record["times"].items():

@@ -44,7 +44,7 @@ FP8_RECIPES = (
 WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25,
                "mxfp4": 4.25, "mxfp4_weight_only": 4.25, "nvfp4_weight_only": 4.5,
                "fp8_block": 8.0, "fp8_block_weight_only": 8.0}  # fmt: skip
-"""Of a weight as it is stored, with its part of a scale."""
+"""Bytes an element of a weight as it is stored, with its part of a scale."""
 FP4_PREFILL = {("mxfp4_weight_only", BF16): 0.88}
 FP4_COPY = {"mxfp4_weight_only": 0.82, "nvfp4_weight_only": 0.75}
 """Of a device copy's bytes a second, in decoding."""
@@ -113,7 +113,7 @@ _PORTABLE_DECODE = {"device copy": 0.88, PORTABLE_MXFP8: 1.6}
 
 
 def portable_targets(model: str) -> dict[str, float]:
-    """What portable kernels are to reach in a case, by what it is measured by (`recipe_tables.reached`)."""
+    """Targets of portable kernels in a case, by the measure of the case (`recipe_tables.reached`)."""
     if model.endswith("decode"):
         return _PORTABLE_DECODE
     return {MMA_ALONE: _PORTABLE_MMA[model]} if model in _PORTABLE_MMA else {}

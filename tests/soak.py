@@ -31,7 +31,7 @@ PER_STRATUM = 4
 
 
 class Reading(NamedTuple):
-    """What a process holds at a time."""
+    """Memory, descriptors and threads that a process holds at a time."""
 
     seconds: float
     held: dict[str, float]

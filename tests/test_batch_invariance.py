@@ -118,7 +118,7 @@ class TestSetting:
         assert not switch.is_on()
 
     def test_blocks_end_in_any_order(self) -> None:
-        """As those of several threads do: each takes back its own setting alone."""
+        """Blocks of several threads may end in any order: each takes back its own setting alone."""
         first, second = glulam.batch_invariant(True), glulam.batch_invariant(True)
         first.__enter__()
         second.__enter__()
@@ -377,7 +377,7 @@ class TestLayer:
         return glulam.nn.MoE(HIDDEN, INTER, 4, top_k=2, dtype=BF16, **options)
 
     def test_a_router_in_16_bits_is_a_grouped_product(self, portable: FakeGpu) -> None:
-        """Of few tokens and of many, with gradients and without."""
+        """Few tokens and many, with gradients and without."""
         module = self.layer(router_bias=True, shared_intermediate_size=INTER, shared_gate=True)
         x = randn(20, HIDDEN, seed=7)
         ours = {}
@@ -523,7 +523,7 @@ class TestContract:
             contract.tiled.cache_clear()
 
     def test_tiles_that_only_users_compile_have_an_order(self) -> None:
-        """Of a shape that ships for nothing."""
+        """A tile that ships for no problem."""
         wide = GroupedMmSpec(tile=TileConfig(m=32, n=256, k=128, schedule="swapped"), operands="mxfp4_weight_only")
         problem = next(contract.problems("grouped_mm", RECIPES["mxfp4_weight_only"], "sm_90a"))
         assert not invariance.keeps_order(wide, changed(problem, invariant=True), "sm_90a")

@@ -41,7 +41,7 @@ MM = Chosen("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
 
 
 def together(work: Callable[[], Any], count: int = 2) -> list[Any]:
-    """What threads return that begin at once."""
+    """Return the results of threads that begin at the same time."""
     start = threading.Barrier(count, timeout=60)
 
     def begin(_: int) -> Any:
@@ -121,7 +121,7 @@ OF_CALLS: dict[str, Callable[[], int]] = {
     "glulam.ops.quantized_mlp._line_that_rounds": lambda: attribute("glulam.ops.quantized_mlp._line_that_rounds")
     .cache_info().currsize,
 }  # fmt: skip
-"""What calls fill, and how full it is; 1 of what every call passes."""
+"""Caches that calls fill, and the number of entries in each; 1 for those that every call passes."""
 
 
 def attribute(name: str) -> Any:

@@ -25,7 +25,7 @@ PICTURES = DOCS / "pictures"
 
 
 def links(page: Path) -> list[str]:
-    """Where a page's links lead, those of pictures included."""
+    """Return the targets of a page's links, including pictures."""
     return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 

@@ -33,7 +33,7 @@ from glulam.validate import child
 SIZES = (7, 0, 13)
 """Rows of each expert: of one tile of the smallest, and of every other tile a part."""
 DEPTH, DEPTH_IN_BLOCKS = 320, 512
-"""Of a contraction: of 16-bit weights an odd number of k-tiles; else whole blocks of 128 in either half."""
+"""Widths of contractions: an odd number of k-tiles for 16-bit weights, else whole blocks of 128 in either half."""
 WIDTH = 128
 SHOWN, DENIED = 0.01, 0.1
 """Shares of the results that rounding must decide, and that another order must change. FP8 rows times four bits are
@@ -64,7 +64,7 @@ CASES = {
 
 
 def results(arch: str, specs: Sequence[Spec], problem: Problem) -> list[Tensor]:
-    """The same call by each function."""
+    """Return the results of one call by each function."""
     found = []
     with installed(arch) as gpu, torch.no_grad():
         with reference():

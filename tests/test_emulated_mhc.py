@@ -105,7 +105,7 @@ def test_no_tokens_launch_nothing() -> None:
 
 @pytest.mark.parametrize("distance", [30.0, 120.0])
 def test_logits_far_apart(distance: float) -> None:
-    """Of a boundary, by its `base`, and of sinkhorn: forward and backward within 1e-4 of float64."""
+    """A boundary, by its `base`, and sinkhorn are within 1e-4 of float64, forward and backward."""
     arguments = given((33,), 8, dtype=F32, streams=BF16)
     arguments[6] = torch.tensor([1.0, 1.0, distance])
     logits = (torch.randn(256, 4, 4, generator=torch.Generator().manual_seed(3)) * distance).requires_grad_()

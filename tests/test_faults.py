@@ -69,7 +69,7 @@ def prepared(problem: Problem) -> Callable[[], list[torch.Tensor]]:
 
 
 def bits(tensors: list[torch.Tensor], rows: int) -> list[bytes]:
-    """Of rows of groups; the others are uninitialised."""
+    """Return the bytes of each tensor's rows of groups; other rows are uninitialised."""
     parts = [one[:rows] if one.dim() and one.shape[0] > rows else one for one in tensors]
     return [torch.empty(one.shape, dtype=one.dtype).copy_(one).view(-1).view(torch.uint8).numpy().tobytes()
             for one in parts]  # fmt: skip

@@ -26,7 +26,7 @@ def test_installing_a_wheel_of_this_version_comes_before_building() -> None:
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, object]:
-    """What the README's names are after its layer and its backward."""
+    """Return the README's names after its layer and its backward."""
     names: dict[str, object] = {}
     exec(LAYER + BACKWARD, names)
     return names

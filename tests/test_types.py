@@ -65,7 +65,7 @@ NAMES: dict[str, Iterable[str]] = {
     "ScaleLayout": layout.SCALE_LAYOUTS,
     "Transport": TRANSPORTS,
 }
-"""What declares the names of each type of `glulam.names`."""
+"""The declaration that has the names of each type of `glulam.names`."""
 
 
 @pytest.mark.parametrize("kind", NAMES)

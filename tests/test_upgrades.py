@@ -132,7 +132,7 @@ def test_a_stamp_of_another_version_does_not_count() -> None:
 
 
 def old_state() -> dict[str, Tensor]:
-    """Of a GroupedMLP whose experts are apart, as it was first written."""
+    """State of a GroupedMLP whose experts are apart, as it was first written."""
     data = json.loads((UPGRADES / "state-dict.json").read_text())
     return {name: torch.tensor(values).view(data["shapes"][name]) for name, values in data["entries"].items()}
 

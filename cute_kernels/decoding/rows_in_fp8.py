@@ -101,7 +101,7 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Load a tile's scales: those of the thread's rows, and those of its blocks in the tile's first two k-tiles,
+        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles,
         whose numbers are `k_tile` and `following`."""
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
@@ -118,8 +118,8 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Compute the shifts of the next k-tile from the block scales that were loaded, and start to load those of
-        k-tile `k_tile`."""
+        """Compute the shifts of the next k-tile from the block scales that were loaded, and start to load the
+        block scales of k-tile `k_tile`."""
         for word in cutlass.range_constexpr(cute.size(self.shifts)):
             self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
         self._ask(k_tile)

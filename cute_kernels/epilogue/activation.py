@@ -99,8 +99,8 @@ class ActivationEpilogue(Epilogue):
         return self.ordered(outputs, state.lane)
 
     def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
-        """Return the activation's arguments for a chunk: the accumulators of a and, with a gate, those of u, which are
-        half a tile further."""
+        """Return the activation's arguments for a chunk: the accumulators of a and, with a gate, the accumulators of
+        u, which are half a tile further."""
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:

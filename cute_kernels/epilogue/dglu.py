@@ -43,7 +43,7 @@ class RowParts(NamedTuple):
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs of grouped_dglu's epilogue; `params`, `bias_size`, `w_scale` and `gate` are those of
+    """Run-time inputs of grouped_dglu's epilogue; `params`, `bias_size`, `w_scale` and `gate` are as in
     `base.Inputs`.
 
     Attributes:

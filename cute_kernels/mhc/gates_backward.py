@@ -33,7 +33,7 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """Where the gradients of a lane's outputs are; lists with an item for each output k = lane, lane + 32, ...
+    """Places of the gradients of a lane's outputs: lists with an item for each output k = lane, lane + 32, ...
 
     Attributes:
         addresses: the address of the gradient for token 0; 0: absent.

@@ -153,7 +153,7 @@ class Coefficients(Invariant):
             cute.make_tensor(self.smem, cute.make_layout(2 * self.count))[buffer * self.count + index] = value
 
     def of_stream(self, j: int, buffer: Int32) -> cute.Tensor:
-        """Return the n coefficients of stream j; for j = n, those of h_post."""
+        """Return the n coefficients of stream j; for j = n, the coefficients h_post."""
         values = cute.make_rmem_tensor(self.n, Float32)
         values.store(shared_at(Float32, self.smem + (buffer * self.count + j * self.n), self.n).load())
         return values

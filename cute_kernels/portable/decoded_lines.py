@@ -65,7 +65,7 @@ class DecodedAcross(Operand):
         self.of_thread.copy(sources, self._slot(stage), k)
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
-        """Start to load the scales of k-tile `tile`, and write those of the previous k-tile to its stage `before`."""
+        """Start to load the scales of k-tile `tile`; write the previous k-tile's scales to its stage `before`."""
         self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:

@@ -79,7 +79,7 @@ class Reach(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a thread and its tile are in x.
+    """Rows and columns of x where a thread and its tile begin.
 
     Attributes:
         row: the thread's first row.

@@ -13,7 +13,7 @@ COMPARE, TILES = "compare", "tiles"
 
 
 class Suite(NamedTuple):
-    """What the command line says of a suite. module: where its function is, if not in one of its own name."""
+    """Description of a suite on the command line. module: the module of its function; empty: the one of its name."""
 
     help: str
     has_ops: bool = False

@@ -49,7 +49,7 @@ def repository(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def _run(script: str, **environment: str) -> list[str]:
-    """What a script prints in a process that can import what is installed, and not this repository."""
+    """Return what a script prints in a process that can import installed packages, and not this repository."""
     found = [importlib.util.find_spec(name) for name in ("torch", "kernels")]
     paths = dict.fromkeys(str(Path(one.origin).parents[1]) for one in found if one and one.origin)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GLULAM_", "PYTHON"))}
@@ -102,7 +102,7 @@ def test_what_is_there_is_not_written_over(repository: Path, toy_bundle: Path, m
 
 
 def test_the_package_needs_nothing_of_this_repository(repository: Path) -> None:
-    """As `kernels` imports a variant: from its file, under a name of its own."""
+    """Import a variant as `kernels` does: from its file, under a name of its own."""
     script = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_variant", {str(repository / "build" / VARIANT / "__init__.py")!r})

@@ -97,7 +97,7 @@ def upstream(problem: Problem, place: int, result: Tensor) -> Tensor:
 
 
 def results(problem: Problem, given: Given, function: Callable[[Given], list[Tensor]]) -> list[Tensor]:
-    """What a function of tensors returns; gradients after the results."""
+    """Return the results of a function of tensors, then the gradients."""
     names = leaves_of(problem, given)
     if not names:
         with torch.no_grad():

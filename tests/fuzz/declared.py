@@ -1,4 +1,4 @@
-"""What there is to draw, from the declarations of the library: functions, options, recipes, forms of weights.
+"""Everything that can be drawn, from the declarations of the library: functions, options, recipes, forms of weights.
 
 A new operator, flag, activation, number, recipe or format is drawn without a line here. A parameter of a kind that
 nothing here knows is named by `undrawn`, and fails a test.

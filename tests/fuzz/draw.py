@@ -18,7 +18,7 @@ from .problem import Problem
 
 MOST_EXPERTS, MOST_ROWS, MOST_TAIL = 6, 9, 4
 ON_GPU = 8
-"""What widths are multiples of on a GPU."""
+"""Widths are multiples of this on a GPU."""
 
 
 def sizes(draw: Any) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def sizes(draw: Any) -> tuple[int, ...]:
 
 
 def _unit(call: str, recipe: str, form: str, options: dict[str, Any], device: str) -> int:
-    """What widths are multiples of."""
+    """Return the number that widths are multiples of."""
     units = [1 if device == "cpu" else ON_GPU]
     if recipe != "bf16":
         units.append(FORMS[recipe].multiple)

@@ -23,7 +23,7 @@ NVFP4 scale is itself rounded by 1 / 16, and the largest of an MXFP4 block may l
 
 
 def _rows_of_routing(made: Any) -> tuple[Any, Tensor, Tensor, int]:
-    """What `routes.check_rows` takes: a routing, ids as places of experts here, weights, and E."""
+    """Return the arguments of `routes.check_rows`: a routing, ids as places of experts here, weights, and E."""
     ids = made.ids.long().cpu() - made.first
     if made.expert_map is not None:
         places = torch.cat((made.expert_map.cpu().long(), torch.tensor([-1])))

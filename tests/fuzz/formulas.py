@@ -1,4 +1,4 @@
-"""What calls should return, by torch's own operators in any dtype: the oracle of the tests, applied to a problem.
+"""Expected results of calls, by torch's own operators in any dtype: the oracle of the tests, applied to a problem.
 
 A function without a formula here is compared with itself in float64 (`has_formula`), so that a new one is not left out.
 """

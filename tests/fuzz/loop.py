@@ -67,7 +67,7 @@ def run_round(seed: int, count: int, device: str, stratum: draw.Stratum) -> Outc
 
 
 Round = tuple[int, int, str, draw.Stratum]
-"""What `run_round` takes."""
+"""Arguments of `run_round`."""
 
 
 def rounds(seed: int, count: int, device: str, calls: Sequence[str] = (), size: int = ROUND) -> Iterator[Round]:

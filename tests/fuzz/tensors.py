@@ -29,14 +29,14 @@ from .problem import Problem
 NOWHERE = 2**30
 PADDING = 8
 INDEXED = {"rows": ("x", "dy"), "x_rows": ("x",), "dy_rows": ("dy",)}
-"""Which matrices indices are of."""
+"""Matrices that each argument of indices selects rows of."""
 STREAMS = 4
 COEFFICIENTS = STREAMS * (STREAMS + 2)
 RANK, LORA_SCALE = 8, 0.5
 
 
 class Build:
-    """What makers need: a problem, and its sizes by short names."""
+    """A problem and its sizes by short names, for makers of tensors."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.call = problem, problem.call
@@ -101,7 +101,7 @@ class Build:
 
 
 def with_padding(made: Tensor) -> Tensor:
-    """The same rows, with NaN between them."""
+    """Return the rows in wider memory, with NaN between one row and the next."""
     memory = made.new_full((made.shape[0], made.shape[1] + PADDING), math.nan)
     memory[:, : made.shape[1]] = made
     return memory[:, : made.shape[1]]
@@ -175,7 +175,7 @@ def _lora(b: Build) -> Any:
 
 
 def _out_of_experts(b: Build) -> Any:
-    """What is added to, or NaN; experts without rows are overwritten by zeros."""
+    """Return an output that results are added to, or NaN; experts without rows are overwritten by zeros."""
     dtype = torch.float32 if b.problem.options.get("out_dtype") == "float32" else b.dtype
     made = weights_of(b.experts, b.inter, b.hidden, dtype, b.seed(12))
     if not b.problem.options.get("accumulate"):

@@ -172,7 +172,7 @@ def test_a_training_step(recipe: str) -> None:
 
 
 def check_tokens(call: Callable[[Tensor, Tensor], Tensor], sizes: tuple[int, ...]) -> None:
-    """As `check_rows`, of tokens and their logits."""
+    """Check tokens and their logits as `check_rows` checks rows."""
     x, logits = batches.values(MOST, HIDDEN, seed=1).cuda(), torch.randn(MOST, EXPERTS).cuda()
     wanted = call(x, logits)[:PROBES].clone()
     assert wanted.isfinite().all() and (wanted != 0).any()
@@ -244,7 +244,7 @@ def test_a_module_with_its_router(router_dtype: torch.dtype | None) -> None:
 
 
 def test_weight_gradients_depend_on_an_experts_rows_alone() -> None:
-    """The same rows of one expert, beside other experts' rows of any number."""
+    """Compare one expert's rows beside any number of other experts' rows."""
     dy, x = batches.values(MOST, INTER, seed=1).cuda(), batches.values(MOST, HIDDEN, seed=2).cuda()
     own = 77
     with glulam.batch_invariant():
@@ -293,7 +293,7 @@ def test_the_number_of_sms_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_check_fails_for_a_tile_of_another_order() -> None:
-    """Of MXFP4's weights alone, without the switch: what it is for."""
+    """Without the switch, weights in MXFP4 alone differ between batches: the reason for the switch."""
     if arch() != "sm_90a":
         pytest.skip("of Hopper's own kernels")
     problem = next(contract.problems("grouped_mm", RECIPES["mxfp4_weight_only"], arch(), rows=8, experts=EXPERTS))

@@ -79,7 +79,7 @@ def tensors_of(problem: Problem, total: int) -> dict[str, Tensor]:
 
 
 def quantised(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
-    """The same with weights as the problem's operands have them, and transposed ones as they lie."""
+    """Return the arguments with weights in the problem's operands, and transposed ones as they lie."""
     found: dict[str, Any] = dict(given)
     for name in ("w", "w1", "w2"):
         if name not in given:

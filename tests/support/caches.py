@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"python/glulam": "python", "ffi_bridge": "."}
-"""Where sources lie, and what modules' names are counted from."""
+"""Folders of sources, and the folder that each module's name starts from."""
 KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "Plans", "PreparedWeights",
         "_Kept", "_Caller", "defaultdict", "count", "Targets")  # fmt: skip
 """Constructors of what changes after it was made."""

@@ -26,7 +26,7 @@ def _storages(value: Any) -> set[int]:
 
 
 PACKAGE = "/glulam/"
-"""What the files of the library, and of code that it generates, have in their names."""
+"""Parts of the names of the library's files and of files that it generates."""
 
 
 def _line() -> str:

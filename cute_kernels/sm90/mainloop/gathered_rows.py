@@ -92,7 +92,7 @@ class Share(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What a lane copies.
+    """A lane's part of the copies.
 
     Attributes:
         line: number of the lane's line among the first LINES_AT_ONCE lines of its warp, counted from the stage's first

@@ -1,4 +1,4 @@
-"""Where a module's results and gradients go: to autograd, into buffers, or into weights' `main_grad`; at once or later.
+"""Ways of a module's results and gradients: to autograd, into buffers, or into weights' `main_grad`; at once or later.
 
 The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
 itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
