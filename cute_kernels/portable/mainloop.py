@@ -123,7 +123,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """If warps share the depth, add the accumulators of warps 1, 2 and 3, in this order, to the accumulators of warp 0."""
+        """If warps share the depth, add the accumulators of warps 1, 2 and 3, in this order, to warp 0's."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

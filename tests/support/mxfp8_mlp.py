@@ -23,9 +23,9 @@ RECIPES = tuple(X_BLOCK)
 WORST_FLIP = 2.0**-4  # of an element that lies between two E4M3 numbers and may round to either
 TENSOR_CORE_RMS, TENSOR_CORE_ROW = 6e-3, 0.15
 """Error that FP8 wgmma adds to a result. It errs by 1.3e-4 over 128 products (docs/recipes.md), so that one activation
-in 100 rounds to the other of two neighbours, 0.09 of itself away: in root mean square 0.1 x 0.09 x the 0.3 that a result is
-mostly of its row's largest, and in norm at most 2^-3 of a row that hangs on one activation. A wrong row errs by 1.4.
-tests/gpu/test_mxfp8_kernels.py looks closer."""
+in 100 rounds to the other of two neighbours, 0.09 of itself away: in root mean square 0.1 x 0.09 x the 0.3 that a
+result is mostly of its row's largest, and in norm at most 2^-3 of a row that hangs on one activation. A wrong row errs
+by 1.4. tests/gpu/test_mxfp8_kernels.py looks closer."""
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
