@@ -24,7 +24,8 @@ def on_gpu(arguments: list[Any]) -> list[Any]:
 def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[Tensor]:
     leaves = [one.detach().requires_grad_() for one in arguments if one is not None]
     found = iter(leaves)
-    made = list(call(*[None if one is None else next(found) for one in arguments]))
+    with torch.enable_grad():
+        made = list(call(*[None if one is None else next(found) for one in arguments]))
     return [*made, *torch.autograd.grad(made, leaves, [d.to(m.dtype) for d, m in zip(upstream, made, strict=True)])]
 
 
