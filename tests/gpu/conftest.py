@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.inputs import poison_allocator
 
+from cute_kernels.architectures import ARCHS
 from cute_kernels.portable import policy
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge.errors import BundleError
@@ -19,6 +21,7 @@ from glulam.choose import estimates as times
 from glulam.choose.estimates import Estimate
 from glulam.choose.problem import Part
 from glulam.host import workspace
+from glulam.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +36,18 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 OF_HOPPER = re.compile(r" mxfp8\b| folded\b|in_mxfp8|prepare_mxfp8|in FP8 blocks")
-"""Tests of recipes "mxfp8" and "fp8_block", and of weights folded for the former, by their names."""
+"""Tests of FP8 rows, and of weights folded for them, by their names, where no parameter says so."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Portable kernels have no FP8 MMA."""
-    for item in items if config.getoption("--arch") == "portable" else ():
-        recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")  # type: ignore[attr-defined]
-        if recipe in ("mxfp8", "fp8_block") or OF_HOPPER.search(item.name):
-            item.add_marker(pytest.mark.skip(reason="of Hopper's own kernels"))
+    """Skip tests of recipes whose operands the kernels' architecture lacks."""
+    is_portable, lacks = config.getoption("--arch") == "portable", ARCHS[os.environ["GLULAM_ARCH"]].lacks
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        recipes = [RECIPES[one] for one in parameters if isinstance(one, str) and one in RECIPES]
+        is_lacking = any(recipe.operands in lacks for recipe in recipes)
+        if is_lacking or (is_portable and OF_HOPPER.search(item.name)):
+            item.add_marker(pytest.mark.skip(reason="these kernels lack such operands"))
 
 
 @contextmanager
