@@ -3,7 +3,7 @@ order is fixed. Plain Python, which imports no compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -157,15 +157,23 @@ def fp8_wgrad_specs(arch: str, operands: str, tile: TileConfig) -> list[Spec]:
 
 
 def decoded_specs(
-    arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]], dgrad: TileConfig
+    arch: str,
+    tiles: Mapping[str, Sequence[TileConfig]],
+    glu_form: Callable[..., tuple[str, str]],
+    dgrad: TileConfig,
 ) -> list[Spec]:
     """Return every GEMM and grouped_mlp of 16-bit rows whose weights have 8 or 4 bits and are decoded in the kernel.
 
-    FC2s are listed once each: operands that differ only in FC1's result have the same FC2. dgrad: the tile of data
-    gradients.
+    FC2s are listed once each: operands that differ only in FC1's result have the same FC2.
+
+    Args:
+        arch: a key of ARCHS.
+        tiles: the tiles for each key of OPERANDS.
+        glu_form: see `arch.Room`.
+        dgrad: the tile of data gradients.
     """
     specs: dict[Spec, None] = {}
-    for tile, operands in product(tiles, DECODED):
+    for operands, tile in ((one, tile) for one in DECODED for tile in tiles[one]):
         fc2 = GroupedMmSpec("bfloat16", False, tile, arch, next_operands(operands))
         specs[fc2] = None
         for form in glu_forms(glu_form, operands, tile):

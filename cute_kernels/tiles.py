@@ -55,7 +55,7 @@ SCHEDULES = {
     "cooperative": Schedule(short="coop", clusters=CLUSTERS, slabs=1),
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
     "swapped": _SWAPPED,
-    "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128),)),
+    "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128), (32, 128))),
     # A tile is the first 16 rows of a slab, or two slabs.
     "warps": Schedule(short="warps", heights=(16, 128), widths=(128,), by_warps=True),
     # An accumulator has 128 lanes; the columns of both accumulators together are a power of two.

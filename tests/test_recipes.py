@@ -29,7 +29,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.architectures import ARCHS
 from cute_kernels.shipped import activation_forms
-from cute_kernels.sm90.configs import LARGE8, LARGE8_W4, LARGE_W8, MEDIUM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
+from cute_kernels.sm90.configs import LARGE8, LARGE8_W4, LARGE_W8, MEDIUM_W8, SLIM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from cute_kernels.tiles import SpecError
 from glulam import MXFP8Tensor, recipes
@@ -235,10 +235,11 @@ class TestHostPath:
     def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
         weights = (512, 512, 256), (512, 256, 256)
         for recipe in RECIPES:
-            fewest = 18 if recipe == "mxfp4_weight_only" else 12
-            limits = {TINY_W8: fewest, SMALL_W8: 60, MEDIUM_W8: 128}
+            slim = {SLIM_W8: 27} if recipe == "mxfp4_weight_only" else {}
+            limits = {TINY_W8: 12, **slim, SMALL_W8: 60, MEDIUM_W8: 128}
             decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
-            decoded += [(fewest + 0.5, SMALL_W8), (60.5, MEDIUM_W8), (128.5, LARGE_W8)]
+            above = zip(limits.values(), (*list(limits)[1:], LARGE_W8), strict=True)
+            decoded += [(most + 0.5, tile) for most, tile in above]
             in_fp8 = {
                 "mxfp8": [(1, SMALL8), (60, SMALL8), (60.5, LARGE8)],
                 "mxfp4": [(1, SMALL8), (40, SMALL8), (40.5, LARGE8_W4)],
@@ -248,7 +249,7 @@ class TestHostPath:
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == tile
                 assert told.spec.fc2.tile == second_tile(tile)
                 assert told.why.endswith(tile.name)
-                assert len(told.why_not) == (1 if recipe in in_fp8 else 3)
+                assert len(told.why_not) == (1 if recipe in in_fp8 else len(limits))
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")

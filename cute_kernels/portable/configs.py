@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..formats import DECODED
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     backward_specs,
@@ -46,7 +47,7 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     if profile == "demo":
         return demo_specs(arch, LARGE, glu_form)
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
-    specs += decoded_specs(arch, TILES, glu_form, LARGE) + mhc_specs(arch) + layer_specs(arch)
+    specs += decoded_specs(arch, dict.fromkeys(DECODED, TILES), glu_form, LARGE) + mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from ..formats import DECODED
 from ..portable import configs as portable
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
@@ -48,7 +49,8 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     specs += fp8_specs(arch, "mxfp8_blocks", (LARGE8,), second_tile, glu_form, (False, True))
     specs += fp8_training_specs(arch, "mxfp8_blocks", LARGE8, LARGE8, glu_form)
     specs += fp8_wgrad_specs(arch, "mxfp8_blocks", LARGE8)
-    specs += decoded_specs(arch, portable.TILES, glu_form, portable.LARGE) + mhc_specs(arch) + layer_specs(arch)
+    specs += decoded_specs(arch, dict.fromkeys(DECODED, portable.TILES), glu_form, portable.LARGE)
+    specs += mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
 
 

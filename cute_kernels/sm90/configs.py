@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from ..formats import DECODED, OPERANDS
 from ..shipped import PROFILES as PROFILES
 from ..shipped import (
     adapted,
@@ -67,6 +68,7 @@ TILES8_W4 = (LARGE8_W4, SMALL8)
 # Many rows an expert (LARGE_W8): a weight is decoded once for 256 rows.
 # Few rows (SMALL_W8): four warpgroups decode, which hide each other's latencies; the fewer columns an MMA has, the less
 # of x every CTA loads beside its weights.
+# Few rows of 4-bit weights (SLIM_W8): a decoded weight meets twice TINY_W8's rows, still by words (by_words.py).
 # Fewest rows (TINY_W8): the four warpgroups belong to two CTAs of an SM, so that a token's few experts fill more SMs
 # (eight of Qwen3-30B's experts in MXFP8: 23.6 us instead of 29.1), and one CTA's epilogue hides behind the other's
 # decoding.
@@ -74,7 +76,10 @@ LARGE_W8 = TileConfig(m=256, n=128, k=128, schedule="swapped_single")
 MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
+SLIM_W8 = TileConfig(m=32, n=128, k=128, schedule="swapped_single")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8)
+DECODING_TILES = {operands: (*TILES_W8, SLIM_W8) if OPERANDS[operands].w.bits < 8 else TILES_W8 for operands in DECODED}
+"""Tiles of 16-bit rows and quantised weights, by key of `formats.OPERANDS`."""
 # Data gradients through quantised weights, which are decoded into shared memory: weights are the MMA's second operand,
 # as 16-bit weights are. No cluster: every CTA decodes its own weights, so that a cluster would share nothing.
 DGRAD_W = TileConfig(m=128, n=128, k=64, schedule="pingpong")
@@ -95,7 +100,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     **{
         (operands, tile, False): _GATED
         for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block_weight_only")
-        for tile in (MEDIUM_W8, SMALL_W8, TINY_W8)
+        for tile in (MEDIUM_W8, SMALL_W8, SLIM_W8, TINY_W8)
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,
 }
@@ -208,4 +213,4 @@ def _all_specs() -> list[Spec]:
     specs += fp8_training_specs(ARCH, "mxfp8", LARGE8, DGLU8, glu_form)
     specs += fp8_specs(ARCH, "mxfp4", TILES8_W4, second_tile, glu_form, (False, True))
     specs += fp8_specs(ARCH, "fp8_block", TILES8, second_tile, glu_form, (False,))
-    return specs + decoded_specs(ARCH, TILES_W8, glu_form, DGRAD_W) + mhc_specs(ARCH) + layer_specs(ARCH)
+    return specs + decoded_specs(ARCH, DECODING_TILES, glu_form, DGRAD_W) + mhc_specs(ARCH) + layer_specs(ARCH)

@@ -22,6 +22,7 @@ from .configs import (
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    SLIM_W8,
     SMALL8,
     SMALL_W8,
     TILES,
@@ -36,20 +37,22 @@ from .gemm_policy import gemm_policy as gemm_policy
 MEASURED = Path(__file__).with_name("measured.json")
 
 _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
+_DECODING_4_BITS = {TINY_W8: 12, SLIM_W8: 27, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(("mxfp8", "fp8_block"), {SMALL8: 60, LARGE8: math.inf}),
     "mxfp4": {SMALL8: 40, LARGE8_W4: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
-    **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
+    **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), _DECODING_4_BITS),
 }
 """For each key of `formats.OPERANDS`: tiles in ascending order, each with the greatest average number of rows an expert
 for which the tile is chosen.
 
 Decoded weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55
 times as long. The limits are the averages at which the smaller size takes as long as the larger one: random routing
-then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 a row tile of the
-second size takes 1.8 times as long as one of TINY_W8, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
-NVFP4 has MXFP4's limits; in decoding it takes 1.05 to 1.08 times as long as MXFP4 (docs/decisions/nvfp4-weights.md).
+then gives 10, 30 and 50 % of the groups more rows than one of the smaller tiles holds. In MXFP4 a row tile of SLIM_W8
+takes 1.03 times as long as one of TINY_W8, and one of SMALL_W8 1.6 to 1.9 times, since the first two have a faster
+mainloop (mainloop/few_rows.py). NVFP4 has MXFP4's limits; in decoding it takes 1.05 to 1.08 times as long as MXFP4
+(docs/decisions/nvfp4-weights.md).
 
 FP8 operands: with 64 rows on average, half of the groups have more rows than a tile of SMALL8, and LARGE8 is 1.01 to
 1.29 times as fast (four models, one H100).

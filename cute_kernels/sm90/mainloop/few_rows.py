@@ -168,12 +168,18 @@ class FewRowsMainloop(DecodingMainloop):
     ):  # fmt: skip
         """Add the products of a k-tile without large scales to acc.
 
-        Only the first 8 rows of x are multiplied if the group has no more than 8 (`rows`) from the tile's first row on.
+        Of the rows of x only the first half is multiplied, or the first quarter, if the group has no more (`rows`) from
+        the tile's first row on; at least COLUMNS are.
         """
-        if rows > COLUMNS:
+        half, quarter = (max(self.tile.m // parts, COLUMNS) for parts in (2, 4))
+        if rows > half:
             self._multiply(acc, words, first_column, scales, self.tile.m, False)
+        elif const_expr(quarter == half):
+            self._multiply(acc, words, first_column, scales, half, False)
+        elif rows > quarter:
+            self._multiply(acc, words, first_column, scales, half, False)
         else:
-            self._multiply(acc, words, first_column, scales, COLUMNS, False)
+            self._multiply(acc, words, first_column, scales, quarter, False)
 
     def _multiply(
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
