@@ -29,7 +29,17 @@ from torch import Tensor
 import glulam
 from cute_kernels.architectures import ARCHS
 from cute_kernels.shipped import activation_forms
-from cute_kernels.sm90.configs import LARGE8, LARGE8_W4, LARGE_W8, MEDIUM_W8, SLIM_W8, SMALL8, SMALL_W8, TINY_W8, second_tile
+from cute_kernels.sm90.configs import (
+    LARGE8,
+    LARGE8_W4,
+    LARGE_W8,
+    MEDIUM_W8,
+    SLIM_W8,
+    SMALL8,
+    SMALL_W8,
+    TINY_W8,
+    second_tile,
+)
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from cute_kernels.tiles import SpecError
 from glulam import MXFP8Tensor, recipes
