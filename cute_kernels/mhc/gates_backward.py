@@ -272,7 +272,7 @@ class GateSums(Invariant):
     """Device code that adds the CTAs' sums, in a fixed order, to the gradients of the bias [K] and of the three alphas.
     One CTA of another kernel runs it while the other CTAs do that kernel's work."""
 
-    READS = 8
+    READS = 16
 
     def __init__(self, n: int, warps: int):
         self.n = n
@@ -292,10 +292,18 @@ class GateSums(Invariant):
         lane, warp, width = thread % LANES, thread // LANES, 2 * self.outputs
         totals = cute.make_rmem_tensor(self.rounds, Float32)
         totals.fill(0.0)
-        for row in cutlass.range(warp, count, self.warps, unroll=self.READS):
-            for i in cutlass.range_constexpr(self.rounds):
-                k = cutlass.min(lane + LANES * i, width - 1)
-                totals[i] += vector_at(Float32, rows)[Int64(row) * width + k]
+        raw = cute.make_rmem_tensor((self.READS, self.rounds), Float32)
+        for first in cutlass.range(warp, count, self.warps * self.READS):
+            # Past the last row, that row is read again, so that all reads of a turn are under way together.
+            for read in cutlass.range_constexpr(self.READS):
+                row = cutlass.min(first + read * self.warps, count - 1)
+                for i in cutlass.range_constexpr(self.rounds):
+                    k = cutlass.min(lane + LANES * i, width - 1)
+                    raw[read, i] = vector_at(Float32, rows)[Int64(row) * width + k]
+            for read in cutlass.range_constexpr(self.READS):
+                if first + read * self.warps < count:
+                    for i in cutlass.range_constexpr(self.rounds):
+                        totals[i] += raw[read, i]
         smem = cute.make_tensor(
             cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((self.rounds * LANES, self.warps))
         )
