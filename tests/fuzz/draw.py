@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
+from cute_kernels.architectures import ARCHS
 from cute_kernels.formulas import FORMULAS, NUMBERS
+from cute_kernels.shipped import ships_adapted
+from glulam.host import device as gpus
 from glulam.ops.quantized_weights import FORMS
 from glulam.recipes import RECIPES
 from glulam.validate.inputs import UNREACHED
@@ -99,9 +103,22 @@ def _dtype(draw: Any, call: str, recipe: str, form: str, device: str) -> str:
         found = ["bfloat16", "float16"]
     else:
         found = ["bfloat16"]
+    if call in declared.INNER and device != "cpu":
+        found = [dtype for dtype in found if ships_adapted(dtype, _arch())]
     if call.startswith(("quantize", "prepare")) or (device == "cpu" and recipe == "bf16"):
         found.append("float32")
     return str(draw(st.sampled_from(found)))
+
+
+def _arch() -> str:
+    """Return the architecture whose kernels serve the current GPU."""
+    return gpus.gpu(torch.cuda.current_device()).arch
+
+
+def _lacks(recipe: str, device: str) -> bool:
+    """Return True if the kernels of a device lack a recipe's operands; such calls are refused."""
+    told = RECIPES[recipe]
+    return device != "cpu" and not {told.operands, told.fc2_operands}.isdisjoint(ARCHS[_arch()].lacks)
 
 
 def _can_train(call: str, recipe: str, form: str) -> bool:
@@ -161,6 +178,8 @@ def in_a_turn(calls: Sequence[str] = ()) -> int:
 def problems(draw: Any, stratum: Stratum, device: str = "cpu") -> Problem:
     """Draw problems of a stratum that a device takes."""
     call, settled = stratum.call, dict(stratum.settled)
+    if _lacks(settled.get("recipe", "bf16"), device):
+        settled["recipe"] = "bf16"
     drawn = {name: values for name, values in declared.options_of(call).items() if name not in settled}
     options = {name: draw(st.sampled_from(values)) for name, values in drawn.items()} | settled
     form = draw(st.sampled_from(declared.forms_of(call, options.get("recipe", "bf16"))))
