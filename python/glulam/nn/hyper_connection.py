@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..calls.addressed import check_dtype, check_vectors
 from ..mhc.boundary import MAX_ITERS as MOST_ROUNDS
 from ..mhc.call import check_count, check_eps, check_iters
 from ..mhc.sinkhorn import MAX_ITERS
+from ..names import Block
 from .hyper_streams import HyperStreams
 from .options import check_options, shown_options
 
@@ -123,17 +124,32 @@ class HyperConnection(nn.Module):
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
 
-    def boundary(self, carried: HyperStreams) -> mhc.BoundaryResults:
+    @overload
+    def boundary(
+        self, carried: HyperStreams, *, x_block: None = None, return_x: bool = False
+    ) -> mhc.BoundaryResults: ...  # fmt: skip
+    @overload
+    def boundary(
+        self, carried: HyperStreams, *, x_block: Block, return_x: bool = False
+    ) -> mhc.QuantizedBoundaryResults: ...  # fmt: skip
+    def boundary(
+        self, carried: HyperStreams, *, x_block: Block | None = None, return_x: bool = False
+    ) -> mhc.BoundaryResults | mhc.QuantizedBoundaryResults:
         """Return the results of `mhc.boundary`: the sublayer's input, and the next connection's streams and
         coefficients.
 
-        Only for form "v4.1". carried: what the previous connection returned.
+        Only for form "v4.1".
+
+        Args:
+            carried: what the previous connection returned.
+            x_block, return_x: see `mhc.boundary`; only without gradients.
         """
         self._check_is("v4.1", "boundary")
         streams, y, pre, post, comb = carried
+        of_x: dict[str, Any] = {"x_block": x_block, "return_x": return_x}
         return mhc.boundary(
             y, streams, pre, post, comb, self.fn, self.scale, self.base, self.norm_weight,  # type: ignore[arg-type]
-            self.eps, self.sinkhorn_eps, self.norm_eps, self.iters,
+            self.eps, self.sinkhorn_eps, self.norm_eps, self.iters, **of_x,
         )  # fmt: skip
 
     def _check_is(self, form: str, method: str) -> None:
