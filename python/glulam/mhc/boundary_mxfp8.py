@@ -79,7 +79,8 @@ def likes(lead: Sequence[int], width: int) -> list[Like]:
 def quantised(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return the elements of x [..., D] and their scales [..., D / 32] in blocks of 32 or 128 columns."""
     data, exponents = quantize_rows(x.reshape(-1, x.shape[-1]), columns)
-    return data.view(x.shape), exponents.view(SCALE_DTYPE).view(*x.shape[:-1], exponents.shape[-1])
+    scale = exponents.contiguous().view(SCALE_DTYPE)
+    return data.contiguous().view(x.shape), scale.view(*x.shape[:-1], scale.shape[-1])
 
 
 def in_mxfp8(data: Tensor, scale: Tensor, x_block: Any) -> MXFP8Tensor:
