@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import validated
 from emulator.emulated_gpu import installed
 from support.boundary import given, of_all_kinds, update_removed
 from support.fake_gpu import reference
 from torch import Tensor
 
 import glulam
+from cute_kernels.specs import MhcSpec
 from glulam import mhc
 from glulam.validate.guards import Guards
 
@@ -71,6 +73,14 @@ def test_every_byte_of_the_results_is_written_and_none_beside() -> None:
         with Guards() as guards:
             check(given((3,), 160, dtype=F32, streams=BF16), **options)
         assert not guards.complaint()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trials_of_validation(dtype: str) -> None:
+    """Two of 16-bit x, with parameters in float32 and in 16 bits, and one of each block."""
+    with installed("sm_90a") as gpu:
+        size = validated.SMALL._replace(streams=(((3,), 40),))
+        assert validated.try_function(gpu, MhcSpec("boundary", dtype), size).trials == 4
 
 
 def test_a_token_has_the_same_bytes_in_every_batch() -> None:
