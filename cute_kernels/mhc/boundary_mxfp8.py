@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
 
-from ..device.gmem import vector_at
+from ..device.gmem import UNBOUNDED, vector_at
 from ..device.select import select
 from ..device.vectors import VECTOR_BYTES, elements, floats, load_params, load_vector, run_at, store_vector
 from ..quantize.e4m3 import to_e4m3
@@ -44,9 +44,8 @@ class FinishInMxfp8(BoundaryFinish):
         thread, _, _ = cute.arch.thread_idx()
         vectors = width // self.count
         sums = cute.arch.get_dyn_smem(Float32, alignment=16)
-        scales = cute.make_tensor(
-            cute.recast_ptr(sums + LANES * FINISH_WARPS, dtype=Uint8), cute.make_layout(1 << 30)
-        )  # fmt: skip
+        after_sums = cute.recast_ptr(sums + LANES * FINISH_WARPS, dtype=Uint8)
+        scales = cute.make_tensor(after_sums, cute.make_layout(UNBOUNDED))
         for first in cutlass.range(0, vectors, THREADS * READS, unroll=1):
             mixes = [cute.make_rmem_tensor(self.count, self.dtype) for _ in range(READS)]
             weights = []

@@ -166,7 +166,9 @@ def problems(draw: Any, stratum: Stratum, device: str = "cpu") -> Problem:
     options = {name: draw(st.sampled_from(values)) for name, values in drawn.items()} | settled
     form = draw(st.sampled_from(declared.forms_of(call, options.get("recipe", "bf16"))))
     given = [name for name in declared.optional_of(call) if draw(st.booleans())]
-    train = _can_train(call, options.get("recipe", "bf16"), form) and draw(st.booleans()) and not options.get("x_block")
+    train = _can_train(call, options.get("recipe", "bf16"), form) and draw(st.booleans())
+    if train:
+        options.pop("x_block", None)
     if train or call.startswith("quantize"):
         given = [name for name in given if name not in ("out", "rows")]
     if "offs" in declared.parameters(call) and "splits" not in declared.parameters(call):
