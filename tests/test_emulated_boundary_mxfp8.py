@@ -48,6 +48,10 @@ def test_x_has_the_bytes_of_its_quantisation(tokens: int, width: int, block: str
     check(arguments if return_x else update_removed(arguments), x_block=block, return_x=return_x)
 
 
+def test_two_streams() -> None:
+    check(given((5,), 160, n=2, dtype=F32, streams=BF16), x_block="1x128", return_x=True)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_portable_kernels(arch: str) -> None:
     """On sm_80 elements are rounded in integer arithmetic, and magnitudes compared as floats."""

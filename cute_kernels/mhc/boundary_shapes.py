@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHS
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
 
-COUNTS = (4,)
-"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four."""
+COUNTS = (2, 4)
+"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. With 8 a thread of the first kernel
+spills 984 bytes (sm_90a, DSL 4.8.1), and a warp of the second has too few lanes for a token's 82 sums and for the 64
+elements of comb."""
 BLOCK = 64
 """Columns of each stream in a block. Sums over columns are made by block, then over blocks in a fixed order. How many
 blocks a CTA has depends on the number of tokens, but this order does not, so a token's results have the same bits in

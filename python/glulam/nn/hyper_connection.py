@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from cute_kernels.mhc.boundary_shapes import COUNTS as BOUNDARY_COUNTS
+from cute_kernels.mhc.kernels import COUNTS
+
 from .. import mhc
 from ..calls.addressed import check_dtype, check_vectors
 from ..mhc.boundary import MAX_ITERS as MOST_ROUNDS
@@ -36,7 +39,7 @@ class HyperConnection(nn.Module):
     kernels that compute the three gradients of x also add them.
 
     Args:
-        num_streams, width: n and C. On a GPU n is 2, 4 or 8, and C a multiple of 8.
+        num_streams, width: n and C. On a GPU n is 2, 4 or 8 ("v4.1": 2 or 4), and C a multiple of 8.
         sublayer: a module or function, called with [..., C] and with forward's further arguments. It returns y [..., C]
             or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.
@@ -90,7 +93,7 @@ class HyperConnection(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         streams = torch.empty(0, num_streams, width, **where)
         check_dtype(name, "dtype", streams)
-        check_count(name, "x", streams, num_streams)
+        check_count(name, "x", streams, num_streams, BOUNDARY_COUNTS if form == "v4.1" else COUNTS)
         check_vectors(name, "x", "C", streams)
         self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
         self.iters, self.eps, self.sinkhorn_eps, self.transpose_res = iters, eps, sinkhorn_eps, transpose_res
