@@ -32,10 +32,10 @@ def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[T
 
 @pytest.mark.parametrize("has_update", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_results_and_gradients(tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> None:
+@pytest.mark.parametrize(("tokens", "width", "n"), [*((*size, 4) for size in SIZES), (17, 264, 2), (1000, 2056, 2)])
+def test_results_and_gradients(tokens: int, width: int, n: int, dtype: torch.dtype, has_update: bool) -> None:
     """Errors of at most twice those of torch in the same dtypes."""
-    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype))
+    arguments = on_gpu(given((tokens,), width, n, dtype=F32, streams=dtype))
     arguments = arguments if has_update else update_removed(arguments)
     exact = [None if one is None else one.double() for one in arguments]
     upstream = [torch.randn_like(one) for one in oracle(*exact)]
