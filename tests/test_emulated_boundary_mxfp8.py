@@ -52,6 +52,13 @@ def test_two_streams() -> None:
     check(given((5,), 160, n=2, dtype=F32, streams=BF16), x_block="1x128", return_x=True)
 
 
+def test_lanes_after_the_last_column_count_as_zeros() -> None:
+    """They have the last vector's weights, and 0 times an infinite one would make the last block NaN."""
+    arguments = given((3,), 160, dtype=F32, streams=BF16)
+    arguments[8][-1] = torch.inf
+    check(arguments, x_block="1x128")
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_portable_kernels(arch: str) -> None:
     """On sm_80 elements are rounded in integer arithmetic, and magnitudes compared as floats."""
