@@ -60,6 +60,13 @@ def test_results_and_gradients(tokens: int, width: int, has_update: bool) -> Non
     check_boundary(arguments if has_update else update_removed(arguments), check_races=True)
 
 
+@pytest.mark.parametrize("has_update", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (37, 136)])
+def test_two_streams(tokens: int, width: int, has_update: bool) -> None:
+    arguments = given((tokens,), width, n=2, dtype=F32, streams=BF16)
+    check_boundary(arguments if has_update else update_removed(arguments), check_races=True)
+
+
 def test_16_bit_parameters() -> None:
     arguments = given((5,), 72, dtype=F32, streams=BF16)
     arguments[5:] = [one.to(BF16) for one in arguments[5:]]
@@ -77,14 +84,16 @@ def test_widths_of_models(width: int) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_float16(arch: str) -> None:
-    check_boundary(given((19,), 136, dtype=F32, streams=F16), arch)
+def test_float16(arch: str, n: int) -> None:
+    check_boundary(given((19,), 136, n=n, dtype=F32, streams=F16), arch)
 
 
-def test_a_token_has_the_same_bits_in_every_batch() -> None:
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_token_has_the_same_bits_in_every_batch(n: int) -> None:
     """With CTAs of as many columns as fit, and of one block where tokens are few."""
-    arguments = given((70,), 712, dtype=F32, streams=BF16)
+    arguments = given((70,), 712, n=n, dtype=F32, streams=BF16)
     cuts = []
     with installed(ARCH) as gpu, torch.no_grad():
         wanted = mhc.boundary(*arguments)

@@ -166,7 +166,7 @@ def test_torch_takes_the_operator_for_sound() -> None:
     arguments = given((3,), dtype=F32)
     tensors(arguments)
     operator = torch.ops.glulam.mhc_boundary.default
-    torch.library.opcheck(operator, (*arguments, 1e-6, 1e-6, 1e-6, 3, False))
+    torch.library.opcheck(operator, (*arguments, 1e-6, 1e-6, 1e-6, 3, False, True, 0))
 
 
 def changed(place: int, value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ for another.
 
 p, the sum of the streams' squares and the sum of u's squares run over all columns. Each slice stores partial sums of
 them; a second kernel (`boundary_finish.py`) adds these, makes the coefficients, and scales u, which is stored at x's
-address.
+address, or in the workspace if x is wanted in MXFP8 alone (`boundary_mxfp8.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from ..device.warp_mma import WarpMma
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .boundary_finish import BoundaryFinish, Finished, Partials
-from .boundary_shapes import BLOCK, WARPS, coefficient_floats
+from .boundary_mxfp8 import FinishInMxfp8
+from .boundary_shapes import BLOCK, WARPS, coefficient_floats, mix_place
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
 from .split import rest_scale, split
 
@@ -92,6 +93,9 @@ class Boundary(Invariant):
     """Host function and first kernel of the boundary's forward. Results: the updated streams, x, and the coefficients
     new_pre, new_post and new_comb.
 
+    x: 0: not wanted in 16 bits.
+    x_data, x_scale: x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted. x_block: the columns that share a
+        scale, 32 or 128; 128: each scale is stored four times.
     stats: float32 [T, K + 1], each token's p, then the streams' root mean square, for backward; 0: not wanted.
     workspace: float32, of `boundary_shapes.workspace` elements. slices, blocks, merge, groups: `boundary_shapes.Cut`.
     """
@@ -106,17 +110,21 @@ class Boundary(Invariant):
         self.pitch = coefficient_floats(n)
         self.params_words = TOKEN_TILE * self.pitch
         self.finish = BoundaryFinish(f"{name}_finish", dtype, n)
+        self.finish_in_mxfp8 = FinishInMxfp8(f"{name}_finish_mxfp8", dtype, n)
 
     @cute.jit
     def __call__(
         self, y: Int64, streams: Int64, pre: Int64, post: Int64, comb: Int64, weight: Int64, scale: Int64, base: Int64,
         norm_weight: Int64, new_streams: Int64, x: Int64, new_pre: Int64, new_post: Int64, new_comb: Int64,
-        stats: Int64, workspace: Int64, forms: Int32, tokens: Int32, width: Int32, slices: Int32, blocks: Int32,
-        merge: Int32, groups: Int32, iters: Int32, rms_eps: Float32, eps: Float32, norm_eps: Float32,
-        stream: cuda.CUstream,
+        stats: Int64, x_data: Int64, x_scale: Int64, workspace: Int64, forms: Int32, tokens: Int32, width: Int32,
+        slices: Int32, blocks: Int32, merge: Int32, groups: Int32, iters: Int32, x_block: Int32, rms_eps: Float32,
+        eps: Float32, norm_eps: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            given, sizes = Given(y, streams, pre, post, comb, new_streams, x), Sizes(tokens, width, blocks, groups)
+            u = x
+            if x == 0:
+                u = workspace + mix_place(self.n, Int64(slices), tokens) * 4
+            given, sizes = Given(y, streams, pre, post, comb, new_streams, u), Sizes(tokens, width, blocks, groups)
             row_words = blocks * (BLOCK * self.n // 2) + ROW_PADDING // 4
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(given, sizes, weight, dtype_code(forms, 0), workspace).launch(
@@ -128,11 +136,18 @@ class Boundary(Invariant):
             )
             scale_code = dtype_code(forms, 1)
             partials = Partials(workspace, slices, merge)
-            finished = Finished(x, norm_weight, dtype_code(forms, 3), new_pre, new_post, new_comb, stats)
-            self.finish.launch(
+            norm_code = dtype_code(forms, 3)
+            finished = Finished(
+                u, x, x_data, x_scale, x_block, norm_weight, norm_code, new_pre, new_post, new_comb, stats
+            )  # fmt: skip
+            arguments = (
                 partials, (scale, scale_code, base, dtype_code(forms, 2)), finished, tokens, width, iters,
                 (rms_eps, eps, norm_eps), stream,
             )  # fmt: skip
+            if x_data != 0:
+                self.finish_in_mxfp8.launch(*arguments)
+            else:
+                self.finish.launch(*arguments)
 
     @cute.kernel
     def kernel(self, given: Given, sizes: Sizes, weight: Int64, weight_code: Int32, partials: Int64):

@@ -37,16 +37,22 @@ class Partials(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Addresses of the boundary's results, and of the norm's weight.
+    """Addresses of the mix u, of the boundary's results, and of the norm's weight; 0: a result that is not wanted.
 
     Attributes:
-        x: [T, D]; holds u before, x after.
+        u: [T, D].
+        x: [T, D]; may be u's address.
+        x_data, x_scale, x_block: x in MXFP8 and the columns of a block, 32 or 128 (boundary_mxfp8.py).
         norm_weight, norm_code: the norm's weight and its dtype.
         pre, post, comb: the new coefficients, float32.
         stats: float32 [T, K + 1], p and the root mean square of the streams; 0: not wanted.
     """
 
+    u: Int64
     x: Int64
+    x_data: Int64
+    x_scale: Int64
+    x_block: Int32
     norm_weight: Int64
     norm_code: Int32
     pre: Int64
@@ -84,6 +90,10 @@ class BoundaryFinish(Invariant):
         self.outputs = outputs(n)
         self.balance = Balance(n)
 
+    def smem_bytes(self, width: Int32) -> int | Int32:
+        """Return a CTA's bytes of shared memory: each warp's sums. width: D."""
+        return FINISH_WARPS * LANES * 4
+
     @cute.jit
     def launch(
         self, partials: Partials, gates: tuple, finished: Finished, tokens: Int32, width: Int32, iters: Int32,
@@ -95,7 +105,7 @@ class BoundaryFinish(Invariant):
         self.kernel(partials, gates, finished, tokens, width, iters, epsilons).launch(
             grid=(tokens, 1, 1),
             block=(THREADS, 1, 1),
-            smem=FINISH_WARPS * LANES * 4,
+            smem=self.smem_bytes(width),
             stream=stream,
             use_pdl=early(True),
         )
@@ -184,8 +194,8 @@ class BoundaryFinish(Invariant):
         vectors = width // count
         for vector in cutlass.range(thread, vectors, THREADS, unroll=4):
             at = Int64(token) * vectors + vector
-            u = floats(load_vector(self.dtype, finished.x, at))
+            u = floats(load_vector(self.dtype, finished.u, at))
             weight = load_params(finished.norm_weight, finished.norm_code, Int64(vector) * count, count)
             made = cute.make_rmem_tensor(count, Float32)
             made.store(u.load() * r * weight.load())
-            store_vector(self.dtype, finished.x, at, made)
+            store_vector(self.dtype, finished.u, at, made)

@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHS
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
 
-COUNTS = (4,)
-"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four."""
+COUNTS = (2, 4)
+"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. With 8 a thread of the first kernel
+spills 984 bytes (sm_90a, DSL 4.8.1), and a warp of the second has too few lanes for a token's 82 sums and for the 64
+elements of comb."""
 BLOCK = 64
 """Columns of each stream in a block. Sums over columns are made by block, then over blocks in a fixed order. How many
 blocks a CTA has depends on the number of tokens, but this order does not, so a token's results have the same bits in
 every batch."""
 MOST_BLOCKS = 8
 WARPS = 8
+SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
+"""Columns of x in MXFP8 that share a scale: in blocks of 1x32, and in blocks of 1x128, whose scale is stored four
+times."""
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 GOOD_USE = 0.5
 BACKWARD_WARPS = 4
@@ -86,7 +91,14 @@ def backward_smem(n: int, width: Any, iters: Any) -> Any:
     return iters * (BACKWARD_WARPS * 2 * 32 * 4) + width * 6 + sums
 
 
-def workspace(n: int, slices: int, tokens: int) -> int:
+def mix_place(n: int, slices: Any, tokens: Any) -> Any:
+    """Return where the mix u begins in the workspace, after the partial sums: in float32 elements, a multiple of 4 (16
+    bytes). slices and tokens are Python integers or the compiler's.
+    """
+    return (slices * tokens * (outputs(n) + 2) + 3) // 4 * 4
+
+
+def workspace(n: int, slices: int, tokens: int, mix_columns: int = 0) -> int:
     """Return the workspace of the forward in float32 elements: for each slice and token K products, the sum of the
-    streams' squares and the sum of u's squares."""
-    return slices * tokens * (outputs(n) + 2)
+    streams' squares and the sum of u's squares; then `mix_columns` columns of u in 16 bits."""
+    return mix_place(n, slices, tokens) + tokens * mix_columns // 2

@@ -63,8 +63,8 @@ KERNELS: dict[str, Kernel] = {
         "mhc.boundary",
         numbers(
             "y streams pre post comb weight scale base norm_weight new_streams x new_pre new_post new_comb stats "
-            "workspace",
-            "forms tokens width slices blocks merge groups iters",
+            "x_data x_scale workspace",
+            "forms tokens width slices blocks merge groups iters x_block",
             "rms_eps eps norm_eps",
         ),
     ),

@@ -6,7 +6,8 @@ and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n
 the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n; sinkhorn two matrices and
 one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
 backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read. `boundary`: forward n + 1
-and n + 1; backward 2n + 2 and n + 1, since the updated streams are those before and y.
+and n + 1; backward 2n + 2 and n + 1, since the updated streams are those before and y. With x in MXFP8 it writes n
+streams and 1 + 1/32 bytes an element of x, and has no backward.
 
 The projection's weight is float32, and once 16-bit, whose kernels are others, and once float32 with a norm's weight.
 Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
@@ -26,6 +27,7 @@ from glulam import mhc
 from glulam.calls.call import Call as OperatorCall
 from glulam.calls.launch import Plan
 from glulam.mhc import reference
+from glulam.mhc.boundary_mxfp8 import in_mxfp8, quantised
 from glulam.mhc.mixing import AggregateCall, PostMixCall
 from glulam.mhc.sinkhorn import SinkhornCall
 
@@ -64,6 +66,7 @@ class Case(NamedTuple):
     """An operator: our call, torch's, its inputs, and the bytes of forward and backward.
 
     instructions: the least a thread's matrix takes, forward and backward, where these and not the bytes are the limit.
+    backward_bytes: None: there is no backward.
     """
 
     op: str
@@ -71,7 +74,7 @@ class Case(NamedTuple):
     torchs: Callable[..., Any]
     inputs: Callable[[Size], list[Tensor]]
     forward_bytes: Callable[[Size], int]
-    backward_bytes: Callable[[Size], int]
+    backward_bytes: Callable[[Size], int] | None
     sizes: tuple[Size, ...] = (TARGET,)
     instructions: Callable[[int], tuple[int, int]] | None = None
 
@@ -171,6 +174,22 @@ def _boundary_in_torch(
     return updated, x, of_pre.sigmoid() + eps, 2 * of_post.sigmoid(), m
 
 
+def _boundary_bytes(z: Size, x_bytes: int) -> int:
+    """Bytes of a boundary's forward. x_bytes: those of x."""
+    streams = _stream_bytes(z, 2 * z.n + 1) + x_bytes
+    return streams + _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n)
+
+
+def _mxfp8_bytes(z: Size) -> int:
+    """Bytes of a tensor [s, b, C] in MXFP8: elements, and a scale for 32 of them."""
+    return z.tokens * z.c * 33 // 32
+
+
+def _boundary_in_torch_and_mxfp8(*given: Any) -> list[Any]:
+    updated, x, *coefficients = _boundary_in_torch(*given)
+    return [updated, *coefficients, in_mxfp8(*quantised(x, 128), "1x128")]
+
+
 def _project_case(op: str, ours: Callable[..., Any], torchs: Callable[..., Any], inputs: Callable[..., Any]) -> Case:
     """Streams count, and of the weight and its gradient float32's bytes, whatever they are."""
     return Case(
@@ -231,14 +250,24 @@ CASES = (
         mhc.boundary,
         _boundary_in_torch,
         _between_sublayers,
-        lambda z: _stream_bytes(z, 2 * z.n + 2) + _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+        lambda z: _boundary_bytes(z, _stream_bytes(z, 1)),
         lambda z: _stream_bytes(z, 3 * z.n + 3) + 2 * _weight_bytes(z) + 3 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+    ),
+    Case(
+        "boundary, x in MXFP8",
+        lambda *t: mhc.boundary(*t, x_block="1x128"),
+        _boundary_in_torch_and_mxfp8,
+        _between_sublayers,
+        lambda z: _boundary_bytes(z, _mxfp8_bytes(z)),
+        None,
     ),
 )
 
 
 def _listed(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+    """The tensors of a result, MXFP8 as the numbers that it stands for."""
+    parts = [one for one in value if one is not None] if isinstance(value, (tuple, list)) else [value]
+    return [one.dequantize() if isinstance(one, glulam.MXFP8Tensor) else one for one in parts]
 
 
 def _cotangents(results: Sequence[Tensor]) -> list[Tensor]:
@@ -278,7 +307,7 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> dict[st
     error = _error(first[OURS], first[COMPILED])
     del first
     times = measure_device(calls, budget_s, ENQUEUE_US)
-    count = case.forward_bytes if direction == "forward" else case.backward_bytes
+    count: Any = case.forward_bytes if direction == "forward" else case.backward_bytes
     least = case.instructions(size.n) if case.instructions else (0, 0)
     return {
         "op": case.op,
@@ -338,6 +367,7 @@ def run_mhc(options: Options) -> list[dict[str, Any]]:
     """One record for each (operator, direction), then one for each item of the host's time."""
     functorch_config.donated_buffer = False  # or backward could run only once
     cases = [case for case in CASES if not options.case or options.case in case.op]
-    runs = [(case, size, way) for case in cases for size in case.sizes for way in ("forward", "backward")]
+    ways = {case.op: ("forward", "backward") if case.backward_bytes else ("forward",) for case in cases}
+    runs = [(case, size, way) for case in cases for size in case.sizes for way in ways[case.op]]
     share = options.budget_s / (len(runs) + 1)
     return [*records_of("mhc", runs, lambda run: [_measure(*run, share)]), *_measure_host(share)]

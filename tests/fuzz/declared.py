@@ -44,6 +44,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "axis": QUANTIZE_AXES,
     "block": tuple(BLOCK_SIZES),
     "scale_layout": SCALE_LAYOUTS,
+    "x_block": (None, *BLOCK_SIZES),
     "out_dtype": (None, "float32"),
     "lora": (None, "12", "1", "2"),
     "k": (1, 2, 3),

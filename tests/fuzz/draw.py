@@ -46,7 +46,8 @@ def _unit(call: str, recipe: str, form: str, options: dict[str, Any], device: st
         units.append(FORMS[recipe].multiple)
     if form not in ("packed", "list", "GateUp"):
         units.append(32)
-    if call.startswith(("quantize", "prepare", "mxfp8")) or options.get("glu_layout") == "interleaved32":
+    is_in_blocks = options.get("glu_layout") == "interleaved32" or options.get("x_block")
+    if call.startswith(("quantize", "prepare", "mxfp8")) or is_in_blocks:
         units.append(32)
     if call in ("permute", "combine", "aggregate", "post_mix", "pre", "project", "boundary"):
         units.append(ON_GPU)
@@ -185,6 +186,8 @@ def problems(draw: Any, stratum: Stratum, device: str = "cpu") -> Problem:
     form = draw(st.sampled_from(declared.forms_of(call, options.get("recipe", "bf16"))))
     given = [name for name in declared.optional_of(call) if draw(st.booleans())]
     train = _can_train(call, options.get("recipe", "bf16"), form) and draw(st.booleans())
+    if train:
+        options.pop("x_block", None)
     if train or call.startswith("quantize"):
         given = [name for name in given if name not in ("out", "rows")]
     if "offs" in declared.parameters(call) and "splits" not in declared.parameters(call):

@@ -10,6 +10,7 @@ import torch
 from support import mxfp4, mxfp8, routes
 from torch import Tensor
 
+from glulam import mhc
 from glulam.formats.mxfp8.layout import BLOCK_SIZES
 
 from .problem import Problem
@@ -99,6 +100,18 @@ def _square_blocks(problem: Problem, given: dict[str, Any], made: Any) -> None:
     assert made.scale.cpu().view(torch.uint8).equal(wanted), "scales"
 
 
+def _boundary_in_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
+    """x has the bytes of its quantisation, and the other results have the bits of a call in 16 bits."""
+    options = dict(problem.options)
+    size = BLOCK_SIZES[options.pop("x_block")]
+    wanted = mhc.boundary(**{name: one.to(made.pre.device) for name, one in given.items()}, **options)
+    for name, one in wanted._asdict().items():
+        assert name == "x" and made.x is None or getattr(made, name).equal(one), name
+    in_mxfp8 = mxfp8.quantized(wanted.x.cpu(), "row", size)
+    assert made.x_mxfp8.data.cpu().view(torch.uint8).equal(in_mxfp8.data), "x_mxfp8's data"
+    assert made.x_mxfp8.scale.cpu().view(torch.uint8).equal(in_mxfp8.scales), "x_mxfp8's scales"
+
+
 CHECKS: dict[str, Callable[[Problem, dict[str, Any], Any], None]] = {
     "route": _route,
     "Routing.from_topk": _from_topk,
@@ -107,5 +120,6 @@ CHECKS: dict[str, Callable[[Problem, dict[str, Any], Any], None]] = {
     **dict.fromkeys(("quantize_nvfp4", "quantize_fp8_block", "prepare_mxfp8_weight"), _near),
     "prepare_mxfp4_weight": lambda problem, given, made: None,  # the operators that read it compare its numbers
     "mxfp8_of_square_blocks": _square_blocks,
+    "boundary in MXFP8": _boundary_in_mxfp8,
 }
 """By functions' names; each raises AssertionError."""

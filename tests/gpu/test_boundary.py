@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.boundary import given, oracle, update_removed
+from support.boundary import given, of_all_kinds, oracle, update_removed
 from torch import Tensor
 
+import glulam
 from glulam import mhc
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +32,10 @@ def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[T
 
 @pytest.mark.parametrize("has_update", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_results_and_gradients(tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> None:
+@pytest.mark.parametrize(("tokens", "width", "n"), [*((*size, 4) for size in SIZES), (17, 264, 2), (1000, 2056, 2)])
+def test_results_and_gradients(tokens: int, width: int, n: int, dtype: torch.dtype, has_update: bool) -> None:
     """Errors of at most twice those of torch in the same dtypes."""
-    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype))
+    arguments = on_gpu(given((tokens,), width, n, dtype=F32, streams=dtype))
     arguments = arguments if has_update else update_removed(arguments)
     exact = [None if one is None else one.double() for one in arguments]
     upstream = [torch.randn_like(one) for one in oracle(*exact)]
@@ -67,3 +68,38 @@ def test_replays_of_a_graph() -> None:
     graph.replay()
     for one, other in zip(made, mhc.boundary(*arguments), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("return_x", [False, True])
+@pytest.mark.parametrize("block", ["1x32", "1x128"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 32), (17, 160), (300, 736), (1000, 2080), (4099, 7168)])
+def test_x_in_mxfp8_has_the_bytes_of_its_quantisation(
+    tokens: int, width: int, dtype: torch.dtype, block: Any, return_x: bool
+) -> None:
+    """With NaN, Inf and zeros where there are tokens for them; other results are those of a call in 16 bits."""
+    arguments = on_gpu(
+        of_all_kinds(width, dtype, tokens) if tokens > 2 else given((tokens,), width, dtype=F32, streams=dtype)
+    )
+    plain = mhc.boundary(*arguments)
+    wanted = glulam.quantize_mxfp8(plain.x, block=block)
+    made = mhc.boundary(*arguments, x_block=block, return_x=return_x)
+    parts = [(made.x_mxfp8.data, wanted.data), (made.x_mxfp8.scale, wanted.scale)]
+    parts += [(getattr(made, name), getattr(plain, name)) for name in ("streams", "pre", "post", "comb")]
+    parts += [(made.x, plain.x)] if return_x else []
+    for one, other in parts:
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_replays_of_a_graph_with_x_in_mxfp8() -> None:
+    arguments = on_gpu(given((130,), 1504, dtype=F32, streams=BF16))
+    mhc.boundary(*arguments, x_block="1x128")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = mhc.boundary(*arguments, x_block="1x128")
+    for place in (0, 1):
+        arguments[place].normal_()
+    graph.replay()
+    again = mhc.boundary(*arguments, x_block="1x128")
+    for one, other in ((made.x_mxfp8.data, again.x_mxfp8.data), (made.x_mxfp8.scale, again.x_mxfp8.scale)):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,3 +53,13 @@ def oracle(
         new_comb = new_comb / (new_comb.sum(-1, keepdim=True) + eps)
         new_comb = new_comb / (new_comb.sum(-2, keepdim=True) + eps)
     return streams, x, new_pre, new_post, new_comb
+
+
+def of_all_kinds(width: int, streams: torch.dtype, tokens: int = 7) -> list[Any]:
+    """Return arguments in which token 0 has a NaN, token 1 an Inf, token 2 zeros alone, and norm_weight a NaN."""
+    arguments = given((tokens,), width, dtype=torch.float32, streams=streams)
+    y, stream, *_, norm_weight = arguments
+    y[0, 3], y[1, width - 1] = math.nan, math.inf
+    y[2], stream[2] = 0, 0
+    norm_weight[5] = math.nan
+    return arguments

@@ -34,7 +34,7 @@ PORTABLE = (
     "mhc_project_bf16_n4_*",
     "mhc_aggregate_f32_n4_*",
     "mhc_post_mix_backward_bf16_n8_*",
-    "mhc_boundary_*bf16_n4_*",
+    "mhc_boundary_*bf16_n?_*",
 )
 # Each family's functions with the shortest epilogue, and those that need the most registers.
 TENSOR_MEMORY = (

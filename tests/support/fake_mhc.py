@@ -155,16 +155,18 @@ def _boundary(c: _Call) -> None:
     assert at.blocks * at.merge == most or (at.blocks, at.merge) == (1, most)
     assert at.slices * at.blocks * boundary_shapes.BLOCK >= w > (at.slices - 1) * at.blocks * boundary_shapes.BLOCK
     assert at.groups >= 1
-    _fill(at.workspace, 4 * boundary_shapes.workspace(n, at.slices, t))
+    _fill(at.workspace, 4 * boundary_shapes.workspace(n, at.slices, t, 0 if at.x else w))
     ends = {"pre": (n,), "post": (n,), "comb": (n, n)}
     made = boundary_reference.boundary(
         c.get("y", t, w), c.get("streams", t, n, w), *[c.get(name, t, *end, dtype=F32) for name, end in ends.items()],
         c.get("weight", shapes.outputs(n), n * w, dtype=dtype_in(at.forms, 0)), *_gates_and_norm(c, 1),
-        at.rms_eps, at.eps, at.norm_eps, at.iters,
+        at.rms_eps, at.eps, at.norm_eps, at.iters, at.x_block,
     )  # fmt: skip
     places = [c.get("new_streams", t, n, w), c.get("x", t, w)]
     places += [c.get(f"new_{name}", t, *end, dtype=F32) for name, end in ends.items()]
-    _write([*places, c.get("stats", t, shapes.outputs(n) + 1, dtype=F32)], made)
+    places += [c.get("stats", t, shapes.outputs(n) + 1, dtype=F32), c.get("x_data", t, w, dtype=torch.uint8)]
+    places += [c.get("x_scale", t, -(-w // boundary_shapes.SCALE_COLUMNS), dtype=torch.uint8)]
+    _write(places, [one if one is None or one.itemsize > 1 else one.view(torch.uint8) for one in made])
 
 
 def _boundary_backward(c: _Call) -> None:

@@ -180,7 +180,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "glu_layout", "recipe", "score", "axis", "block", "scale_layout"), ("x", 3, None)),
     **{name: tuple(one for one in _NUMBER if one is not None or n.none is None) for name, n in NUMBERS.items()},
     **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
-    **dict.fromkeys(("row_scale_grad", "report", "in_halves"), _FLAG),
+    **dict.fromkeys(("row_scale_grad", "report", "in_halves", "return_x"), _FLAG),
+    "x_block": ("x", 3),
     **dict.fromkeys(("eps", "sinkhorn_eps", "rms_eps", "norm_eps"), (-1.0, "x", None)),
     "iters": (-1, 1.5, "x", None),
     "splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES)),  # the last beside offs
@@ -284,6 +285,10 @@ def _without_update(good: Arguments) -> Arguments:
     return {**good, **dict.fromkeys(("y", "post", "comb"))}
 
 
+def _x_in_mxfp8(good: Arguments) -> Arguments:
+    return {**good, "x_block": "1x128", "return_x": True}
+
+
 def _16_bit_parameters(good: Arguments) -> Arguments:
     kept = ("x", "norm_weight")
     narrow = {n: v.to(BF16) for n, v in good.items() if isinstance(v, Tensor) and n not in kept}
@@ -313,7 +318,7 @@ VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
     "Routing.from_topk": {"without map": _without("expert_map")},
     "project": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
     "pre": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
-    "boundary": {"without update": _without_update},
+    "boundary": {"without update": _without_update, "in MXFP8": _x_in_mxfp8},
     "route": {"without bias": _without("bias", "num_tokens")},
 }  # fmt: skip
 

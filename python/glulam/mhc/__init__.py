@@ -5,6 +5,7 @@ the streams weigh their sum, which a sublayer reads, and mix the streams when th
 """
 
 from .boundary import BoundaryResults, boundary
+from .boundary_mxfp8 import QuantizedBoundaryResults
 from .mixing import aggregate, post_mix
 from .pre import PreResults, pre
 from .project import Coefficients, project
@@ -14,6 +15,7 @@ __all__ = [
     "BoundaryResults",
     "Coefficients",
     "PreResults",
+    "QuantizedBoundaryResults",
     "aggregate",
     "boundary",
     "post_mix",

@@ -6,8 +6,8 @@ steps: their update, the mix, its norm, and the projection that makes the next c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from cute_kernels.mhc import boundary_shapes, shapes
 from ..calls.addressed import Gradients, Like, check_like, like
 from ..calls.checks import check_tensor, runs_kernels, shape_text
 from ..calls.front import operator
+from ..names import Block
+from . import boundary_mxfp8 as mxfp8
 from . import boundary_reference as reference
+from .boundary_mxfp8 import QuantizedBoundaryResults
 from .call import MhcCall, check_eps, check_iters, check_param, check_streams, sms_to_cut_by
 from .mixing import post_mix_backward
 from .project import accumulator, project_backward
@@ -46,6 +49,18 @@ class BoundaryResults(NamedTuple):
     comb: Tensor
 
 
+@overload
+def boundary(
+    y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
+    scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float = 1e-6, eps: float = 1e-6, norm_eps: float = 1e-6,
+    iters: int = 20, *, x_block: None = None, return_x: bool = False,
+) -> BoundaryResults: ...  # fmt: skip
+@overload
+def boundary(
+    y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
+    scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float = 1e-6, eps: float = 1e-6, norm_eps: float = 1e-6,
+    iters: int = 20, *, x_block: Block, return_x: bool = False,
+) -> QuantizedBoundaryResults: ...  # fmt: skip
 def boundary(
     y: Tensor | None,
     streams: Tensor,
@@ -60,7 +75,10 @@ def boundary(
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
     iters: int = 20,
-) -> BoundaryResults:
+    *,
+    x_block: Block | None = None,
+    return_x: bool = False,
+) -> BoundaryResults | QuantizedBoundaryResults:
     """Update the streams, mix the next sublayer's input, and make the coefficients for the boundary after this one.
 
         streams'_j = post_j y + sum over i of comb_ij streams_i          rounded to the streams' dtype
@@ -75,8 +93,8 @@ def boundary(
 
     Args:
         y: the sublayer's output [..., D], the streams' dtype. None: no update; then post and comb are None, too.
-        streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 4 and
-            D a multiple of 8.
+        streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 2 or
+            4 and D a multiple of 8.
         pre, post, comb: [..., n], [..., n] and [..., n, n], from the previous boundary's results; float32 (float64 if
             the streams are float64).
         weight: [n n + 2n, n D], rows for pre, post and comb (row-major) in this order; float32 or 16-bit. A float32
@@ -87,16 +105,26 @@ def boundary(
         rms_eps, norm_eps: added under the square roots of z and of x.
         eps: added to `pre` and to Sinkhorn's sums.
         iters: number of Sinkhorn iterations, 1 to 100.
+        x_block: "1x32" or "1x128": return x in MXFP8, with the bytes of `quantize_mxfp8(x, block=x_block)`, instead of
+            in 16 bits. D must be a multiple of 32. Not differentiable. None: x is not quantised.
+        return_x: return x in 16 bits besides x in MXFP8. Without x_block x is always returned.
+
+    Returns:
+        BoundaryResults; with x_block QuantizedBoundaryResults.
 
     Raises:
         ValueError, TypeError: an argument does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on, x_block is given, and a tensor requires a gradient.
         UnsupportedDevice, BundleError (RuntimeErrors): there is no kernel for this GPU, or no usable bundle.
     """
+    columns = mxfp8.columns_of("boundary", x_block, return_x)
     made = boundary_streams(
-        y, streams, pre, post, comb, weight, scale, base, norm_weight, rms_eps, eps, norm_eps, iters
-    )
+        y, streams, pre, post, comb, weight, scale, base, norm_weight, rms_eps, eps, norm_eps, iters,
+        of_x=return_x or not columns, x_block=columns,
+    )  # fmt: skip
     updated, *others = made[:5]
-    return BoundaryResults(streams if updated is None else updated, *others)
+    results = BoundaryResults(streams if updated is None else updated, *others)
+    return QuantizedBoundaryResults(*results, mxfp8.in_mxfp8(made[6], made[7], x_block)) if columns else results
 
 
 def _cut(call: Any) -> dict[str, Any]:
@@ -109,27 +137,43 @@ def _cut(call: Any) -> dict[str, Any]:
                 f"and this GPU has {room}; give fewer iters or a narrower D"
             )
     cut = boundary_shapes.cut(call.gpu.arch, n, width, max(call.num_rows, 1), call.gpu.sm_count)
-    return {**cut._asdict(), "workspace": boundary_shapes.workspace(n, cut.slices, call.num_rows)}
+    in_workspace = 0 if call.of_x else width
+    return {**cut._asdict(), "workspace": boundary_shapes.workspace(n, cut.slices, call.num_rows, in_workspace)}
 
 
 class BoundaryCall(MhcCall):
-    """A call of boundary. `of_stats`: return also the last result, `stats`, which backward needs."""
+    """A call of boundary.
+
+    Attributes:
+        of_stats: return `stats`, which backward needs.
+        of_x: return x in 16 bits.
+        x_block: number of columns of x in MXFP8 that share a scale, for the results `x_data` and `x_scale`; 0: x is not
+            quantised.
+    """
 
     op = kernel = "boundary"
     leads = "streams"
     shared = frozenset(("weight", "scale", "base", "norm_weight"))
     unaligned = frozenset(("scale",))
     formed = ("weight", "scale", "base", "norm_weight")
-    returns = ("new_streams", "x", "new_pre", "new_post", "new_comb", "stats")
+    returns = ("new_streams", "x", "new_pre", "new_post", "new_comb", "stats", "x_data", "x_scale")
     differentiable = True
     saves = ("y", "streams", "pre", "post", "comb", "weight", "scale", "base", "norm_weight", "new_streams", "stats")
     when_recorded = {"of_stats": True}
     on_cpu = staticmethod(reference.boundary)
     definition = MhcCall.definition.extended(of_rows=(_cut,))
 
+    @staticmethod
+    def with_backward(call: Any, key: Hashable = None) -> Any:
+        if call.x_block:
+            mxfp8.refuse_gradients(call)
+        return MhcCall.with_backward(call, key)
+
     def check_inputs(self) -> None:
         op, streams = self.op, self.streams
         lead, n, width = check_streams(op, "streams", streams, boundary_shapes.COUNTS)
+        if self.x_block:
+            mxfp8.check_quantised(op, streams)
         if runs_kernels(streams) and streams.dtype not in STREAM_DTYPES:
             names = " or ".join(map(str, STREAM_DTYPES))
             raise TypeError(f"{op}: streams is {streams.dtype}; kernels exist for {names}, so cast it")
@@ -164,12 +208,13 @@ class BoundaryCall(MhcCall):
     def likes(self) -> Sequence[Like | None]:
         (n, width), tokens, dtype = self.streams.shape[-2:], self.lead_sizes, accumulator(self.streams)
         ends = ((n,), (n,), (n, n), (shapes.outputs(n) + 1,))
-        return [
-            like(self.streams), ((*tokens, width), self.streams.dtype), *[((*tokens, *end), dtype) for end in ends]
-        ]  # fmt: skip
+        of_tokens: list[Like] = [((*tokens, *end), dtype) for end in ends]
+        x: Like = ((*tokens, width), self.streams.dtype)
+        return [like(self.streams), x, *of_tokens, *mxfp8.likes(tokens, width)]
 
     def wanted(self) -> tuple[bool, ...]:
-        return (self.y is not None, True, True, True, True, bool(self.of_stats))
+        in_mxfp8 = bool(self.x_block)
+        return (self.y is not None, bool(self.of_x), True, True, True, bool(self.of_stats), in_mxfp8, in_mxfp8)
 
     @classmethod
     def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
@@ -179,7 +224,7 @@ class BoundaryCall(MhcCall):
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
         y, streams, pre, post, comb, weight, scale, base, norm_weight, updated, stats = saved
         d_updated, d_x, d_pre, d_post, d_comb = gradients
-        _, eps, norm_eps, iters, _ = options
+        _, eps, norm_eps, iters, *_ = options
         updated = streams if updated is None else updated
         d_mix = d_old_pre = d_logits = d_norm = None
         if d_x is not None or d_comb is not None:
@@ -237,12 +282,13 @@ class BoundaryBackwardCall(MhcCall):
 def boundary_streams(
     y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
-    of_stats: bool = False,
+    of_stats: bool = False, of_x: bool = True, x_block: int = 0,
 ) -> Any:  # fmt: skip
-    """Return the six results that `BoundaryCall.returns` names; None for the streams if there is no update (y is None).
+    """Return the eight results that `BoundaryCall.returns` names; None for the streams if there is no update (y is
+    None), and for results that are not wanted.
 
     Args:
-        of_stats: return the last result, `stats`, which backward needs. False: None in its place.
+        of_stats, of_x, x_block: see `BoundaryCall`.
         Others: see `boundary`.
     """
 

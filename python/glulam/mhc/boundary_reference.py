@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference import wide
+from .boundary_mxfp8 import quantised
 from .reference import segments
 
 
@@ -63,8 +64,11 @@ def mix(streams: Tensor, pre: Tensor) -> Tensor:
 def boundary(
     y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None, comb: Tensor | None, weight: Tensor,
     scale: Tensor, base: Tensor, norm_weight: Tensor, rms_eps: float, eps: float, norm_eps: float, iters: int,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `mhc.boundary` in torch, and return its results, then stats, which backward needs.
+    x_block: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Compute `mhc.boundary` in torch, and return its results, then stats, which backward needs, then x in MXFP8.
+
+    x_block: the columns of x that share a scale; 0: x is not quantised, and the last two results are None.
 
     stats [..., K + 1] holds p = streams'_flat weight^T and sqrt(mean square + rms_eps), for K = n n + 2n coefficients.
     The updated streams are None if y is None.
@@ -82,7 +86,9 @@ def boundary(
     z = gate_arguments(stats, scale, base, n)
     of_pre, of_post, of_comb = (z[..., rows] for rows in segments(n))
     new_comb = balanced(of_comb.unflatten(-1, (n, n)), iters, eps)[1][-1].to(z.dtype)
-    return updated, x.to(dtype), torch.sigmoid(of_pre) + eps, 2 * torch.sigmoid(of_post), new_comb, stats
+    x = x.to(dtype)
+    in_mxfp8 = quantised(x, x_block) if x_block else (None, None)
+    return updated, x, torch.sigmoid(of_pre) + eps, 2 * torch.sigmoid(of_post), new_comb, stats, *in_mxfp8
 
 
 def boundary_backward(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+
+from cute_kernels.mhc.boundary_shapes import COUNTS as BOUNDARY_COUNTS
+from cute_kernels.mhc.kernels import COUNTS
 
 from .. import mhc
 from ..calls.addressed import check_dtype, check_vectors
 from ..mhc.boundary import MAX_ITERS as MOST_ROUNDS
 from ..mhc.call import check_count, check_eps, check_iters
 from ..mhc.sinkhorn import MAX_ITERS
+from ..names import Block
 from .hyper_streams import HyperStreams
 from .options import check_options, shown_options
 
@@ -35,7 +39,7 @@ class HyperConnection(nn.Module):
     kernels that compute the three gradients of x also add them.
 
     Args:
-        num_streams, width: n and C. On a GPU n is 2, 4 or 8, and C a multiple of 8.
+        num_streams, width: n and C. On a GPU n is 2, 4 or 8 ("v4.1": 2 or 4), and C a multiple of 8.
         sublayer: a module or function, called with [..., C] and with forward's further arguments. It returns y [..., C]
             or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.
@@ -89,7 +93,7 @@ class HyperConnection(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         streams = torch.empty(0, num_streams, width, **where)
         check_dtype(name, "dtype", streams)
-        check_count(name, "x", streams, num_streams)
+        check_count(name, "x", streams, num_streams, BOUNDARY_COUNTS if form == "v4.1" else COUNTS)
         check_vectors(name, "x", "C", streams)
         self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
         self.iters, self.eps, self.sinkhorn_eps, self.transpose_res = iters, eps, sinkhorn_eps, transpose_res
@@ -123,17 +127,32 @@ class HyperConnection(nn.Module):
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
 
-    def boundary(self, carried: HyperStreams) -> mhc.BoundaryResults:
+    @overload
+    def boundary(
+        self, carried: HyperStreams, *, x_block: None = None, return_x: bool = False
+    ) -> mhc.BoundaryResults: ...  # fmt: skip
+    @overload
+    def boundary(
+        self, carried: HyperStreams, *, x_block: Block, return_x: bool = False
+    ) -> mhc.QuantizedBoundaryResults: ...  # fmt: skip
+    def boundary(
+        self, carried: HyperStreams, *, x_block: Block | None = None, return_x: bool = False
+    ) -> mhc.BoundaryResults | mhc.QuantizedBoundaryResults:
         """Return the results of `mhc.boundary`: the sublayer's input, and the next connection's streams and
         coefficients.
 
-        Only for form "v4.1". carried: what the previous connection returned.
+        Only for form "v4.1".
+
+        Args:
+            carried: what the previous connection returned.
+            x_block, return_x: see `mhc.boundary`; only without gradients.
         """
         self._check_is("v4.1", "boundary")
         streams, y, pre, post, comb = carried
+        of_x: dict[str, Any] = {"x_block": x_block, "return_x": return_x}
         return mhc.boundary(
             y, streams, pre, post, comb, self.fn, self.scale, self.base, self.norm_weight,  # type: ignore[arg-type]
-            self.eps, self.sinkhorn_eps, self.norm_eps, self.iters,
+            self.eps, self.sinkhorn_eps, self.norm_eps, self.iters, **of_x,
         )  # fmt: skip
 
     def _check_is(self, form: str, method: str) -> None:

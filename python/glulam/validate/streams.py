@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from cute_kernels.specs import MhcSpec
 
 from .. import mhc
+from ..formats.mxfp8.layout import BLOCK_SIZES, round_up
+from ..formats.scaled import BLOCK, SOURCE_DTYPES
+from ..mhc.boundary_mxfp8 import quantised
+from ..names import Block
 from .inputs import Size, randn
 from .trial import Given, Trial, gradients
 
@@ -98,6 +103,29 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
     return [*others[:-1], torch.cat((others[-1], *single))]
 
 
+def _in_mxfp8(given: Given, block: Block, return_x: bool) -> list[Tensor]:
+    """Return the results of a boundary with x in MXFP8, and whether each byte is that of x's quantisation, 1 or 0."""
+    tensors = list(given.values())
+    wanted = mhc.boundary(*tensors)
+    if wanted.x.dtype not in SOURCE_DTYPES:
+        scales = wanted.x.new_ones(*wanted.x.shape[:-1], -(-wanted.x.shape[-1] // BLOCK))
+        return [*wanted, torch.ones_like(wanted.x), scales]
+    made = mhc.boundary(*tensors, x_block=block, return_x=return_x)
+    parts = zip((made.x_mxfp8.data, made.x_mxfp8.scale), quantised(wanted.x, BLOCK_SIZES[block]), strict=True)
+    equal = [(one.view(torch.uint8) == other.view(torch.uint8)).float() for one, other in parts]
+    return [made.streams, wanted.x if made.x is None else made.x, made.pre, made.post, made.comb, *equal]
+
+
+def _boundary_in_mxfp8(spec: MhcSpec, size: Size) -> Iterator[Trial]:
+    streams: torch.dtype = getattr(torch, spec.dtype)
+    for block, return_x in (("1x32", False), ("1x128", True)):
+        for lead, width in size.streams:
+            c = round_up(width, BLOCK)
+            given = _inputs("boundary", lead, spec.n, c, streams, torch.float32)
+            call = functools.partial(_in_mxfp8, block=cast(Block, block), return_x=return_x)
+            yield Trial(f"{list(lead)} x {spec.n} x {c}, x in {block}", given, call, tolerance=ERRORS[streams][0])
+
+
 def hyper_connection(spec: MhcSpec, size: Size) -> Iterator[Trial]:
     """Yield trials of a hyper-connection's kernel, with parameters in float32 and in 16 bits."""
     name, is_gradient = spec.kernel.removesuffix("_backward"), "backward" in spec.kernel
@@ -117,3 +145,5 @@ def hyper_connection(spec: MhcSpec, size: Size) -> Iterator[Trial]:
                 errors.append(OF_PRODUCTS)
             what = f"{list(lead)} x {spec.n} x {c}, parameters in {of_params}"
             yield Trial(what, given, call, tolerance=max(each[is_gradient] for each in errors))
+    if spec.kernel == "boundary":
+        yield from _boundary_in_mxfp8(spec, size)
