@@ -221,7 +221,9 @@ class TestPlanned:
             layer(given, offs).backward(torch.ones_like(given["x"]))
             assert fake_gpu.work == ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
             monkeypatch.setattr(glulam.calls.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
-            monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+            monkeypatch.setattr(
+                glulam.calls.call.Call, "run_without_gradient", lambda *_: pytest.fail("left the fast path")
+            )
 
     def test_h_goes_before_weights_are_made_and_its_gradient_before_the_last(
         self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch

@@ -200,7 +200,7 @@ class TestKernels:
         )
         key = switch.marked(call._options(), True), "any"
         assert not call.invariant and switch.is_marked(key) and not switch.is_marked((call._options(), "any"))
-        call.answer(key, {})
+        call.handle_miss(key, {})
         assert heights(portable) == {SOME}
 
     @pytest.mark.parametrize("is_planned", [True, False])

@@ -108,7 +108,7 @@ def test_threads_that_miss_a_list_together(fake_gpu: FakeGpu, monkeypatch: pytes
     """Both make a table for the same addresses; the cache keeps one, and the other lives as long as its call."""
     monkeypatch.setattr(experts, "Table", Poisoned)
     weights = lists(1)
-    wanted, both, make = packed(weights), threading.Barrier(2, timeout=30), experts.gpus.apart
+    wanted, both, make = packed(weights), threading.Barrier(2, timeout=30), experts.gpus.on_own_thread
 
     def together(made: Callable[[], Any]) -> Any:
         both.wait()

@@ -46,7 +46,7 @@ def test_each_stream_has_its_own(fake_gpu: FakeGpu) -> None:
 
 
 def test_each_thread_has_its_own() -> None:
-    """Launching releases the GIL: another thread's call may come between the two launches of one."""
+    """PlanMaker releases the GIL: another thread's call may come between the two launches of one."""
     shared = layout()
     mine = workspace.take(shared)
     theirs: list[int] = []

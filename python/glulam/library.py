@@ -40,13 +40,13 @@ class Form(NamedTuple):
     Attributes:
         call_type: the Call class.
         arguments, returns: schema text of the torch operator's arguments and results.
-        settled: arguments of the Call that are fixed by the choice of results.
+        fixed: arguments of the Call that are fixed by the choice of results.
     """
 
     call_type: type[Call]
     arguments: str
     returns: str
-    settled: dict[str, Any]
+    fixed: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
         """Return the Call for the torch operator's arguments: torch passes some by position, `values`,
@@ -59,7 +59,7 @@ class Form(NamedTuple):
             for name in names:
                 if name in given:
                     given[name] = _unlisted(given[name], rank)
-        return self.call_type(**self.settled, **given)
+        return self.call_type(**self.fixed, **given)
 
     @property
     def names(self) -> list[str]:
@@ -71,14 +71,14 @@ def _forms(kind: type[Call]) -> dict[str, Form]:
     buffer.
     """
     found = {}
-    for variant, count, settled in _variants(kind):
-        out_settled = {**settled, **kind.settled_with_out}
+    for variant, count, fixed in _variants(kind):
+        out_fixed = {**fixed, **kind.fixed_with_out}
         if kind.outputs:
-            settled = {**settled, **dict.fromkeys(kind.outputs), **kind.settled_without_out}
-        found[f"{kind.torch_op}{variant}"] = _form(kind, _tensors(count), settled)
+            fixed = {**fixed, **dict.fromkeys(kind.outputs), **kind.fixed_without_out}
+        found[f"{kind.torch_op}{variant}"] = _form(kind, _tensors(count), fixed)
         if kind.outputs and kind.has_torch_out:
             others = 0 if count is None else count - 1
-            found[f"{kind.torch_op}{variant}_out"] = _form(kind, _tensors(others), out_settled)
+            found[f"{kind.torch_op}{variant}_out"] = _form(kind, _tensors(others), out_fixed)
     return found
 
 
@@ -111,11 +111,11 @@ def _type(kind: type[Call], name: str) -> str:
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
 
 
-def _form(kind: type[Call], returns: str, settled: dict[str, Any]) -> Form:
-    names = [name for name in kind.names if name not in settled and name not in kind.outputs]
+def _form(kind: type[Call], returns: str, fixed: dict[str, Any]) -> Form:
+    names = [name for name in kind.names if name not in fixed and name not in kind.outputs]
     arguments = [f"{_type(kind, name)} {name}" for name in names]
-    written = [f"{_type(kind, name)} {name}" for name in kind.outputs if name not in settled]
-    return Form(kind, ", ".join([*arguments, *written]), returns, settled)
+    written = [f"{_type(kind, name)} {name}" for name in kind.outputs if name not in fixed]
+    return Form(kind, ", ".join([*arguments, *written]), returns, fixed)
 
 
 FORMS: dict[str, Form] = {name: form for kind in CALLS for name, form in _forms(kind).items()}
@@ -167,7 +167,7 @@ def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
         pending = form.pending(tuple(map(_as_data, values)), {name: _as_data(value) for name, value in named.items()})
         with part_of(OF_A_TRACE):
-            return _returned(form, pending, pending.again())
+            return _returned(form, pending, pending.call_public_operator())
 
     return run
 

@@ -412,7 +412,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeGpu:
     patch.setattr(device, "KERNEL_DEVICE", "cpu")
     patch.setattr(device, "cuda_index", lambda op, where: 0 if where == torch.device("cpu") else of_gpus(op, where))
     patch.setattr(device, "gpu", lambda index: device.Gpu("fake", "sm_90a", SM_COUNT))
-    patch.setattr(device, "is_only_one", lambda: True)
+    patch.setattr(device, "has_single_gpu", lambda: True)
     patch.setattr(device, "raw_stream", lambda index: fake.stream)
     patch.setattr(device, "is_capturing", lambda: fake.capturing)
     patch.setattr(kernels, "find", fake.find)

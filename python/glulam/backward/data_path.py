@@ -100,8 +100,8 @@ class DataPath(Path):
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
         has_fused = self.fuses and not (self.transpose_w or self.in_halves)
-        settled = {"is_copied": is_copied, "is_small": is_small, "has_fused_gradients": has_fused}
-        made = dataclasses.replace(self, kind=type(call), problem=problem, **settled)
+        flags = {"is_copied": is_copied, "is_small": is_small, "has_fused_gradients": has_fused}
+        made = dataclasses.replace(self, kind=type(call), problem=problem, **flags)
         if isinstance(like, DataPath) and (like.is_copied, like.is_small) != (is_copied, is_small):
             like = None
         return super(DataPath, made).planned(call, problem, like)  # type: ignore[return-value]

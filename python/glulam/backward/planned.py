@@ -17,7 +17,7 @@ from ..calls.autograd import taken
 from ..calls.call import Call, checking
 from ..calls.checks import ALIGNMENT_BYTES, LOWEST_ADDRESS
 from ..calls.launch import Plan
-from ..calls.memory import check_apart
+from ..calls.memory import check_unseen
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem
 from ..host import device as gpus
@@ -55,7 +55,7 @@ class PlannedStep(Step):
         index: the device's index.
         only: the process sees one GPU.
         rows: T of the call.
-        extents, out_extents, apart: see `memory.check_apart`.
+        extents, out_extents, seen: see `memory.check_unseen`.
     """
 
     out_extents: tuple[int, ...] = ()
@@ -90,9 +90,9 @@ class PlannedStep(Step):
         self.read = picker(*itertools.chain.from_iterable(spans))
         self.is_frozen = isinstance(call, Quantized) and call.is_frozen
         self.arguments = {name: getattr(call, name) for name in call.options}
-        self.index, self.only = call.lead.get_device(), gpus.is_only_one()
+        self.index, self.only = call.lead.get_device(), gpus.has_single_gpu()
         self.rows, self.extents = problem.rows, call.extents(self.present)
-        self.apart: set[tuple[Any, ...]] = set()
+        self.seen: set[tuple[Any, ...]] = set()
 
     @property
     def parts(self) -> dict[str, Plan]:
@@ -128,10 +128,10 @@ class PlannedStep(Step):
         if self.listed:
             there = tuple(self._with_tables(dict(zip(self.present, there, strict=True))).values())
         at = tuple([one.data_ptr() for one in there])
-        if at not in self.apart:
+        if at not in self.seen:
             read = dict(zip(self.present, there, strict=True))
-            self.kind.look(self.op, [], **read)
-            check_apart(self, at, [], read)
+            self.kind.check_new_addresses(self.op, [], **read)
+            check_unseen(self, at, [], read)
         flat = self.layout.flat(there) if self.layout.several else there
         if has_functorch_transforms():
             return apply(self.call_of(self.layout.named(flat)), self.general.path, targets)
@@ -199,8 +199,8 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
     may_keep = key is not None and not has_functorch_transforms()
     step = steps.find(key) if may_keep else None
     if step is None:
-        if may_keep and (settled := call.settled(key, steps)):
-            problem, like = settled
+        if may_keep and (found := call.find_resizable(key, steps)):
+            problem, like = found
             step = PlannedStep(call, problem, path, like)
         else:
             call.check_plain()
@@ -211,9 +211,10 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
                 return NotImplemented
             call.check_addresses()
             step = PlannedStep(call, problem, path)
-            # `free` tells places in the operator's own key, which is in another order than that of a call with targets.
+            # `gathered_places` tells places in the operator's own key, which is in another order than that of a call
+            # with targets.
             if steps is call.plans or not call.of_tokens:
-                asked.settle_rows(key, steps, problem, step)
+                asked.keep_resizable(key, steps, problem, step)
         steps.keep(key, step)
     return step.run_into(targets, tuple([getattr(call, name) for name in call.reads]))
 

@@ -143,7 +143,7 @@ def run(call: Any) -> Any:
     _check_parts(call, splits, mesh)
     _check_sums(call, splits)
     local = {name: _local(getattr(call, name), name, splits) for name in call.names}
-    return _global(changed(call, **local).again(), mesh, splits)
+    return _global(changed(call, **local).call_public_operator(), mesh, splits)
 
 
 def _mesh(call: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cute_kernels.arch import room
 from cute_kernels.tiles import TileConfig
 
-from .problem import Part
+from .problem import ProblemGemm
 
 MODELLED = "by the cost model"
 
@@ -52,7 +52,9 @@ class Curve(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape (`Part.key`)."""
+    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape
+    (`ProblemGemm.key`).
+    """
 
     gpu: str
     curves: dict[tuple[str, int, int, int], Curve]
@@ -84,14 +86,14 @@ class Estimate(NamedTuple):
     source: str
 
 
-def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> float | None:
+def _measured_us(parts: Sequence[ProblemGemm], tile: TileConfig, known: Measured) -> float | None:
     """Return a tile's measured time, summed over the parts (the problem's GEMMs); None if a part was not measured."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None
 
 
-def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
+def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
     """Return each tile's time, summed over the parts (the problem's GEMMs), the fastest tile first.
 
     If any time was not measured, all times come from the architecture's cost model, so that they are comparable.

@@ -236,7 +236,7 @@ class PreparedWeights:
             is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
             return prepare(form, parts, report=not trained), sample_of(tensors) if is_sampled else None
 
-        prepared, sample = gpus.apart(make)
+        prepared, sample = gpus.on_own_thread(make)
         weight.entries[form] = _Entry(tensors, prepared, weight.trains, sample=sample)
         return prepared
 

@@ -76,10 +76,10 @@ def capture_id() -> Any:
     return object()
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def apart(make: Callable[[], Made]) -> Made:
+def on_own_thread(make: Callable[[], Result]) -> Result:
     """Return make(), called on a separate thread with the current device and stream: for memory that outlives the call.
 
     A memory pool of torch takes all that a thread allocates while the pool is in use. Pools are in use under
@@ -90,7 +90,7 @@ def apart(make: Callable[[], Made]) -> Made:
         return make()
     stream = torch.cuda.current_stream()
 
-    def made() -> Made:
+    def made() -> Result:
         with torch.cuda.stream(stream):
             return make()
 
@@ -285,6 +285,6 @@ def is_watched() -> bool:
     return not is_dynamo_compiling() and (dispatch_modes() > 0 or _jit_trace() is not None)
 
 
-def is_only_one() -> bool:
+def has_single_gpu() -> bool:
     """Return True if there is one GPU, so that the current device need not be asked."""
     return torch.cuda.device_count() == 1

@@ -198,7 +198,7 @@ class ExpertList:
         return self.mark
 
 
-def known(kind: str, tensors: Sequence[Tensor]) -> Any:
+def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
     """Return an ExpertList, ready for the current stream, if tensors at these addresses passed the checks before.
 
     Args:
@@ -245,7 +245,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
-    made = Table(gpus.apart(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
+    made = Table(gpus.on_own_thread(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
     with _lock:
         table = _tables.get((kind, addresses))  # another thread may have been faster
         if table is None:

@@ -181,11 +181,11 @@ class LayerCall(AddressedCall):
     family = "layer"
     trailing = 1
 
-    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+    def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
         """Find the plan of a signature, as any call does; None if the leading tensor has another rank: checks will
         refuse it.
         """
-        return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
+        return super().find_resizable(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, arch=arch)

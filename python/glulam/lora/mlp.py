@@ -159,7 +159,7 @@ def _check(call: Any, lora: ExpertLora) -> None:
         call.check_addresses()
         lora.check_memory(call.op, call.out)
     if torch._C._are_functorch_transforms_active():
-        call.judge()
+        call.check_after_failure()
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:

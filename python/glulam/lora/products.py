@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     beside: Tensor | None
     form: tuple[Any, ...] | None = None
 
-    def again(self) -> tuple[Tensor, Tensor | None]:
+    def recomputed(self) -> tuple[Tensor, Tensor | None]:
         """Recompute the rows; return (a matrix, indices of its rows). Indices None: all rows, in order."""
         if self.form is None:
             return self.matrix, self.beside
@@ -87,7 +87,7 @@ def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
     with held(ctx.invariant):
         if ctx.needs_input_grad[3]:
             dx = grouped_mm(d_narrow, a, **groups, transpose_w=True)
-        x, rows = Rows(matrix, beside, ctx.form).again()
+        x, rows = Rows(matrix, beside, ctx.form).recomputed()
         return dx, grouped_wgrad(d_narrow, x, x_rows=rows, **groups)
 
 

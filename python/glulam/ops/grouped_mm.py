@@ -12,7 +12,7 @@ from ..calls.call import Call
 from ..calls.checks import check_contraction, check_experts, check_halves, check_width, runs_kernels
 from ..calls.definition import Definition
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
 from ..calls.sharding import SUM, Split
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
@@ -37,7 +37,7 @@ class GroupedMmCall(Call):
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "bias_scale"}
-    definition = Definition(results=(Made("out", "y", ("num_rows", "out_features")),), reference=_reference)
+    definition = Definition(results=(ResultTensor("out", "y", ("num_rows", "out_features")),), reference=_reference)
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
