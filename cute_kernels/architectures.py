@@ -1,6 +1,6 @@
 """The architectures for which kernels are compiled, and facts about each. Plain Python that imports nothing.
 
-An architecture's decisions (tiles, choices, times) are in its folder's `policy` (`arch.Room`).
+An architecture's decisions (tiles, choices, times) are in its folder's `policy` (`arch.ArchPolicy`).
 """
 
 from __future__ import annotations

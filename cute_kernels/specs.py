@@ -349,7 +349,7 @@ class DgluSpec(GroupedDgluSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class TailSpec:
+class BackwardCleanupSpec:
     """The last kernel of a backward: adds the tiles' parts of d_row_scale, and zeroes rows of dx after the last
     group."""
 
@@ -621,7 +621,7 @@ _SPECS = (
     GroupedMlpSpec,
     GroupedDgluSpec,
     DgluSpec,
-    TailSpec,
+    BackwardCleanupSpec,
     GroupedWgradSpec,
     WgradSpec,
     QuantizeMxfp8Spec,
@@ -637,7 +637,7 @@ Spec = (
     | GroupedMlpSpec
     | GroupedDgluSpec
     | DgluSpec
-    | TailSpec
+    | BackwardCleanupSpec
     | GroupedWgradSpec
     | WgradSpec
     | QuantizeMxfp8Spec

@@ -400,13 +400,13 @@ def check(
     arch: str,
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
-    form: re.Pattern[str] = LIBRARY,
+    pattern: re.Pattern[str] = LIBRARY,
     machine: host.Host | None = None,
 ) -> Manifest:
     """Return the manifest in `folder` after every check that does not read the library.
 
     Args:
-        folder, arch, sources, spec, form: see `verify`.
+        folder, arch, sources, spec, pattern: see `verify`.
         machine: the machine for which host code must be. None: this machine.
 
     Raises:
@@ -415,7 +415,7 @@ def check(
     manifest = read(folder)
     if manifest.arch != arch:
         raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {remedy(folder)}")
-    library = form.fullmatch(manifest.library)
+    library = pattern.fullmatch(manifest.library)
     if library is None or library["arch"] != arch:
         named = _shown(manifest.library)
         raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {remedy(folder)}")
@@ -476,7 +476,7 @@ def checked(
     arch: str,
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
-    form: re.Pattern[str] = LIBRARY,
+    pattern: re.Pattern[str] = LIBRARY,
 ) -> _Result:
     """Return use(folder, manifest), with the checked manifest of the bundle in `folder`.
 
@@ -484,14 +484,14 @@ def checked(
 
     Args:
         use: the function to call; it raises BundleDamaged if files do not fit the manifest.
-        folder, arch, sources, spec, form: see `verify`.
+        folder, arch, sources, spec, pattern: see `verify`.
     """
     while True:
-        manifest = check(folder, arch, sources, spec, form)
+        manifest = check(folder, arch, sources, spec, pattern)
         try:
             return use(folder, manifest)
         except BundleDamaged:
-            if check(folder, arch, sources, spec, form).sha256 == manifest.sha256:
+            if check(folder, arch, sources, spec, pattern).sha256 == manifest.sha256:
                 raise
 
 
@@ -507,7 +507,7 @@ def verify(
     arch: str,
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
-    form: re.Pattern[str] = LIBRARY,
+    pattern: re.Pattern[str] = LIBRARY,
 ) -> Manifest:
     """Return the manifest of the bundle in `folder` after every check that is possible without loading the library.
 
@@ -516,10 +516,10 @@ def verify(
         arch: the architecture that the bundle must be for.
         sources: the hashes that `Manifest.sources` must equal. None: the present hashes of PACKAGES.
         spec: the only function, besides its stages, that the bundle must hold. None: any functions.
-        form: pattern for the library's name: LIBRARY for bundles, OBJECT for objects.
+        pattern: pattern for the library's name: LIBRARY for bundles, OBJECT for objects.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: the message names the mismatch and the command that
             mends it.
     """
-    return checked(_looked_at, folder, arch, sources, spec, form)
+    return checked(_looked_at, folder, arch, sources, spec, pattern)

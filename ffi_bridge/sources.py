@@ -284,7 +284,7 @@ def _code_of_makers() -> str:
     return sha256(Code(Path(str(module.__file__)).read_text(encoding="utf-8")).hash_of_all() for module in _MAKERS)
 
 
-def behind(tracer: str, known: Sources) -> dict[str, str]:
+def file_hashes(tracer: str, known: Sources) -> dict[str, str]:
     """Return hashes, by name, of all sources that a tracer's kernels depend on.
 
     There are two: of the closure of the tracer's module, and of the modules of the compile process.
@@ -296,10 +296,10 @@ def behind(tracer: str, known: Sources) -> dict[str, str]:
     return {tracer.replace(":", "."): known.hash_of(tracer.partition(":")[0]), compiler.__name__: _makers()}
 
 
-def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
+def code_hashes(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
     """Return hashes, by name, of the code that a stage's object depends on.
 
-    These are the hashes of `behind`, but without comments, docstrings and layout (`definitions`).
+    These are the hashes of `file_hashes`, but without comments, docstrings and layout (`definitions`).
 
     Args:
         spec: the stage's spec.

@@ -224,7 +224,7 @@ def test_hashes_of_sources() -> None:
     for kept in (sources._read, sources._ask):
         kept.cache_clear()
     known_sources = sources.of("cute_kernels")
-    first, second = together(lambda: sources.behind(sources.tracer_of(SPEC), known_sources))
+    first, second = together(lambda: sources.file_hashes(sources.tracer_of(SPEC), known_sources))
     assert first == second and sources._read.cache_info().currsize
 
 
@@ -253,7 +253,7 @@ ELSEWHERE = {
     "ffi_bridge.hub_package._described": "of a package that this one writes; either thread's result serves",
     "ffi_bridge.hub_package._module": "of a package that this one writes; either thread's result serves",
     "ffi_bridge.loader._load_runtime": "within the loader's lock",
-    "glulam.distributed.beside._stream": "of a GPU: tests/gpu/test_concurrent_calls.py",
+    "glulam.distributed.side_stream._stream": "of a GPU: tests/gpu/test_concurrent_calls.py",
     "glulam.distributed.all_to_all._host_groups": "made once by every rank, in the same order",
     "glulam.host.experts._kept_for_graphs": "of captures, which are one thread's each",
     "glulam.nn.weight_gradients._kept_for_graphs": "of captures, which are one thread's each",

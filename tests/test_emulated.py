@@ -281,7 +281,7 @@ def test_a_wrong_kernel_is_found(emulated: EmulatedGpu, monkeypatch: pytest.Monk
         run(spec, changed, memory)  # type: ignore[arg-type]
 
     monkeypatch.setattr(emulated.emulator, "run", wrong)
-    with pytest.raises(validated.Wrong, match="bytes behind a result|largest error|not finite"):
+    with pytest.raises(validated.Wrong, match="bytes after a result|largest error|not finite"):
         validated.try_function(emulated, spec, TINY, most=1)
 
 

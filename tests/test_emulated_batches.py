@@ -19,7 +19,7 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.accumulation import Accumulation
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.formats import OPERANDS
 from cute_kernels.specs import Spec
 from cute_kernels.stages import accumulations_of
@@ -128,7 +128,7 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable
     """Lets an architecture declare other orders."""
 
     def declare(arch: str, order: Callable[[Any], Accumulation]) -> None:
-        monkeypatch.setattr(room(arch), "accumulation", order)
+        monkeypatch.setattr(policy_of(arch), "accumulation", order)
         accumulations_of.cache_clear()
 
     yield declare

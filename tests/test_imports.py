@@ -12,7 +12,7 @@ import pytest
 import cute_kernels
 import ffi_bridge
 import glulam
-from cute_kernels.arch import Room, room, serving
+from cute_kernels.arch import ArchPolicy, policy_of, serving
 from cute_kernels.architectures import ARCHS, capability
 from ffi_bridge import sources
 from ffi_bridge.profiles import all_stages, shipped_specs
@@ -67,8 +67,8 @@ def test_the_front_knows_no_architecture_by_name() -> None:
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_architecture_answers_for_itself(name: str) -> None:
-    answers = room(name)
-    assert all(hasattr(answers, each) for each in Room.__annotations__)
+    answers = policy_of(name)
+    assert all(hasattr(answers, each) for each in ArchPolicy.__annotations__)
     assert name in serving(capability(name)) and ARCHS[name].gpus
 
 

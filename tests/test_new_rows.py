@@ -202,9 +202,9 @@ def fields(plan: Any) -> dict[str, Any]:
     """Of a plan, as they can be compared."""
 
     def told(value: Any) -> Any:
-        if isinstance(value, workspace.Layouts):
+        if isinstance(value, workspace.MatrixLayouts):
             return [told(part) for part in value.parts]
-        if isinstance(value, workspace.Layout):
+        if isinstance(value, workspace.MatrixLayout):
             return value.shape, value.dtype, value.device
         if isinstance(value, dict):
             return {name: told(one) for name, one in value.items()}

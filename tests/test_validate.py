@@ -106,8 +106,8 @@ def _beside(c: Any) -> None:
     ("mistake", "message"),
     [
         (_one_column_off, "largest error"),
-        (_behind_the_groups, "rows behind the groups were written"),
-        (_beside, "bytes behind a result or workspace"),
+        (_behind_the_groups, "rows after the groups were written"),
+        (_beside, "bytes after a result or workspace"),
     ],
 )
 def test_a_wrong_kernel_is_found(

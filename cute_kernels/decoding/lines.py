@@ -157,7 +157,7 @@ class DecodedLines(Invariant):
                 copy_chunk(target + place, source, bytes_if(is_there))
 
     @cute.jit
-    def ask(self, sources: LineSources, first_row: Int32, slot_before: Int32):
+    def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
         """Start to load the scales of 64 weight rows, from `first_row` on. First write the scales that the previous
         call loaded to their own slot, `slot_before`."""
         words = self._scale_words(slot_before)

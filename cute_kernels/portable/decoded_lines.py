@@ -66,7 +66,7 @@ class DecodedAcross(Operand):
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
         """Start to load the scales of k-tile `tile`; write the previous k-tile's scales to its stage `before`."""
-        self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
+        self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
         """Decode a stage that has arrived."""

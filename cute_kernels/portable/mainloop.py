@@ -17,8 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.anew import anew
 from ..device.invariant import Invariant
+from ..device.opaque import opaque
 from ..device.select import select
 from ..device.warp_mma import WarpMma
 from ..device.warps import WARP
@@ -56,8 +56,8 @@ class Mainloop(Invariant):
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
-        # Without `anew`, the distances of the first copies' lines stay in 8 registers from tile to tile.
-        zero = anew(Int32(0))
+        # Without `opaque`, the distances of the first copies' lines stay in 8 registers from tile to tile.
+        zero = opaque(Int32(0))
         for first in cutlass.range_constexpr(0, self.stages - run, run):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)
         stage = Int32(0)

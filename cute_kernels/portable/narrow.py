@@ -118,7 +118,7 @@ class ScaleBytes(Invariant):
         return self.bytes[place, block]
 
     @cute.jit
-    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+    def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
         """Start to load the scales of k-tile `tile`, number `place` of the run. Past the last block: byte 0, since a
         stale NaN scale would turn padding zeros into NaN."""
         for block in cutlass.range_constexpr(self.blocks):
@@ -144,7 +144,7 @@ class ScaleWords(Invariant):
         return byte_of(self.words[place], block)
 
     @cute.jit
-    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+    def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
         """Start to load the scales of k-tile `tile`, number `place` of the run; 0 past the last block."""
         number = tile * BYTES
         self.words[place] = Int32(0)
@@ -204,7 +204,7 @@ class Narrow(Along):
                 where = self._place(block, tile - self.run + place)
                 held[thread, where] = self.scales.value(self.pending.byte(place, block))
         for place in cutlass.range_constexpr(self.run):
-            self.pending.ask(sources, place, tile + place)
+            self.pending.start_loads(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
         """Return where a block's multiplier lies among those of k-tile `tile`: multipliers are in the order of

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from ..device.anew import anew
 from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk
+from ..device.opaque import opaque
 from ..device.select import select
 from ..epilogue import slots
 from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
@@ -102,7 +102,7 @@ class Slots(slots.Slots):
         self.smem = cute.make_tensor(cute.recast_ptr(smem, layout.inner, dtype=dtype), layout.outer)
         self.cols = cute.size(self.smem, mode=[1])
         thread, _, _ = cute.arch.thread_idx()
-        self.thread = anew(thread)
+        self.thread = opaque(thread)
 
     def sync(self) -> None:
         cute.arch.sync_threads()

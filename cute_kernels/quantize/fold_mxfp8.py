@@ -115,7 +115,7 @@ class FoldMxfp8(Invariant):
 
     def _max_into(self, maxima: cute.Tensor, words: cute.Tensor) -> None:
         for j in range(WORDS):
-            maxima[j] = self.magnitudes.max(maxima[j], self.magnitudes.of(words[j]))
+            maxima[j] = self.magnitudes.max(maxima[j], self.magnitudes.absolute(words[j]))
 
     def _store_words(self, words: cute.Tensor, address: Int64) -> None:
         count = cute.size(words)
@@ -245,9 +245,9 @@ class FoldRows(FoldMxfp8):
         """Return the greatest magnitude of the block that holds this thread's 16 bytes."""
         words = cute.recast_tensor(values, Int32)
         kind = self.magnitudes
-        word = kind.of(words[0])
+        word = kind.absolute(words[0])
         for j in range(1, WORDS):
-            word = kind.max(word, kind.of(words[j]))
+            word = kind.max(word, kind.absolute(words[j]))
         distance = 1
         while distance < BLOCK // self.vector:
             word = kind.max(word, cute.arch.shuffle_sync_bfly(word, distance))

@@ -59,9 +59,9 @@ class QuantizeFp8Block(QuantizeMxfp8):
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         for i in range(self.rows_per_thread):
-            maxima[i] = kind.of(words[0, i])
+            maxima[i] = kind.absolute(words[0, i])
             for j in range(1, WORDS):
-                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+                maxima[i] = kind.max(maxima[i], kind.absolute(words[j, i]))
         self._max_over_lanes(maxima, 1, self.lanes_per_block)
         for i in range(self.rows_per_thread):
             scales[i] = scale_of(kind.greatest(maxima[i]))

@@ -126,9 +126,9 @@ class QuantizeMxfp4(Invariant):
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.lanes, Int32)
         for i in range(self.lanes):
-            maxima[i] = kind.of(words[0, i])
+            maxima[i] = kind.absolute(words[0, i])
             for j in range(1, WORDS):
-                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+                maxima[i] = kind.max(maxima[i], kind.absolute(words[j, i]))
         distance = 1
         while distance < self.lanes:
             for i in range(self.lanes):

@@ -299,9 +299,9 @@ class QuantizeMxfp8(Invariant):
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         for i in cutlass.range_constexpr(self.rows_per_thread):
-            maxima[i] = kind.of(words[0, i])
+            maxima[i] = kind.absolute(words[0, i])
             for j in cutlass.range_constexpr(1, WORDS):
-                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+                maxima[i] = kind.max(maxima[i], kind.absolute(words[j, i]))
         self._max_over_lanes(maxima, 1, BLOCK // self.vector)
         if const_expr(self.all_layouts):
             if layout.wide != 0:
@@ -321,10 +321,10 @@ class QuantizeMxfp8(Invariant):
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(WORDS, Int32)
         for j in range(WORDS):
-            maxima[j] = kind.of(words[j, 0])
+            maxima[j] = kind.absolute(words[j, 0])
             for i in range(1, self.rows_per_thread):
                 word = words[j, i]
-                magnitude = kind.behind(word, maxima[j]) if self.spares_registers else kind.of(word)
+                magnitude = kind.absolute_after(word, maxima[j]) if self.spares_registers else kind.absolute(word)
                 maxima[j] = kind.max(maxima[j], magnitude)
         cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
 

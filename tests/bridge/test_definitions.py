@@ -130,7 +130,7 @@ FORMULAS = Path(str(formulas.__file__)).read_text()
 def _keys(folder: Path) -> dict[str, str]:
     """What keys of objects have of the kernels' sources in a folder, by the spec's name."""
     known = Sources("cute_kernels", sorted(toolchain._sources_in(str(folder))))
-    return {spec.name: sources.code_behind(spec, tracer, known)[tracer.replace(":", ".")] for spec, tracer in TRACED}
+    return {spec.name: sources.code_hashes(spec, tracer, known)[tracer.replace(":", ".")] for spec, tracer in TRACED}
 
 
 TRACED = [(spec, stages.tracer_of(spec)) for spec in STAGES]

@@ -103,11 +103,11 @@ class BlockScales(WeightScales):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
-    def spoil(self, acc: cute.Tensor):
+    def write_nan_rows(self, acc: cute.Tensor):
         """Overwrite accumulators with NaN in rows for which any of the four threads that share them had a bad scale."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
-        WeightScales.spoil(self, acc)
+        WeightScales.write_nan_rows(self, acc)
 
 
 class FewRowsMainloop(DecodingMainloop):
@@ -155,7 +155,7 @@ class FewRowsMainloop(DecodingMainloop):
             stages.consumer_release(state)
             state.advance()
         scales.begin(tile.next_work)
-        scales.spoil(acc)
+        scales.write_nan_rows(acc)
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:

@@ -2,7 +2,7 @@
 
 A step computes an operator's `Path`. Here the path's parts are calls of public operators, so that a backward runs, is
 traced and is checked like any other call; in kept steps they are launches (`planned`).
-Autograd takes a flat list of tensors, so a `Layout` says which flat inputs make up which argument.
+Autograd takes a flat list of tensors, so a `FlatLayout` says which flat inputs make up which argument.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
 MAX_LAYOUTS = 1024
 
 
-class Layout:
+class FlatLayout:
     """The places of arguments among flat inputs, in which lists and GateUps are spread out.
 
     Args:
@@ -119,10 +119,10 @@ class Layout:
         return flat
 
 
-layout_of = functools.lru_cache(MAX_LAYOUTS)(Layout)
+layout_of = functools.lru_cache(MAX_LAYOUTS)(FlatLayout)
 
 
-def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[Layout, list[Any]]:
+def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[FlatLayout, list[Any]]:
     """Return the layout of arguments, and the flat inputs.
 
     Args:
@@ -147,12 +147,12 @@ class Step:
         invariant: both directions must be batch-invariant.
     """
 
-    def __init__(self, op: str, path: Path, layout: Layout) -> None:
+    def __init__(self, op: str, path: Path, layout: FlatLayout) -> None:
         self.op, self.path, self.layout = op, path, layout
         self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, made = self.path.forward(dict(given), wanted, targets.out)

@@ -24,7 +24,7 @@ from ..host import device as gpus
 from ..host.experts import GateUp
 from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
-from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, layout_of, picker
+from .function import SINGLE, FlatLayout, Step, apply, apply_untransformed, flatten, layout_of, picker
 from .parts import ORDINARY, Targets, key_of
 from .path import LISTS, Path, with_table
 
@@ -59,7 +59,7 @@ class PlannedStep(Step):
     """
 
     out_extents: tuple[int, ...] = ()
-    saved_layout: Layout | None = None
+    saved_layout: FlatLayout | None = None
 
     def __init__(self, call: Call, problem: Problem, path: Path, like: PlannedStep | None = None) -> None:
         """Make the step of a checked call.
@@ -145,7 +145,7 @@ class PlannedStep(Step):
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         named = self.layout.named(flat)
         result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
@@ -155,7 +155,7 @@ class PlannedStep(Step):
         ctx.save_for_backward(*tensors)
         return result
 
-    def _layout_saved(self, made: dict[str, Tensor]) -> Layout:
+    def _layout_saved(self, made: dict[str, Tensor]) -> FlatLayout:
         """Return the layout of saved tensors. `made`: those that forward made for backward, by name."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)

@@ -49,16 +49,16 @@ class Call(PlanMaker):
         tabled: names of weights that kernels take as lists of experts. None: all weights.
         differentiable: the operator has a gradient.
         beside_weights: names of arguments that hold further parts of weights, such as scales.
-        tokens: for a layer, the functions between tokens and rows (`backward.data_path.Tokens`).
+        tokens: for a layer, the functions between tokens and rows (`backward.data_path.TokenFunctions`).
         operator: the operator's function.
         quantized: class of the operator's calls with quantised arguments. None: there are none.
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
         torch_types: by argument, its type in torch's schema if that differs from its role's.
-        fixed_without_out: arguments that the torch operator's form without `out` fixes, by name.
-        fixed_with_out: arguments that the torch operator's form with `out` fixes, by name.
+        fixed_without_out: arguments that the torch operator without `out` fixes, by name.
+        fixed_with_out: arguments that the torch operator with `out` fixes, by name.
         is_torch_op: the operator is registered with torch.
-        has_torch_out: the torch operator has forms that write a buffer.
+        has_torch_out: there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.
     """
 
@@ -77,7 +77,7 @@ class Call(PlanMaker):
     fixed_without_out: ClassVar[dict[str, Any]] = {}
     fixed_with_out: ClassVar[dict[str, Any]] = {}
     is_torch_op: ClassVar[bool] = True
-    has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
+    has_torch_out: ClassVar[bool] = True  # whether there are torch operators that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
     @classmethod
@@ -273,10 +273,10 @@ class Call(PlanMaker):
         return not cls.definition.results or len(cls.optional_results()) > 1
 
     @property
-    def form(self) -> str:
+    def torch_name(self) -> str:
         """The name of the torch operator for this call; see `library`."""
         optional = () if self.returns_list() else self.optional_results()
-        variant = "".join([made.form for made in optional if self.makes_result(made)])
+        variant = "".join([made.torch_suffix for made in optional if self.makes_result(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None
         return f"{self.torch_op}{variant}" + "_out" * writes
 

@@ -55,7 +55,7 @@ class ResultTensor(NamedTuple):
     wanted: bool = True
 
     @property
-    def form(self) -> str:
+    def torch_suffix(self) -> str:
         """The part of a torch operator's name that says it makes this optional result."""
         return f"_{self.kernel.removeprefix('d_')}"
 
@@ -339,7 +339,7 @@ class Plan:
             memory.append(tensor)
             return tensor
 
-        def take(layouts: workspace.Layouts) -> workspace.Several:
+        def take(layouts: workspace.MatrixLayouts) -> workspace.Several:
             return layouts.tensors(kept(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device)))
 
         names = {

@@ -185,7 +185,7 @@ class PlanMaker(Arguments):
         constants = {
             "index": index,
             "device": self.lead.device,
-            "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
+            "group_form": 0 if self.groups is None else groups.code_of(self.groups, is_offs=self.offs is not None),
             "num_sms": gpu.sm_count,
             **({} if self.definition.returns is None else {"result": self.definition.returns}),
             **problem.dims,
@@ -234,10 +234,10 @@ class PlanMaker(Arguments):
             **self.of_rows(), **_merged([one.names for one in self.prologue(problem)]),
         }  # fmt: skip
 
-    def _layouts(self, parts: Collection[ScratchPart]) -> workspace.Layouts:
+    def _layouts(self, parts: Collection[ScratchPart]) -> workspace.MatrixLayouts:
         where = self.lead.device, self.lead.get_device()
-        layouts: list[Any] = [one if isinstance(one, int) else workspace.Layout(*one, *where) for one in parts]
-        return workspace.Layouts(*layouts)
+        layouts: list[Any] = [one if isinstance(one, int) else workspace.MatrixLayout(*one, *where) for one in parts]
+        return workspace.MatrixLayouts(*layouts)
 
     def _read_extents(self) -> tuple[int, ...]:
         unpacked_lists = self._unpacked_lists()

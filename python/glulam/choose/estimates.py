@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.tiles import TileConfig
 
 from .problem import ProblemGemm
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 @functools.cache
 def measured(arch: str) -> Measured:
     """Return the shipped measurements of an architecture; without curves if there is no file."""
-    path = room(arch).MEASURED
+    path = policy_of(arch).MEASURED
     if not path.is_file():
         return Measured("", {})
     held: dict[str, Any] = json.loads(path.read_text())
@@ -101,7 +101,7 @@ def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: s
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"
     if None in times:
-        model = room(arch).time_us
+        model = policy_of(arch).time_us
         times, source = [sum(model(part.gemm, tile) for part in parts) for tile in tiles], MODELLED
     found = [Estimate(us, tile, source) for us, tile in zip(times, tiles, strict=True) if us is not None]
     return sorted(found, key=lambda estimate: estimate.us)

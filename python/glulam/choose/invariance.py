@@ -8,7 +8,7 @@ out, and the next wider tile in order serves instead.
 from __future__ import annotations
 
 from cute_kernels.accumulation import Accumulation
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.specs import Spec
 from cute_kernels.stages import accumulations_of
 from cute_kernels.tiles import TileConfig
@@ -25,7 +25,7 @@ BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
     """Return, for each shipped tile of a problem, the accumulation order of each of its GEMMs."""
-    tiles = room(arch).tiles(problem)
+    tiles = policy_of(arch).tiles(problem)
     return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
 
 

@@ -185,8 +185,8 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
     Args:
         paths: the files.
         gpu: the GPU's name; "" for preferences.
-        remedies: advice, as text, for a file that is no table, for a table of another GPU or version, and for a table
-            that is wrong in part.
+        remedies: suggestions, as text, for a file that is no table, for a table of another GPU or version, and for a
+            table that is wrong in part.
     """
     here = table.stamp_of(gpu)
     layers: dict[str, tuple[Layer, Path]] = {}

@@ -151,14 +151,14 @@ def count(help: str, default: Any = None, least: int = 1) -> Row:
     return row(help, int | None, default, min=least)
 
 
-def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
-    """Declare an option whose text `parse` converts. `form`: describes valid text, for the error "... is not ..."."""
+def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
+    """Declare an option whose text `parse` converts. `valid`: describes valid text, for the error "... is not ..."."""
 
     def parser(text: str) -> Any:
         try:
             return parse(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is not {form}") from None
+            raise typer.BadParameter(f"{text!r} is not {valid}") from None
 
     return row(help, Any, default, parser=parser, metavar=metavar)
 

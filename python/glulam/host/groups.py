@@ -1,4 +1,4 @@
-"""Group sizes in their forms: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
+"""Group sizes as they are given: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""Codes by which kernels know the form of group sizes; OFFS_OF_CALL: offs that a kernel of the same call writes."""
+"""Codes by which kernels know how group sizes are given; OFFS_OF_CALL: offs that a kernel of the same call writes."""
 
 Splits = Tensor | Sequence[int]
 
@@ -101,8 +101,8 @@ def _after_groups(op: str) -> str:
     return _operators[op].after_groups if op in _operators else ""
 
 
-def form(groups: Tensor, is_offs: bool) -> int:
-    """Return the code of group sizes' form. `is_offs`: they are offs, not splits."""
+def code_of(groups: Tensor, is_offs: bool) -> int:
+    """Return the code by which kernels know how group sizes are given. `is_offs`: they are offs, not splits."""
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..backward.data_path import Tokens
+from ..backward.data_path import TokenFunctions
 from ..calls.addressed import check_like
 from ..calls.checks import check_alignment, mismatch, shape_text
 from ..calls.definition import Definition
@@ -96,7 +96,7 @@ class OfTokens(OfWorld):
         **OfWorld.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
         "row_scale": "weights (routing.weight_of_row)",
     }  # fmt: skip
-    tokens = Tokens(_copies, _rows, _sums)
+    tokens = TokenFunctions(_copies, _rows, _sums)
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
