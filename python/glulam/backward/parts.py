@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from ..calls.autograd import without_graph
-from ..calls.checks import (
-    check_alignment,
-    check_groups,
-    check_no_overlap,
-    check_plain,
-    check_rows_like,
-    runs_kernels,
-)
+from ..calls.checks import check_alignment, check_no_overlap, check_plain, check_rows_like, runs_kernels
+from ..calls.group_checks import check_groups
 from ..calls.memory import MAX_SEEN
 from ..choose.problem import changed
 from ..host import device as gpus

@@ -18,15 +18,11 @@ from ..host.plans import Plans, described
 from .checks import (
     check_activation,
     check_alignment,
-    check_bias,
     check_flag,
-    check_groups,
-    check_indices,
     check_no_overlap,
     check_numbers,
     check_plain,
     check_rows_like,
-    check_scale,
     check_written,
     check_x,
     extent,
@@ -34,7 +30,9 @@ from .checks import (
     runs_kernels,
     tensors_of,
 )
+from .group_checks import check_groups, check_indices, check_scale
 from .roles import GROUPS, SUFFIXES, WEIGHTS, Kind, roles_of
+from .weight_checks import check_bias
 
 _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 

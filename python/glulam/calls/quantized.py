@@ -18,7 +18,8 @@ from ..activations import packed
 from ..errors import GradientNotSupported
 from ..reference import take_rows
 from .call import Call
-from .checks import any_requires_grad, check_indices, refuse_rows
+from .checks import any_requires_grad, refuse_rows
+from .group_checks import check_indices
 from .roles import SUFFIXES
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..activations import DEFAULTS, Numbers
-from ..calls.checks import check_experts, mismatch
+from ..calls.checks import mismatch
 from ..calls.front import operator
 from ..calls.sharding import refuse_dtensors
+from ..calls.weight_checks import check_experts
 from ..choose.problem import Problem
 from ..ops.grouped_mlp import GroupedMlpCall
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import ALIGNMENT_ELEMENTS, check_experts, check_rows_like, runs_kernels, shape_text
+from ..calls.checks import ALIGNMENT_ELEMENTS, check_rows_like, runs_kernels, shape_text
 from ..calls.front import operator
+from ..calls.weight_checks import check_experts
 from ..choose.problem import Problem, changed
 from ..host.experts import GateUp
 from ..reference import take_rows

@@ -11,18 +11,11 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import (
-    check_contraction,
-    check_experts,
-    check_rows_like,
-    check_width,
-    intermediate_width,
-    mismatch,
-    runs_kernels,
-)
+from ..calls.checks import check_rows_like, check_width, mismatch, runs_kernels
 from ..calls.definition import Definition, ScratchPart
 from ..calls.front import operator
 from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_contraction, check_experts, intermediate_width
 from ..choose.problem import Problem
 from ..host.groups import UNINITIALISED, Splits
 from ..names import ActivationName, GluLayout

@@ -10,11 +10,12 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_experts, check_recipe, check_w1, check_width, mismatch, runs_kernels
+from ..calls.checks import check_recipe, check_width, mismatch, runs_kernels
 from ..calls.definition import Definition, ScratchPart, numbers_of_activation
 from ..calls.front import operator
 from ..calls.launch import ResultTensor
 from ..calls.sharding import SUM, Split, split_of_width
+from ..calls.weight_checks import check_experts, check_w1
 from ..choose.problem import Problem
 from ..expert_lora import ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .. import reference
 from ..calls.call import Call
-from ..calls.checks import check_contraction, check_experts, check_halves, check_width, runs_kernels
+from ..calls.checks import check_width, runs_kernels
 from ..calls.definition import Definition
 from ..calls.front import operator
 from ..calls.launch import ResultTensor
 from ..calls.sharding import SUM, Split
+from ..calls.weight_checks import check_contraction, check_experts, check_halves
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
 from ..host.experts import Biases, GateUp

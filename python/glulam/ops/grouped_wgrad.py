@@ -10,19 +10,12 @@ from torch import Tensor
 
 from .. import recipes, reference
 from ..calls.call import Call
-from ..calls.checks import (
-    check_gradient_buffers,
-    check_indices,
-    check_mask,
-    check_out_dtype,
-    check_rows_like,
-    check_x,
-    count_groups,
-    runs_kernels,
-)
+from ..calls.checks import check_out_dtype, check_rows_like, check_x, runs_kernels
 from ..calls.definition import Definition, ScratchPart
 from ..calls.front import operator
+from ..calls.group_checks import check_indices, check_mask, count_groups
 from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_gradient_buffers
 from ..choose.problem import Problem, changed, dtype_name
 from ..formats.mxfp8.layout import DATA_DTYPE, band_bytes
 from ..host.experts import ExpertList

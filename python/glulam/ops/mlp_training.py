@@ -20,10 +20,11 @@ from cute_kernels.formats import OPERANDS
 from .. import recipes
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_rows_like, intermediate_width, mismatch
+from ..calls.checks import check_rows_like, mismatch
 from ..calls.definition import Definition, PrologueStep, ScratchPart, numbers_of_activation
 from ..calls.front import operator
 from ..calls.launch import Line, ResultTensor
+from ..calls.weight_checks import intermediate_width
 from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
 from ..formats.form import Form

@@ -14,9 +14,10 @@ from cute_kernels.formats import BITS, DECODED, OPERANDS, Format
 from cute_kernels.specs import QuantizeMxfp8Spec
 
 from .. import recipes
-from ..calls.checks import any_requires_grad, intermediate_width, mismatch, runs_kernels
+from ..calls.checks import any_requires_grad, mismatch, runs_kernels
 from ..calls.definition import Definition, PrologueStep, ScratchPart, numbers_of_activation
 from ..calls.launch import Line, ResultTensor, launch_nothing
+from ..calls.weight_checks import intermediate_width
 from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported

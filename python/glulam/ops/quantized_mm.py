@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import recipes, reference
-from ..calls.checks import check_contraction, runs_kernels
+from ..calls.checks import runs_kernels
 from ..calls.definition import Definition
 from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_contraction
 from ..choose.problem import Problem, dtype_name
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor

@@ -12,9 +12,10 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.specs import QUANTIZE_AXES
 
 from ...calls.call import Call
-from ...calls.checks import check_x, count_groups, mismatch
+from ...calls.checks import check_x, mismatch
 from ...calls.definition import Definition
 from ...calls.front import operator
+from ...calls.group_checks import count_groups
 from ...calls.launch import ResultTensor
 from ...choose.problem import Problem
 from ...names import Axes, Axis, Block, ScaleLayout
