@@ -34,7 +34,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust
+from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust, verification
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
@@ -264,7 +264,7 @@ def _verify(folder: Path, spec: Spec | None, pattern: re.Pattern[str]) -> None:
     key = key_of(folder)
     inner = folder / key["arch"]
     if spec is None:
-        found = manifest.check(inner, key["arch"], manifest.read(inner).sources, pattern=pattern)
+        found = verification.check(inner, key["arch"], manifest.read(inner).sources, pattern=pattern)
         if not _is_of(found, key["name"]):
             raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
         raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
@@ -273,12 +273,12 @@ def _verify(folder: Path, spec: Spec | None, pattern: re.Pattern[str]) -> None:
         raise BundleOutdated(
             f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
         )
-    found = manifest.verify(inner, key["arch"], hashes, spec, pattern)
-    with manifest.opened_library(inner, found) as library:
+    found = verification.verify(inner, key["arch"], hashes, spec, pattern)
+    with verification.opened_library(inner, found) as library:
         if f"{chains.symbol(spec.name)}\0".encode() not in os.pread(library, found.size, 0):
             raise BundleDamaged(f"damaged bundle: {inner / found.library} has no function {spec.name}; remove it")
     for suffix in texts:
-        manifest.read_text(inner, found, suffix)
+        verification.read_text(inner, found, suffix)
 
 
 def _examine(folder: Path, marked: bool, pattern: re.Pattern[str]) -> Entry | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, to_dict
 
-from . import cache, folders, host, kept_ptx, sources, toolchain
+from . import cache, folders, host, kept_ptx, sources, toolchain, verification
 from . import manifest as manifests
 from .compiler import KernelArtifact
 from .errors import BundleError, CompileError
@@ -96,10 +96,10 @@ class Store:
         entry = self.folder / self._key(spec, hashes)
         inner = entry / spec.arch
         try:
-            found = manifests.check(inner, spec.arch, hashes, spec, manifests.OBJECT, self.machine)
-            with manifests.opened_library(inner, found) as handle:
+            found = verification.check(inner, spec.arch, hashes, spec, manifests.OBJECT, self.machine)
+            with verification.opened_library(inner, found) as handle:
                 content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
-            texts = {suffix: manifests.read_text(inner, found, suffix) for suffix in self._suffixes}
+            texts = {suffix: verification.read_text(inner, found, suffix) for suffix in self._suffixes}
         except BundleError:
             return None
         file = into / f"{spec.name}.o"

@@ -13,7 +13,8 @@ from cute_kernels.arch import serving
 from ffi_bridge import build as builder
 from ffi_bridge import host, hub, profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
-from ffi_bridge.manifest import Function, verify
+from ffi_bridge.manifest import Function
+from ffi_bridge.verification import verify
 
 from ..choose import records
 from ..host.device import prefer_tried

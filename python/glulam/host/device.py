@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.arch import serving
 from cute_kernels.architectures import ARCHS, capability
-from ffi_bridge import BundleError, ToolchainError, loader, manifest
+from ffi_bridge import BundleError, ToolchainError, loader, manifest, verification
 
 from ..errors import UnsupportedDevice
 
@@ -154,7 +154,7 @@ def state_of(arch: str, gpu: str) -> str:
     from ffi_bridge import stamps
 
     with contextlib.suppress(BundleError, ToolchainError):
-        library = manifest.check(loader.bundle_root() / arch, arch).sha256
+        library = verification.check(loader.bundle_root() / arch, arch).sha256
         return VALIDATED if stamps.is_there(arch, gpu, library) else NEVER_RUN
     return NEVER_RUN
 
