@@ -386,7 +386,7 @@ class TestPlanned:
 
         first = [gradients() for _ in range(2)]  # lists are known from the second call on
         monkeypatch.setattr(GroupedMlpCall, "check", lambda _: pytest.fail("checked"))
-        monkeypatch.setattr(GroupedMlpCall, "answer", lambda *_: pytest.fail("left the fast path"))
+        monkeypatch.setattr(GroupedMlpCall, "handle_miss", lambda *_: pytest.fail("left the fast path"))
         for one, *others in zip(gradients(), *first, strict=True):
             assert all(same_bits(one, other) for other in others)
 
