@@ -203,7 +203,7 @@ def test_an_edit_of_words_reaches_no_kernel(edited: Callable[..., set[str]]) -> 
 def test_an_edit_of_other_code_reaches_all_that_imports_it(edited: Callable[..., set[str]]) -> None:
     reached = {spec.name for spec, tracer in TRACED if "activation.py" in _closure(tracer)}
     assert edited("activation.py", "LOG2_E = 1.4426950408889634", "LOG2_E = 1.4426950408889635") == reached
-    assert edited("specs.py", "\nKINDS = ", "\nMORE = ()\nKINDS = ") == {spec.name for spec in STAGES}
+    assert edited("specs/activations.py", "\nKINDS = ", "\nMORE = ()\nKINDS = ") == {spec.name for spec in STAGES}
     assert edited("formulas.py", "\nINV_SQRT", "\nprint()\nINV_SQRT") == {spec.name for spec in STAGES}
 
 
