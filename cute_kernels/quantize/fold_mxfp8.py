@@ -32,8 +32,8 @@ from ..device.select import select
 from ..formats import MXFP8
 from ..specs import FoldMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
-from .quantize_mxfp8 import VECTOR_BYTES, WORDS
 from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
+from .tile import VECTOR_BYTES, WORDS
 
 BLOCK = MXFP8.block
 WARP = 32

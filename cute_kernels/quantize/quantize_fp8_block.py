@@ -17,8 +17,9 @@ from ..formats import FP8_ROWS
 from ..specs import QuantizeFp8BlockSpec
 from ..tracing import DTYPES, Traced, traced
 from .float_scales import inverse_of, scale_of
-from .quantize_mxfp8 import WORDS, Origin, Outputs, QuantizeMxfp8, Reach, ScaleLayout
+from .mxfp8 import QuantizeMxfp8
 from .scale_stores import BLOCK, WORD_BYTES, Strip
+from .tile import WORDS, Origin, Outputs, Reach, ScaleLayout
 
 
 class QuantizeFp8Block(QuantizeMxfp8):

@@ -28,8 +28,8 @@ from ..device.warps import WARP
 from ..formats import MXFP4
 from ..specs import QuantizeMxfp4Spec
 from ..tracing import DTYPES, Traced, traced
-from .quantize_mxfp8 import VECTOR_BYTES, WORDS, read_once
 from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
+from .tile import VECTOR_BYTES, WORDS, read_once
 
 BLOCK = MXFP4.block
 WARPS = 8
