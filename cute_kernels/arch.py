@@ -41,7 +41,7 @@ class Gemm:
 
     @property
     def average(self) -> float:
-        """Average number of rows of an expert; if there are no rows, that of a single row."""
+        """Average number of rows of an expert; if there are no rows, the average of a single row."""
         return max(self.rows, 1) / self.experts
 
 

@@ -80,7 +80,7 @@ def results(arch: str, specs: Sequence[Spec], problem: Problem) -> list[Tensor]:
 
 
 def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
-    """Compare each tile's bits with those of the tile whose order is the problem's."""
+    """Compare each tile's bits with the bits of the tile whose order is the problem's."""
     order = invariance.order_of(problem, arch)
     specs = [spec_on(problem, arch, tile) for tile in tiles]
     made = results(arch, specs, problem)

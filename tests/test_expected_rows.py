@@ -65,7 +65,7 @@ def routing(world: int | None = WORLD, count: int = TOKENS, are_all_here: bool =
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> FakeGpu:
-    """A GPU whose tiles of 16 bits are told by rows an expert, as those of other operands are."""
+    """A GPU whose tiles of 16 bits depend on the rows an expert, as other operands' tiles do."""
     fixed_tile = policy.fixed_tile
 
     def rule(problem: Any) -> Any:

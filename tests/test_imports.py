@@ -19,14 +19,14 @@ from ffi_bridge.profiles import all_stages, shipped_specs
 
 
 def modules(package: str, root: Path) -> dict[str, Path]:
-    """By name, those of a package."""
+    """Return a package's modules: files by name."""
     files = {path.relative_to(root).with_suffix(""): path for path in root.rglob("*.py")}
     named = {".".join((package, *path.parts)).removesuffix(".__init__"): file for path, file in files.items()}
     return named
 
 
 def imported(name: str, file: Path, known: dict[str, Path]) -> set[str]:
-    """What a module imports of those that are known."""
+    """Return the known modules that a module imports."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):

@@ -158,7 +158,7 @@ def forbid_checks(patch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_checked_or_found_again(
     name: str, first: int, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are asked for on other tiles alone, and results are those of calls that were the first of all."""
+    """Kernels are asked for on other tiles alone, and results equal the results of calls that were the first of all."""
     one = Layer().calls()[name]
     right = {rows: anew(one, rows) for rows in (EXPERTS, 41)}
     one(first)

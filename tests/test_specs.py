@@ -360,7 +360,7 @@ def test_impossible_specs_are_refused(build, message) -> None:
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_who_draws_tickets(spec: Spec, expected: bool) -> None:
-    """Adaptive clusters do, but for those of a backward's activation, whose epilogue has loads of its own."""
+    """Adaptive clusters do, except a backward's activation's, whose epilogue has loads of its own."""
     assert draws_tickets(spec) is expected
 
 

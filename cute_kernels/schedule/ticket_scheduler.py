@@ -36,7 +36,7 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Return the number of cluster tiles of all light groups, and that of all heavy groups."""
+        """Return the number of cluster tiles of all light groups, and the number of all heavy groups' cluster tiles."""
         light, heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)

@@ -18,7 +18,7 @@ from .work import WorkRing, no_work
 
 
 class SameTiles(GroupTileScheduler):
-    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles are those of its dw."""
+    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles cover its dw."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
         """Return the cluster tiles along dw's rows, whatever the group's rows are."""

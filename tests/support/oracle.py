@@ -42,7 +42,7 @@ def _positive(z: Tensor) -> Tensor:
 
 
 def _at_most(z: Tensor, bound: float) -> Tensor:
-    """Its gradient at the bound itself is 1, as that of torch.clamp; torch.minimum's would be a half."""
+    """Its gradient at the bound itself is 1, like torch.clamp's; torch.minimum's would be a half."""
     return torch.where(z > bound, torch.full_like(z, bound), z)
 
 

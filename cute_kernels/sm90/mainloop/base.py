@@ -366,7 +366,7 @@ class Mainloop(Invariant):
     ):  # fmt: skip
         """Multiply the k-tiles of one `Loop` and leave the last k-tile's wgmmas in flight.
 
-        Returns the state of the next stage, and that of the next stage to release.
+        Returns the state of the next stage, and the state of the next stage to release.
         """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):

@@ -50,7 +50,7 @@ class ScaleSources(NamedTuple):
 
 
 class BlockScales(RowScales):
-    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like those of
+    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like the scales of
     `RowScales`.
 
     Attributes:

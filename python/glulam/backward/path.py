@@ -34,7 +34,7 @@ PartFunction = Callable[..., Any]
 returns the call's results.
 """
 Declared = tuple[type[Call], dict[str, Any]]
-"""The class of a part's call, and those of the call's options that have no default."""
+"""The class of a part's call, and the call's options that have no default."""
 
 
 def grouped_by(call: Call) -> str:

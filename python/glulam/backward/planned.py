@@ -211,7 +211,7 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
                 return NotImplemented
             call.check_addresses()
             step = PlannedStep(call, problem, path)
-            # `gathered_places` tells places in the operator's own key, which is in another order than that of a call
+            # `gathered_places` tells places in the operator's own key, which is in another order than the key of a call
             # with targets.
             if steps is call.plans or not call.of_tokens:
                 asked.keep_resizable(key, steps, problem, step)

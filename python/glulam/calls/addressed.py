@@ -1,4 +1,4 @@
-"""Operators whose kernels take only addresses and numbers, such as those of hyper-connections and of the layer.
+"""Operators whose kernels take only addresses and numbers: hyper-connections' and the layer's.
 
 Fronts, plans and launches are the same as for every operator (`front`, `launch`, `call`). The annotations of the
 parameters define the arguments: "Tensor", "Tensor | None" or a number.

@@ -34,7 +34,7 @@ class Split(NamedTuple):
     """A way in which one dimension of a mesh splits a call.
 
     Attributes:
-        dims: by argument, the dimension that is cut, or SUM. For lists of experts the dimensions are those of the
+        dims: by argument, the dimension that is cut, or SUM. For lists of experts, dimensions count as in the
             packed tensor. Arguments that are not listed are replicated.
         result: the dimension in which each result is cut, or SUM. None: results are replicated.
         multiples: by argument, a number that divides a rank's size of the cut dimension. Default: 1.

@@ -30,7 +30,7 @@ def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
 
 
 def order_of(problem: Problem, arch: str) -> Orders:
-    """Return the accumulation order that a problem's GEMMs must have: in training it is that of inference."""
+    """Return the accumulation order that a problem's GEMMs must have: training has the order of inference."""
     plain = changed(problem, save_preact=False, adapted=False) if problem.save_preact else problem
     tiles = orders_by_tile(plain, arch)
     return tiles[max(tiles, key=lambda tile: tile.m)]

@@ -34,7 +34,7 @@ from .table import Layer, Point, Section
 
 ENV_TUNED = "GLULAM_TUNED"
 FOLDER, FILE = "preferred", "kernels.json"
-NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # the second is that of earlier versions
+NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # earlier versions: the second
 CLEAR = "run `glulam cache clear --preferred`"
 NOT_OURS = "`glulam compile` did not write it"
 DISTRUSTED = "belongs to another user, or others can write it (`chmod go-w` mends that if it is yours)"

@@ -68,7 +68,7 @@ def family_of(spec: Spec) -> Spec:
         return spec
     if isinstance(spec, GroupedMmSpec) and spec.transpose_w and OPERANDS[spec.operands].decodes:
         return spec  # which has one tile
-    # Depth and schedule are those of the operands and of the architecture.
+    # The operands and the architecture determine depth and schedule.
     if spec.tile.by_warps or spec.tile.in_tensor_memory:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
     else:

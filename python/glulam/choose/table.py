@@ -28,7 +28,7 @@ from . import records, shipped, specs
 from .problem import Problem
 
 FORMAT, SCHEMA = "glulam-tuned", 3
-FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions
+FORMATS = (FORMAT, "glulam-preferred")  # earlier versions wrote the second into preferences
 ALIGNMENT = 8
 LARGEST_SIZE = 2**31 - 1
 MOST_ROWS = 2.0**26

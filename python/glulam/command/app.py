@@ -215,7 +215,7 @@ def megabytes(size: int) -> str:
 def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
     """Return registers, and KB of shared memory, of the device kernels that a function launches, as text.
 
-    A function of several stages has no kernels of its own: the kernels are those of its stages.
+    A function of several stages has no kernels of its own: its stages have the kernels.
 
     Args:
         functions: a manifest's functions.

@@ -180,7 +180,7 @@ class ExpertParallel:
             ValueError, TypeError: an argument is invalid; other ranks get a PeerError.
             GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
             PeerError: another rank's arguments are invalid, or in another format than here, or it does not come. With
-                the symmetric transport the error can be that of an earlier call.
+                the symmetric transport, an earlier call's error may be raised here.
         """
         return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
 

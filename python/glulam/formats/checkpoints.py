@@ -144,7 +144,7 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """Return the dialect whose part names and dtypes are those of the experts.
+    """Return the dialect whose part names and dtypes the experts' tensors have.
 
     Args:
         state: the checkpoint's tensors by name.

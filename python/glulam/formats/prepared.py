@@ -336,7 +336,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return shapes and dtypes of a weight's tensors: of a list, those of the first and the last."""
+    """Return shapes and dtypes of a weight's tensors; for a list, of its first and its last tensor."""
     first, last = tensors[0], tensors[-1]
     return first.shape, first.dtype, last.shape, last.dtype
 

@@ -223,7 +223,9 @@ def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
 
 
 def why_passed_over(best: str, arch: str) -> tuple[str, str]:
-    """Return why the kernels of `arch` serve instead of those of `best`, and the commands that would try `best`."""
+    """Return why the kernels of `arch` serve instead of the kernels of `best`, and the commands that would try
+    `best`.
+    """
     validate = f"`{ENV_ARCH}={best} glulam validate`"
     if has_bundle(best):
         return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"

@@ -188,5 +188,5 @@ def layer_of_choices(
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
     transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """Sort the choices, and compute `moe`, in one call; arguments are those of `moe_of_choices`."""
+    """Sort the choices, and compute `moe`, in one call; arguments: see `moe_of_choices`."""
     raise NotImplementedError  # `front` writes the body

@@ -77,7 +77,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
         others: the argument `dtype` and 16-bit arguments, which determine the result's dtype if x is in MXFP8.
 
     Returns:
-        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is that of x.
+        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is x's.
 
     Raises:
         ValueError, TypeError: the recipe does not take such an x in MXFP8.

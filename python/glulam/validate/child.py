@@ -82,7 +82,7 @@ def try_out(trial: Trial, device: torch.device) -> None:
 
 
 def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
-    """Raise Wrong if a result differs from that of the CPU reference for the same arguments.
+    """Raise Wrong if a result differs from the CPU reference's for the same arguments.
 
     Args:
         trial: the trial.
