@@ -100,8 +100,8 @@ class Bundle:
                 raise
             except RuntimeError as error:
                 why = " ".join(str(error).split())
-                told = f"damaged bundle: {library} does not load here ({why}); {remedy(library)}"
-                raise BundleDamaged(told) from error
+                message = f"damaged bundle: {library} does not load here ({why}); {remedy(library)}"
+                raise BundleDamaged(message) from error
 
     def names(self) -> list[str]:
         """Return the names of all functions, sorted."""

@@ -242,8 +242,8 @@ def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         damaged(path, f"cannot be read ({error})", error)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        told = f"foreign bundle: {path} was not written by `glulam build`; move it elsewhere, then {remedy(path)}"
-        raise BundleForeign(told)
+        message = f"foreign bundle: {path} was not written by `glulam build`; move it elsewhere, then {remedy(path)}"
+        raise BundleForeign(message)
     return data
 
 

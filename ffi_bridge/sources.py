@@ -285,7 +285,7 @@ def _code_of_makers() -> str:
 
 
 def file_hashes(tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes, by name, of all sources that a tracer's kernels depend on.
+    """Return hashes, by name, of all sources that the kernels of a tracer (the function that traces them) depend on.
 
     There are two: of the closure of the tracer's module, and of the modules of the compile process.
 
@@ -297,7 +297,7 @@ def file_hashes(tracer: str, known: Sources) -> dict[str, str]:
 
 
 def code_hashes(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes, by name, of the code that a stage's object depends on.
+    """Return hashes, by name, of the code that the object of a stage (one kernel of a call) depends on.
 
     These are the hashes of `file_hashes`, but without comments, docstrings and layout (`definitions`).
 

@@ -101,5 +101,5 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _refuse(path: Path, why: str) -> NoReturn:
     """Raise BundleForeign for a file that a build would replace or remove. `why`: the reason."""
-    told = f"foreign bundle: {path} would be replaced or removed, but {why}"
-    raise BundleForeign(f"{told}; move it elsewhere, or build into another folder")
+    message = f"foreign bundle: {path} would be replaced or removed, but {why}"
+    raise BundleForeign(f"{message}; move it elsewhere, or build into another folder")

@@ -127,7 +127,8 @@ class DecodedLines(Invariant):
         self.lane = self.thread % self.lanes_a_line
 
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
-        """Return a pair of a word's elements as two 16-bit numbers, times the value of their scale (`Scales.value`)."""
+        """Return two neighbouring elements of a word as 16-bit numbers, times the value of their scale
+        (`Scales.value`)."""
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:

@@ -169,7 +169,7 @@ class Operation(Invariant):
             missing = Int32(cute.arch.vote_ballot_sync(self._ahead(kind, word) < 0))
             if missing != 0:
                 waited = cute.arch.globaltimer() - begin
-                error = self._told()
+                error = self._error_of_peers()
                 elsewhere = self._elsewhere(kind)
                 if (error == 0) & (elsewhere != 0):
                     error = self._error(first_of(elsewhere), ELSEWHERE)
@@ -207,14 +207,14 @@ class Operation(Invariant):
         return Int32(cute.arch.vote_ballot_sync(is_elsewhere))
 
     @cute.jit
-    def _told(self) -> Int64:
+    def _error_of_peers(self) -> Int64:
         """Return the abort word of the lowest rank that gave up; 0: no rank did."""
         abort = WORDS.index("abort")
-        told = load_word(self._word(self.link.rank, abort, self.peer))
-        telling = Int32(cute.arch.vote_ballot_sync(told != 0))
+        error = load_word(self._word(self.link.rank, abort, self.peer))
+        telling = Int32(cute.arch.vote_ballot_sync(error != 0))
         if telling != 0:
-            told = load_word(self._word(self.link.rank, abort, first_of(telling)))
-        return told
+            error = load_word(self._word(self.link.rank, abort, first_of(telling)))
+        return error
 
     def _error(self, suspect: Int32, reason: int) -> Int64:
         what = reason << REASON_SHIFT | self.phase << PHASE_SHIFT

@@ -308,7 +308,8 @@ class PersistentGemm(GemmRoles):
         self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     def _own_smem(self, storage, index: Int32) -> Smem:
-        """Return the small shared-memory fields of a warpgroup's epilogue, by name."""
+        """Return the shared memory of a warpgroup's epilogue besides its staging slots (biases, scales of columns), by
+        name."""
         own = {}
         for field in self.shape.smem:
             everyone = cute.make_layout((*field.shape, self.num_warpgroups))

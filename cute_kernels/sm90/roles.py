@@ -12,7 +12,7 @@ from .turns import EPILOGUE_BARRIER, MMA_BARRIER, Turns, share_of
 
 
 class GemmRoles(Invariant):
-    """The loops of all roles: each reads tiles from the ring until a tile with expert < 0.
+    """The loops of all roles: each reads tiles from the scheduler's ring until the end mark, a tile with expert < 0.
 
     Attributes:
         tile: the spec's tile.

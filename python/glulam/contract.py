@@ -95,10 +95,10 @@ def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1
     for variant in VARIANTS[op]:
         if variant.get("save_preact") and not OPERANDS[operands].trains:
             continue
-        told: dict[str, Any] = {"fc2_operands": recipe.fc2_operands} if op == "grouped_mlp" else {}
+        options: dict[str, Any] = {"fc2_operands": recipe.fc2_operands} if op == "grouped_mlp" else {}
         yield Problem(
             op, "bfloat16", rows, experts, activation="none" if op == "grouped_mm" else "swiglu", operands=operands,
-            **{**WIDTHS, **told, **variant},
+            **{**WIDTHS, **options, **variant},
         )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class BlockScales(WeightScales):
         self.next_block[0] = cute.arch.lane_idx() % QUAD * self.count
         self._fetch_next()
 
-    def ask_next(self) -> None:
+    def start_next_loads(self) -> None:
         """Start loading the scales of the next k-tile; after the last k-tile nothing is loaded."""
         self.next_block[0] += QUAD * self.count
         self._fetch_next()
@@ -139,7 +139,7 @@ class FewRowsMainloop(DecodingMainloop):
         rows = tile.work.group_end - tile.work.row
         for _ in cutlass.range(scales.grid.k_tiles, unroll=1):
             scales.take()
-            scales.ask_next()
+            scales.start_next_loads()
             stages.consumer_wait(state)
             words = self._words(weights + state.index * (self.tile.n * self.row_bytes))
             first_column = columns + state.index * (self.tile.m * self.stage_k * self.dtype.width // 8)

@@ -83,7 +83,8 @@ class FlatLayout:
         return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
-        """Return the flat inputs. `values`: the arguments, in the order of `names`."""
+        """Return the flat inputs, in which lists and GateUps are spread out. `values`: the arguments, in the order of
+        `names`."""
         inputs = [*values]
         for place, *_ in self.several:
             value = inputs[place]
@@ -99,7 +100,7 @@ class FlatLayout:
     def flat_gradients(
         self, gradients: dict[str, Any], needs_grad: Callable[[], Sequence[bool]]
     ) -> list[Tensor | None]:
-        """Return one gradient for each flat input; None: the input needs none.
+        """Return one gradient for each flat input (a tensor of an argument); None: the input needs none.
 
         Args:
             gradients: by argument name; the gradient of a list or GateUp is packed in one tensor, or a list.
@@ -123,7 +124,7 @@ layout_of = functools.lru_cache(MAX_LAYOUTS)(FlatLayout)
 
 
 def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[FlatLayout, list[Any]]:
-    """Return the layout of arguments, and the flat inputs.
+    """Return the layout of arguments, and the flat inputs: their tensors, with lists and GateUps spread out.
 
     Args:
         arguments: by name.
@@ -138,7 +139,7 @@ def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[Fl
 
 
 class Step:
-    """Forward and backward of one call, computed by calls of public operators.
+    """A step: forward and backward of one call, computed by calls of public operators.
 
     Attributes:
         op: the operator that errors name.

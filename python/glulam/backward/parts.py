@@ -79,11 +79,11 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
     for value in (*vars(call).values(), *buffers):
-        told = _layout(value)
+        part = _layout(value)
         if isinstance(value, Tensor):
-            layouts.append(told)
-            told = Tensor
-        options.append(told)
+            layouts.append(part)
+            part = Tensor
+        options.append(part)
     return (tuple(options), *layouts)
 
 
@@ -133,7 +133,8 @@ def check_targets(call: Any, targets: Targets) -> None:
 
 
 def _check_layouts(call: Any, targets: Targets) -> None:
-    """Check the buffers by metadata alone. Raises ValueError or TypeError if a buffer does not fit the call."""
+    """Check the buffers for the result and x's gradient by metadata alone. Raises ValueError or TypeError if a buffer
+    does not fit the call."""
     op, x, grad_input = call.op, call.x, targets.grad_input
     for name in ("out", "grad_input"):
         buffer = getattr(targets, name)

@@ -85,7 +85,8 @@ class Launches:
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
     def first(self, part: str, declared: Callable[[], Declared]) -> PartFunction:
-        """Return a part that has no plan yet; calling it makes the plan and runs it.
+        """Return a part (a function that runs one launch of the step) that has no plan yet; calling it makes the plan
+        and runs it.
 
         Args:
             part: name of the part.
@@ -207,7 +208,7 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part by calling the public operator."""
+        """Compute a part (one launch's share of the step) by calling the public operator."""
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 

@@ -200,9 +200,9 @@ class Arguments:
             in_features: see `Problem`.
             fields: further fields; they may replace the operator, the leading argument's dtype and the options.
         """
-        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
-        told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
-        return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
+        values: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
+        values.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
+        return Problem(**{**values, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
     @property
     def function(self) -> Activation:

@@ -92,8 +92,8 @@ def text_of(kind: type[Call]) -> list[str]:
     if prepared:
         find.append("ready_dtype, ready_rank = ready_as[recipe]")
     for name, parts in prepared.items():
-        told = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
-        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(told)})"
+        takes = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
+        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(takes)})"
         scale = f"{name}_scale"
         is_made = f"{scale} is None or {name}.dtype is not ready_dtype or {scale}.dim() != ready_rank"
         find += [f"if {is_made}:", f"    {found}"]

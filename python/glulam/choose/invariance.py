@@ -24,7 +24,8 @@ BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 
 def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
-    """Return, for each shipped tile of a problem, the accumulation order of each of its GEMMs."""
+    """Return, for each shipped tile of a problem, the accumulation order (how products are added) of each of its
+    GEMMs."""
     tiles = policy_of(arch).tiles(problem)
     return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
 
@@ -37,7 +38,7 @@ def order_of(problem: Problem, arch: str) -> Orders:
 
 
 def is_invariant(problem: Problem, arch: str) -> bool:
-    """Return True if every tile that ships for a problem adds in the problem's one order (`order_of`)."""
+    """Return True if every tile that ships for a problem adds products in the order that `order_of` returns."""
     return set(orders_by_tile(problem, arch).values()) == {order_of(problem, arch)}
 
 

@@ -107,7 +107,8 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the forms (keys) that serve the activation or layout `name`, the form that serves the fewest first.
+    """Return the forms (sets for which a kernel is compiled) that have the activation or layout `name`, the smallest
+    first.
 
     Args:
         forms: for each form, the activations or layouts that it serves.

@@ -219,8 +219,8 @@ def read(path: Path) -> list[Section]:
     """
     sections, wrong = content(path)
     if wrong:
-        told = f"holds what `glulam tune` does not write: {first_of(wrong)}"
-        raise ValueError(f"the tuned table {records.shown(path)} {told}")
+        message = f"holds what `glulam tune` does not write: {first_of(wrong)}"
+        raise ValueError(f"the tuned table {records.shown(path)} {message}")
     return sections
 
 

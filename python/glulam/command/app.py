@@ -163,11 +163,11 @@ def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], def
     return row(help, Any, default, parser=parser, metavar=metavar)
 
 
-def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", told: str = "") -> Row:
-    """Declare an option that takes one of `words`. `told`: the words as the error lists them. Empty: all words."""
+def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", listed: str = "") -> Row:
+    """Declare an option that takes one of `words`. `listed`: the words as the error lists them. Empty: all words."""
     choices = list(words)
     return parsed(
-        help, f"one of {told or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
+        help, f"one of {listed or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
         lambda text: choices[choices.index(text)], default,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ def archs_here() -> list[str]:
 @command(
     "build",
     arch=ARCHS,
-    profile=word(f"{IN_WORDS}.", PROFILES, "bf16", told=IN_WORDS),
+    profile=word(f"{IN_WORDS}.", PROFILES, "bf16", listed=IN_WORDS),
     only=row("Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.", list[str] | None),
     jobs=count("Compile processes; default: one a CPU."),
     out=row("Bundle folder; default: inside the installed package.", Path | None),

@@ -122,7 +122,8 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """Send status "refused" or "failed" instead of doing an operation; the other ranks then raise a PeerError."""
+        """Send a header with status "refused" or "failed" instead of doing an operation; the other ranks then raise a
+        PeerError."""
         if self._ended:
             return
         try:

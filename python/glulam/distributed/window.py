@@ -35,7 +35,8 @@ class Sizes(NamedTuple):
         return self.world * self.max_tokens
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return (dtype, shape) of each region of a window, in the order of `windows.REGIONS`."""
+        """Return (dtype, shape) of each region of a window (memory that all ranks of the host can access), in the order
+        of `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
             "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),

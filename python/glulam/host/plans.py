@@ -85,9 +85,9 @@ class _Guarded(NamedTuple):
     plan: Any
 
 
-def _shape(told: Any) -> tuple[Any, ...]:
-    """Return the shape in the result of `described`; empty for a list of tensors."""
-    shape: tuple[Any, ...] = told[1] if isinstance(told[0], type) else ()
+def _shape(part: Any) -> tuple[Any, ...]:
+    """Return the shape in a part of a key (a result of `described`); empty for a list of tensors."""
+    shape: tuple[Any, ...] = part[1] if isinstance(part[0], type) else ()
     return shape
 
 
@@ -151,7 +151,7 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Let a guard find a plan from now on."""
+        """Let a guard (torch's check of metadata, faster than a key) find a plan from now on."""
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1
