@@ -188,15 +188,15 @@ class Narrow(Along):
         self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
-        """Return a stage's multipliers in shared memory, as (row, block)."""
+        """Return a stage's multipliers (bfloat16 numbers that scale its elements) in shared memory, as (row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
         return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, tile: Int32, before: Int32):
-        """Write the multipliers of the previous run, whose stages begin at `before`, and start to load the scales of
-        the run that begins at k-tile `tile`."""
+        """Write the multipliers of the previous run (k-tiles between two barriers), whose stages begin at `before`, and
+        start to load the scales of the run that begins at k-tile `tile`."""
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)

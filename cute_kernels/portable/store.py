@@ -124,7 +124,8 @@ class Slots(slots.Slots):
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place of global memory into a slot; write zeros outside of the place's rows and columns."""
+        """Start to copy a place of global memory into a slot (64 rows in shared memory); write zeros outside of the
+        place's rows and columns."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):
@@ -134,7 +135,7 @@ class Slots(slots.Slots):
             copy_chunk(self.first + slot * SLOT_BYTES + chunk_at(row, chunk), at, bytes_if(is_inside))
 
     def publish(self) -> None:
-        """Make a filled slot visible to all threads."""
+        """Make a filled slot (64 rows in shared memory) visible to all threads."""
         self.sync()
 
     def drain(self) -> None:

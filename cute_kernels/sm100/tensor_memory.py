@@ -115,7 +115,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def slab(self, slab: cutlass.Constexpr[int]):
-        """Read the thread's accumulators of slab number `slab` into registers."""
+        """Read the thread's accumulators of slab number `slab` (64 rows of the tile) into registers."""
         memory, n = self.memory, self.memory.tile.n
         acc = cute.make_rmem_tensor(ROWS * n // THREADS, Float32)
         for part in cutlass.range_constexpr(n // READ_COLUMNS):

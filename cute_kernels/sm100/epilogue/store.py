@@ -43,7 +43,7 @@ class BoxStore(store.RaggedStore):
     rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the boxes at column `col` of `group`, whose first row is the slab's first."""
+        """Return the boxes of 16 rows at column `col` of `group`, whose first row is the slab's first."""
         return boxes_at(group, Int32(0), col, cols)
 
 

@@ -98,13 +98,15 @@ class BlockScales(WeightScales):
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
-        """Note which of the thread's rows have a bad scale in this k-tile."""
+        """Note which of the thread's weight rows have a bad scale in this k-tile; `write_nan_rows` turns them into
+        NaN."""
         for i in range(self.rows.count):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
     def write_nan_rows(self, acc: cute.Tensor):
-        """Overwrite accumulators with NaN in rows for which any of the four threads that share them had a bad scale."""
+        """Overwrite accumulators with NaN in weight rows for which any of the four threads that share them had a bad
+        scale (one that must turn its row into NaN)."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.write_nan_rows(self, acc)

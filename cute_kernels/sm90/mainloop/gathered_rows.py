@@ -116,7 +116,7 @@ class Gather(Invariant):
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
     def half(self, rank: Int32) -> Share:
-        """Return the lines that warp `rank` (0 or 1) copies if two warps copy equal halves."""
+        """Return the lines (128 bytes of a stage) that warp `rank` (0 or 1) copies if two warps copy equal halves."""
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
