@@ -95,7 +95,7 @@ those that decode weights are portable ones."""
 
 
 def test_the_folder_of_an_architecture_is_imported_by_itself_and_what_builds_on_it() -> None:
-    """Who wants one asks by name, as `room` does."""
+    """Who wants one asks by name, as `policy_of` does."""
     known = modules("cute_kernels", Path(cute_kernels.__file__).parent)
     folders = {f"cute_kernels.{folder}" for folder in {one.folder for one in ARCHS.values()}}
     folder_of = {name: ".".join(name.split(".")[:2]) for name in known}
