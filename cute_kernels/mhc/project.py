@@ -67,7 +67,7 @@ class Projection(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Step number `step` of token tile number `tile`."""
+    """Step number `step` (`step_bytes` of each token) of token tile number `tile`."""
 
     tile: Int32
     step: Int32
@@ -175,8 +175,8 @@ class Project(Invariant):
 
     @cute.jit
     def _fill(self, weights: cute.Pointer, problem: Projection, weight: Int64, code: Int32):
-        """Write this CTA's slice of the weight, in the streams' dtype, to shared memory; zeros after the last
-        column."""
+        """Write this CTA's slice (some columns) of the weight, in the streams' dtype, to shared memory; zeros after the
+        last column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
         count, threads = elements(self.dtype), self.threads
@@ -314,7 +314,7 @@ class Project(Invariant):
 
     @cute.jit
     def _leave(self, problem: Projection, tile: Int32, products: cute.Tensor, squares: cute.Tensor):
-        """Store a finished tile's sums over this slice in the workspace."""
+        """Store a finished token tile's sums over this CTA's slice of columns in the workspace."""
         part, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for half in cutlass.range_constexpr(2):

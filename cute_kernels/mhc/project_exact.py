@@ -226,7 +226,7 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares of a unit of tokens."""
+        """Add a step's products and squares of a unit (UNIT_TOKENS tokens)."""
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
             self._clear(stage, mine.vectors - step * self.step_vectors)
@@ -323,7 +323,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _leave(self, problem: ExactProjection, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
-        """Store the warp's sums over this slice in the workspace."""
+        """Store the warp's sums over this CTA's slice of columns in the workspace."""
         index, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):

@@ -297,7 +297,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
-        """Add x^T dp over a tile's tokens to `sums`."""
+        """Add x^T dp over a tile's tokens to `sums`; dp is the gradient of p = x weight^T."""
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8

@@ -368,8 +368,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
-        """Let all entries of the tables point to the NaN at the end of their regions, so that sums by these tables are
-        NaN."""
+        """Let all entries of the tables point to the NaN at the end of their regions (parts of a rank's window), so
+        that sums by these tables are NaN."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most

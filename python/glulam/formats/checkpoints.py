@@ -174,7 +174,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
-    """Raise ValueError for part names that match no dialect exactly."""
+    """Raise ValueError for part names that match no dialect (way in which checkpoints store a weight) exactly."""
     known = {name for dialect in DIALECTS for name in dialect.parts}
     if unknown := [key for part, key in part_names.items() if part not in known]:
         raise ValueError(

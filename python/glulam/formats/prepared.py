@@ -241,7 +241,8 @@ class PreparedWeights:
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """Return the parts that the graph being captured prepares of this version of a weight.
+        """Return the prepared parts (data, scales) of this version of a weight, which the graph being captured
+        prepares.
 
         The first use in a capture records this work.
         """
