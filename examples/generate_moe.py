@@ -46,7 +46,7 @@ def make_model(sizes: dict[str, Any], device: str, layers: int, implementation: 
 
 
 def generate(model: Any, ids: Tensor, count: int) -> tuple[Tensor, float]:
-    """The text behind a prompt, [sequences, count], and seconds."""
+    """The text after a prompt, [sequences, count], and seconds."""
 
     def text_of(length: int) -> Tensor:
         """On the host, so that it is there."""

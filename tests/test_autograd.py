@@ -584,7 +584,7 @@ class TestTorchsWays:
                 y.sum().backward()
 
     def test_hidden_tails(self) -> None:
-        """NaN behind the last group in x, row_scale and dy."""
+        """NaN after the last group in x, row_scale and dy."""
         c = small(tail=TAIL)
         given, clean = leaves(c), leaves(small())
         clean = {name: value.detach()[: c.rows] if name in ("x", "row_scale") else value.detach()

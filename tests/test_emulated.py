@@ -1,6 +1,6 @@
 """Device code without a GPU: the product's own functions, called from PyTorch, run in an emulator of PTX.
 
-Each function is compared as `glulam validate` compares it: with float64, with NaN behind the groups, and with canaries
+Each function is compared as `glulam validate` compares it: with float64, with NaN after the groups, and with canaries
 beside what it writes. The first run compiles what it calls; objects are kept in the user's cache
 ($GLULAM_EMULATOR_CACHE).
 """

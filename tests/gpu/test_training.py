@@ -1,4 +1,4 @@
-"""A layer's forward and backward in their planned form: two calls, zeros behind the last group, memory, buffers."""
+"""A layer's forward and backward in their planned form: two calls, zeros after the last group, memory, buffers."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ class Gather(Invariant):
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
-        behind = (target ^ LINES_AT_ONCE * CHUNK_BYTES) + LINES_AT_ONCE * LINE_BYTES
-        return Lane(first + line, chunk, (target, behind))
+        second = (target ^ LINES_AT_ONCE * CHUNK_BYTES) + LINES_AT_ONCE * LINE_BYTES
+        return Lane(first + line, chunk, (target, second))
 
     def copy(
         self, lane: Lane, stage: Int32, i: int, lines_before: int, source: Int64, offset: int, num_bytes: Int32

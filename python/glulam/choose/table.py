@@ -130,7 +130,7 @@ class Layer:
 
     Attributes:
         problem: the fields that identify the problem (`layer_of`); of a preference, the description of a family.
-        kernels: the specs behind the kernels' names.
+        kernels: the specs, by the kernels' names.
         points: ascending by rows.
         unfinished: None: no run was interrupted.
         others: descriptions of kernels that only another version knows.
