@@ -89,12 +89,9 @@ class PlanMaker(Arguments):
         return [one for part in self.definition.prologue if (one := part(self, problem)) is not None]
 
     def values(
-        self,
-        names: tuple[str, ...],
-        constants: Collection[str],
-        texts: Mapping[str, str],
+        self, names: tuple[str, ...], constants: Collection[str], texts: Mapping[str, str],
         scratch: Mapping[str, ScratchPart],
-    ) -> dict[str, Source]:
+    ) -> dict[str, Source]:  # fmt: skip
         """Return the sources of kernel arguments by the kernel's names.
 
         Args:

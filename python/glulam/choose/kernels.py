@@ -72,10 +72,8 @@ class FunctionChooser:
         spec = self._chooser.spec(rows)
         found = self._found.get(id(spec))
         if found is None:
-            found = self._found[id(spec)] = (
-                spec,
-                ServingFunction(find(spec).function, draws_tickets(spec), signature_of(spec)),
-            )
+            served = ServingFunction(find(spec).function, draws_tickets(spec), signature_of(spec))
+            found = self._found[id(spec)] = spec, served
         return found[1]
 
 
