@@ -62,8 +62,8 @@ def glu_forms(
     transposed.
     """
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
-    asked = product(activation_forms(), widths)
-    forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
+    pairs = product(activation_forms(), widths)
+    forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in pairs)
     return list(dict.fromkeys(forms))
 
 

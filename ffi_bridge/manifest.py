@@ -205,12 +205,12 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def content_of(path: Path, asked: trust.Trust | None = None) -> bytes:
+def content_of(path: Path, required: trust.Trust | None = None) -> bytes:
     """Return the bytes of a bundle's file.
 
     Args:
         path: <root>/<arch>/<name>.
-        asked: requirements on owners and permissions. None: those for a bundle that is loaded.
+        required: requirements on owners and permissions. None: those for a bundle that is loaded.
 
     Raises:
         BundleMissing: the file does not exist.
@@ -218,7 +218,7 @@ def content_of(path: Path, asked: trust.Trust | None = None) -> bytes:
         BundleDamaged: the file cannot be read, or has more than 64 MiB.
     """
     try:
-        with trust.opened(path, asked) as handle, open(handle, "rb", closefd=False) as file:
+        with trust.opened(path, required) as handle, open(handle, "rb", closefd=False) as file:
             content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise BundleMissing(f"no bundle: {path} does not exist; {remedy(path)}") from None
@@ -229,14 +229,14 @@ def content_of(path: Path, asked: trust.Trust | None = None) -> bytes:
     return content
 
 
-def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
+def _read_json(path: Path, required: trust.Trust | None) -> dict[str, Any]:
     """Return the JSON object in a manifest's file; arguments and errors of `content_of`.
 
     Raises:
         BundleForeign: the file is not a manifest of Glulam.
         BundleDamaged: the file is not JSON, or has oversized numbers or a name twice.
     """
-    content = content_of(path, asked)
+    content = content_of(path, required)
     try:
         data = json.loads(content, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
@@ -247,12 +247,12 @@ def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
     return data
 
 
-def read(folder: Path, asked: trust.Trust | None = None) -> Manifest:
+def read(folder: Path, required: trust.Trust | None = None) -> Manifest:
     """Read `folder`/manifest.json and check that every field has its declared type and form.
 
     Args:
         folder: the bundle's folder.
-        asked: requirements on the file's owner and permissions. None: those for a bundle that is loaded.
+        required: requirements on the file's owner and permissions. None: those for a bundle that is loaded.
 
     Raises:
         BundleMissing: there is no manifest.
@@ -261,7 +261,7 @@ def read(folder: Path, asked: trust.Trust | None = None) -> Manifest:
         BundleDamaged: the file cannot be read, or a field is absent, unknown or malformed.
     """
     path = folder / FILE
-    data = _read_json(path, asked)
+    data = _read_json(path, required)
     schema = data.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise BundleOutdated(

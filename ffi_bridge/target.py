@@ -28,10 +28,10 @@ def check(folder: Path) -> None:
         BundleForeign: other users can write the folder, or it has a bundle's file that Glulam did not write.
         OSError: the folder cannot be read, or is a link.
     """
-    asked = trust.of(folder.parent)
+    required = trust.of(folder.parent)
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-        root = stack.enter_context(asked.opened(folder.parent, folder=True))
-        stack.enter_context(asked.opened(folder, root, folder=True))
+        root = stack.enter_context(required.opened(folder.parent, folder=True))
+        stack.enter_context(required.opened(folder, root, folder=True))
         _libraries(folder)
 
 

@@ -76,9 +76,9 @@ def _check_host(manifest: Manifest, folder: Path, machine: host.Host) -> None:
 
 def _check_plain(manifest: Manifest, folder: Path) -> None:
     """Raise BundleOutdated if the kernels avoid other language constructs than those that the environment names now."""
-    asked = list(plain.plain_in(manifest.arch))
-    if manifest.plain != asked:
-        built, wanted = (f"{plain.ENV}={','.join(each)!r}" for each in (manifest.plain, asked))
+    avoided = list(plain.plain_in(manifest.arch))
+    if manifest.plain != avoided:
+        built, wanted = (f"{plain.ENV}={','.join(each)!r}" for each in (manifest.plain, avoided))
         raise BundleOutdated(
             f"outdated bundle: {folder} was built with {built}, and now it is {wanted}; set it as it was, or "
             f"{remedy(folder)}"

@@ -27,7 +27,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch, *constructs: str) -> None:
 
 
 def test_names_are_taken_in_any_order_and_for_architectures_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plain.asked() == ()
+    assert plain.avoided() == ()
     monkeypatch.setenv(plain.ENV, " rows ,tmem_loads,")
     found = {arch: plain.plain_in(arch) for arch in ARCHS if plain.plain_in(arch)}
     assert found == dict.fromkeys(("sm_100a", "sm_103a"), ("tmem_loads", "rows"))

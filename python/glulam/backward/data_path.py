@@ -250,9 +250,9 @@ class DataPath(Path):
         dx = targets.given_grad_input(d_result) if for_x else None
 
         def call() -> Declared:
-            asked = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
+            flags = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
             trained = "w1" in wanted or "w2" in wanted
-            return self.gradients_kind, {**self.activation_options, **asked, "step": self.problem, "trained": trained}
+            return self.gradients_kind, {**self.activation_options, **flags, "step": self.problem, "trained": trained}
 
         made: DataGradients = self.part("gradients", call)(
             dy=dy, preact=self._take_preact(saved), w1=saved["w1"] if for_x else None, w2=saved["w2"],

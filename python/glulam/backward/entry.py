@@ -74,11 +74,11 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             )
             call.check_plain()
             check_targets(call, targets)
-        asked = call
+        as_called = call
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
             call = with_parts_as_read(call)
         path = dataclasses.replace(path_of_kind(call), grouped_by=grouped_by(call))
-        result = planned.run(call, key, targets, path, asked)
+        result = planned.run(call, key, targets, path, as_called)
         return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:
         call.check_after_failure()  # so that the error names this operator and its arguments, not those of its parts

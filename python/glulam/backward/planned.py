@@ -180,7 +180,7 @@ class PlannedStep(Step):
         return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
 
-def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) -> Any:
+def run(call: Call, key: Hashable, targets: Targets, path: Path, as_called: Call) -> Any:
     """Return the result of a call for which no step is kept yet, or that has targets; keep the step for later calls.
 
     Args:
@@ -188,7 +188,7 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
         key: the key for keeping the step. None: the call did not come through its operator.
         targets: buffers for the result and gradients.
         path: the call's path, without launches.
-        asked: the call to which the key belongs; its weights may not be prepared yet.
+        as_called: the call to which the key belongs; its weights may not be prepared yet.
 
     Returns:
         The result; NotImplemented if the call is not common (`is_common`), after its tensors passed `check_plain`.
@@ -214,7 +214,7 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
             # `gathered_places` tells places in the operator's own key, which is in another order than the key of a call
             # with targets.
             if steps is call.plans or not call.of_tokens:
-                asked.keep_resizable(key, steps, problem, step)
+                as_called.keep_resizable(key, steps, problem, step)
         steps.keep(key, step)
     return step.run_into(targets, tuple([getattr(call, name) for name in call.reads]))
 
