@@ -17,7 +17,7 @@ import glulam
 from cute_kernels.formats import OPERANDS
 from glulam import contract
 from glulam.choose.problem import Problem
-from glulam.ops.quantized_weights import VARIANTS
+from glulam.ops.quantized_weights import FORMS
 from glulam.recipes import BF16, RECIPES
 
 BINADES, OF_BLOCKS = 6, {128: 12, 32: 2}
@@ -86,7 +86,7 @@ def quantised(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
         if name not in given:
             continue
         if problem.operands != BF16.operands:
-            form = VARIANTS[problem.operands]
+            form = FORMS[problem.operands]
             is_gate = name == "w1" and OPERANDS[problem.operands].w.rows > 1
             found[name] = (form.of_gate(given[name].shape[1]) if is_gate else form).quantized_tensor(given[name])
         elif problem.transpose_w:
