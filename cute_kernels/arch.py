@@ -1,8 +1,8 @@
-"""The interface (`Room`) through which each architecture makes its own choices.
+"""The interface (`ArchPolicy`) through which each architecture makes its own choices.
 
 An architecture is a row of `architectures.ARCHS` and a folder. The folder's module `configs` lists the specs that are
-built. Its module `policy` has the functions and constants of the protocol `Room`: it chooses tiles, checks specs and
-models times. Plain Python that no kernel imports, so that editing a policy recompiles no kernel.
+built. Its module `policy` has the functions and constants of the protocol `ArchPolicy`: it chooses tiles, checks specs
+and models times. Plain Python that no kernel imports, so that editing a policy recompiles no kernel.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Gemm:
 
     @property
     def average(self) -> float:
-        """Average number of rows of an expert; if there are no rows, that of a single row."""
+        """Average number of rows of an expert; if there are no rows, the average of a single row."""
         return max(self.rows, 1) / self.experts
 
 
-class Problem(Protocol):
+class PolicyProblem(Protocol):
     """Properties of a call that a policy reads when it chooses a tile.
 
     Attributes:
@@ -81,7 +81,7 @@ def three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def rows_in_words(problem: Problem) -> str:
+def rows_in_words(problem: PolicyProblem) -> str:
     """Return a clause for messages: how many rows an expert has on average."""
     average = three_digits(problem.rows / problem.experts)
     return f"{problem.rows} rows over {problem.experts} experts are {average} an expert"
@@ -95,12 +95,14 @@ class Reasons(NamedTuple):
     why_not: tuple[str, ...]
 
 
-def of_one_kernel(problem: Problem) -> Reasons:
+def of_one_kernel(problem: PolicyProblem) -> Reasons:
     """Return the reasons of a rule that always chooses the same tile, whatever the number of rows."""
     return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
 
 
-def of_two_tiles(problem: Problem, tile: TileConfig, most_rows: int, few: TileConfig, many: TileConfig) -> Reasons:
+def of_two_tiles(
+    problem: PolicyProblem, tile: TileConfig, most_rows: int, few: TileConfig, many: TileConfig
+) -> Reasons:
     """Return the reasons of a rule that chooses between two tiles by the average number of rows an expert.
 
     tile: the chosen one. few, many: the tiles for at most `most_rows` rows an expert, and for more.
@@ -122,7 +124,7 @@ def tile_among(
     return known[shape]
 
 
-class Room(Protocol):
+class ArchPolicy(Protocol):
     """The module `policy` of an architecture's folder: a constant and functions.
 
     Attributes:
@@ -131,9 +133,9 @@ class Room(Protocol):
         MEASURED: a JSON file with times of the shipped tiles (`python -m perf table`); it need not exist.
         tiles: returns the tiles of the kernels that ship for a problem.
         rows_decide: returns True if the choice among these tiles depends on the problem's number of rows.
-        ruled: returns the tile that a fixed rule chooses; None if the tiles' times are compared instead.
+        fixed_tile: returns the tile that a fixed rule chooses; None if the tiles' times are compared instead.
         reasons: returns the reasons for a tile that a rule chose.
-        advice: returns sentences about other calls that would be faster than this one with any tile.
+        suggestions: returns sentences about other calls that would be faster than this one with any tile.
         second_tile: returns the tile of FC2, or of the data gradient, that goes with FC1's (the gradient's first) tile.
         glu_form: returns the form (activations, gate layouts; keys of ACTIVATION_FORMS and LAYOUT_FORMS) of the kernel
             that serves an activation and a gate layout in an FC1.
@@ -148,11 +150,11 @@ class Room(Protocol):
     MEASURED: Path
     gemm_policy: Callable[[GemmSpec], Any]
     accumulation: Callable[[GemmSpec], Accumulation]
-    tiles: Callable[[Problem], tuple[TileConfig, ...]]
-    rows_decide: Callable[[Problem], bool]
-    ruled: Callable[[Problem], TileConfig | None]
-    reasons: Callable[[Problem, TileConfig], Reasons]
-    advice: Callable[[Problem], tuple[str, ...]]
+    tiles: Callable[[PolicyProblem], tuple[TileConfig, ...]]
+    rows_decide: Callable[[PolicyProblem], bool]
+    fixed_tile: Callable[[PolicyProblem], TileConfig | None]
+    reasons: Callable[[PolicyProblem, TileConfig], Reasons]
+    suggestions: Callable[[PolicyProblem], tuple[str, ...]]
     second_tile: Callable[[TileConfig], TileConfig]
     glu_form: Callable[..., tuple[str, str]]
     time_us: Callable[[Gemm, TileConfig], float]
@@ -163,9 +165,9 @@ class Room(Protocol):
 
 
 @functools.cache
-def room(arch: str) -> Room:
+def policy_of(arch: str) -> ArchPolicy:
     """Return the policy module of an architecture (a key of ARCHS). Raises KeyError for an unknown one."""
-    return cast(Room, importlib.import_module(f".{ARCHS[arch].folder}.policy", __package__))
+    return cast(ArchPolicy, importlib.import_module(f".{ARCHS[arch].folder}.policy", __package__))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from .formats import FP8_ROWS, MXFP8_WIDE, OPERANDS
 from .signatures import stage_signature
 from .specs import (
     BY_GROUP,
+    BackwardCleanupSpec,
     DgluSpec,
     GroupedDgluSpec,
     GroupedMlpSpec,
@@ -26,7 +27,6 @@ from .specs import (
     QuantizeFp8BlockSpec,
     QuantizeMxfp8Spec,
     Spec,
-    TailSpec,
     WgradSpec,
 )
 
@@ -249,8 +249,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
         dx["dx_tokens"] = "dx_tokens"
     steps.append(
         _step(
-            TailSpec(spec.dtype, spec.arch), "act groups group_form num_groups num_sms d_scale partials", **dx,
-            part_columns=spec.tile.n, when="" if spec.dgrad else "d_scale",
+            BackwardCleanupSpec(spec.dtype, spec.arch), "act groups group_form num_groups num_sms d_scale partials",
+            **dx, part_columns=spec.tile.n, when="" if spec.dgrad else "d_scale",
         )
     )  # fmt: skip
     if spec.dgrad:

@@ -15,7 +15,7 @@ from .tiles import SpecError
 ENV = "GLULAM_PLAIN"
 
 
-def asked() -> tuple[str, ...]:
+def avoided() -> tuple[str, ...]:
     """Return the constructs that $GLULAM_PLAIN names, in the order of CONSTRUCTS.
 
     Raises:
@@ -29,4 +29,4 @@ def asked() -> tuple[str, ...]:
 
 def plain_in(arch: str) -> tuple[str, ...]:
     """Return the constructs that functions of an architecture are compiled without."""
-    return tuple(name for name in asked() if name in ARCHS[arch].constructs)
+    return tuple(name for name in avoided() if name in ARCHS[arch].constructs)

@@ -30,6 +30,7 @@ from .arguments import (
 from .formats import BYTE, E4M3, FP8_ROWS, MXFP4, MXFP8, OPERANDS, WORD_ELEMENTS, Operands
 from .specs import (
     BY_GROUP,
+    BackwardCleanupSpec,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -41,7 +42,6 @@ from .specs import (
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
-    TailSpec,
     WgradSpec,
 )
 
@@ -183,7 +183,7 @@ def _dglu(spec: DgluSpec) -> Signature:
     return Signature((*tensors, *low, *numbers), _blocks(formats, "H I P"))
 
 
-def _tail(spec: TailSpec) -> Signature:
+def _tail(spec: BackwardCleanupSpec) -> Signature:
     """Return the signature of a backward's last kernel.
 
     dx: the address of 16-bit rows of dx_columns elements, dx_pitch elements apart; those after the last group are
@@ -295,7 +295,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedMmSpec: _mm,
     GroupedGluSpec: _glu,
     DgluSpec: _dglu,
-    TailSpec: _tail,
+    BackwardCleanupSpec: _tail,
     GroupedWgradSpec: _wgrad,
     WgradSpec: _scaled_wgrad,
     QuantizeMxfp8Spec: _quantize,

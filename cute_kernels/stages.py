@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 
 from .accumulation import Accumulation
-from .arch import room
+from .arch import policy_of
 from .architectures import ARCHS
 from .chains import stages_of
 from .formats import OPERANDS
@@ -14,6 +14,7 @@ from .specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
     BY_GROUP,
+    BackwardCleanupSpec,
     DgluSpec,
     FoldMxfp8Spec,
     GemmSpec,
@@ -26,14 +27,13 @@ from .specs import (
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
-    TailSpec,
     WgradSpec,
     operands_of,
 )
 from .tiles import SpecError
 
 _MODULES: dict[type, str] = {
-    TailSpec: "layer.finish_backward",
+    BackwardCleanupSpec: "layer.finish_backward",
     QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
     FoldMxfp8Spec: "quantize.fold_mxfp8",
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
@@ -90,7 +90,7 @@ def tracer_of(spec: Spec) -> str:
 def draws_tickets(spec: Spec) -> bool:
     """Return True if a spec has a GEMM whose clusters take their tiles by tickets (`GemmPolicy`), so that calls must
     pass a counter."""
-    return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
+    return any(policy_of(stage.arch).gemm_policy(stage).tickets for stage in gemms_of(spec))
 
 
 def gemms_of(spec: Spec) -> tuple[GemmSpec, ...]:
@@ -104,4 +104,4 @@ def accumulations_of(spec: Spec) -> tuple[Accumulation, ...]:
 
     Two specs that differ in their tiles alone and have the same orders give every row the same bits.
     """
-    return tuple(room(stage.arch).accumulation(stage) for stage in gemms_of(spec))
+    return tuple(policy_of(stage.arch).accumulation(stage) for stage in gemms_of(spec))

@@ -46,7 +46,7 @@ def make_model(sizes: dict[str, Any], device: str, layers: int, implementation: 
 
 
 def generate(model: Any, ids: Tensor, count: int) -> tuple[Tensor, float]:
-    """The text behind a prompt, [sequences, count], and seconds."""
+    """The text after a prompt, [sequences, count], and seconds."""
 
     def text_of(length: int) -> Tensor:
         """On the host, so that it is there."""
@@ -71,7 +71,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="To generate.")] = 32,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
 ) -> None:
-    """Tokens a second of each implementation, and how much of its text is that of the first."""
+    """Tokens a second of each implementation, and how much of its text equals the first's."""
     glulam.integrations.transformers.register()
     device, _ = choose_device(None)
     model = make_model(FULL if device == "cuda" else SHRUNK, device, layers, BUILT_IN[0]).eval()

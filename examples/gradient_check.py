@@ -29,7 +29,7 @@ def distances(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
 
 
 class GradientCheck:
-    """Compares a run's gradients, after clipping, with those of peers.
+    """Compares a run's gradients, after clipping, with the gradients of peers.
 
     Args:
         peer: a trainer of the whole model, which is given the run's weights.

@@ -49,7 +49,7 @@ def glulam_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parallel_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of experts across ranks. The mean over ranks of the auxiliary loss is that of all their tokens."""
+    """The same of experts across ranks. The mean over ranks of the auxiliary loss is the loss of all their tokens."""
     y, _ = glulam_layer(layer, x)
     routing = cast(Routing, layer.routing)
     shares = routing.counts.float()

@@ -23,7 +23,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, to_dict
 
-from . import folders, host, target, toolchain
+from . import folders, host, target, toolchain, verification
 from . import manifest as manifests
 from .chains import compile_chains
 from .compiler import KernelArtifact
@@ -327,7 +327,7 @@ def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:
     """
     arch = _one_arch(specs)
     with contextlib.suppress(BundleError):
-        manifest = manifests.verify(Path(out) / arch, arch)
+        manifest = verification.verify(Path(out) / arch, arch)
         if all(spec.name in manifest.functions for spec in specs):
             return manifest
     return None

@@ -34,7 +34,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust
+from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust, verification
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
@@ -60,7 +60,7 @@ def cache_root() -> Path:
 
 
 def cache_key(
-    spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False,
+    spec: Spec, tracer: str | None = None, hashes: dict[str, str] | None = None, has_ptx: bool = False,
     machine: host.Host | None = None,
 ) -> str:  # fmt: skip
     """Return the key of a compiled spec: its name, and 16 hexadecimal digits over everything that changes the code.
@@ -68,12 +68,12 @@ def cache_key(
     Args:
         spec: the spec.
         tracer: "module:function" that traces the spec. None: the kernels' own tracer.
-        behind: the result of `sources_of`, if the caller has it. None: computed here.
+        hashes: the result of `sources_of`, if the caller has it. None: computed here.
         has_ptx: the key is for an object that is kept together with its PTX.
         machine: the CPUs for which host code is made. None: this machine's.
     """
     compiler = [(machine or host.here()).baseline, toolchain.code_versions()]
-    parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
+    parts = [to_dict(spec), hashes or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
     parts += [f"plain {construct}" for construct in plain_in(spec.arch)]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
@@ -95,36 +95,36 @@ def sources_of(
     tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
     known = known or sources.of(sources.package_of(tracers[0]))
     if of_object:
-        return sources.code_behind(spec, tracers[0], known)
+        return sources.code_hashes(spec, tracers[0], known)
     found: dict[str, str] = {}
     for one in tracers:
-        found |= sources.behind(one, known)
+        found |= sources.file_hashes(one, known)
     if text := chains.text_of([spec]):
         found[chains.__name__] = hashlib.sha256(text.encode()).hexdigest()
     return found
 
 
 def load(
-    entry: Path, spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None
+    entry: Path, spec: Spec, tracer: str | None = None, hashes: dict[str, str] | None = None
 ) -> Callable[..., Any]:
     """Verify and load the cache entry in folder `entry`, and return the function of `spec`.
 
     Args:
         entry: the folder that holds <arch>/.
-        spec, tracer, behind: see `cache_key`.
+        spec, tracer, hashes: see `cache_key`.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
         ToolchainError: a run-time library is not installed.
     """
-    return loader.load(spec.arch, entry, behind or sources_of(spec, tracer), spec).function(spec.name)
+    return loader.load(spec.arch, entry, hashes or sources_of(spec, tracer), spec).function(spec.name)
 
 
 def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
     """Return a spec's cached function, verified and loaded; None if there is no usable entry."""
     with contextlib.suppress(BundleError):
-        behind = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
-        return load(cache_root() / cache_key(spec, tracer, behind), spec, tracer, behind)
+        hashes = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
+        return load(cache_root() / cache_key(spec, tracer, hashes), spec, tracer, hashes)
     return None
 
 
@@ -228,8 +228,8 @@ def _files(folder: Path) -> list[Path] | None:
 
 def _is_our_file(file: Path, arch: str) -> bool:
     """Return True if a file in an entry's <arch>/ has a name that Glulam gives."""
-    forms = manifest.LIBRARY, manifest.OBJECT, manifest.TEXT
-    named = next(filter(None, (form.fullmatch(file.name) for form in forms)), None)
+    patterns = manifest.LIBRARY, manifest.OBJECT, manifest.TEXT
+    named = next(filter(None, (pattern.fullmatch(file.name) for pattern in patterns)), None)
     return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
 
 
@@ -250,13 +250,13 @@ def _spec_in(folder: Path) -> Spec | None:
     return None
 
 
-def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
+def _verify(folder: Path, spec: Spec | None, pattern: re.Pattern[str]) -> None:
     """Check an entry as `load` does, and check that its key is current.
 
     Args:
         folder: the entry's folder.
         spec: its spec. None: the manifest has no spec that this version knows.
-        form: the pattern for the name of the library, `manifest.LIBRARY` or `manifest.OBJECT`.
+        pattern: the pattern for the name of the library, `manifest.LIBRARY` or `manifest.OBJECT`.
 
     Raises:
         BundleError: a check failed.
@@ -264,30 +264,30 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
     key = key_of(folder)
     inner = folder / key["arch"]
     if spec is None:
-        found = manifest.check(inner, key["arch"], manifest.read(inner).sources, form=form)
+        found = verification.check(inner, key["arch"], manifest.read(inner).sources, pattern=pattern)
         if not _is_of(found, key["name"]):
             raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
         raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
-    behind, texts = sources_of(spec, of_object=form is manifest.OBJECT), manifest.read(inner).texts
-    if folder.name != cache_key(spec, behind=behind, has_ptx=bool(texts)):
+    hashes, texts = sources_of(spec, of_object=pattern is manifest.OBJECT), manifest.read(inner).texts
+    if folder.name != cache_key(spec, hashes=hashes, has_ptx=bool(texts)):
         raise BundleOutdated(
             f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
         )
-    found = manifest.verify(inner, key["arch"], behind, spec, form)
-    with manifest.opened_library(inner, found) as library:
+    found = verification.verify(inner, key["arch"], hashes, spec, pattern)
+    with verification.opened_library(inner, found) as library:
         if f"{chains.symbol(spec.name)}\0".encode() not in os.pread(library, found.size, 0):
             raise BundleDamaged(f"damaged bundle: {inner / found.library} has no function {spec.name}; remove it")
     for suffix in texts:
-        manifest.read_text(inner, found, suffix)
+        verification.read_text(inner, found, suffix)
 
 
-def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
+def _examine(folder: Path, marked: bool, pattern: re.Pattern[str]) -> Entry | None:
     """Return the entry in a folder; None if the folder is not an entry that Glulam made.
 
     Args:
         folder: the folder.
         marked: the cache's folder has Glulam's mark. False: the folder is an entry only if its manifest fits its name.
-        form: see `_verify`.
+        pattern: see `_verify`.
     """
     try:
         files = _files(folder)
@@ -302,7 +302,7 @@ def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
         return Entry(folder, None, size, "aside", "was found damaged")
     spec = _spec_in(folder)
     try:
-        _verify(folder, spec, form)
+        _verify(folder, spec, pattern)
     except BundleError as error:
         state = "outdated" if isinstance(error, BundleOutdated) else "damaged"
         problem = str(error) if isinstance(error, BundleForeign) else f"{str(error).rpartition('; ')[0]}; {_REMEDY}"
@@ -310,12 +310,12 @@ def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
     return Entry(folder, spec, size, "sound")
 
 
-def entries(root: Path | None = None, form: re.Pattern[str] = manifest.LIBRARY) -> Iterator[Entry]:
+def entries(root: Path | None = None, pattern: re.Pattern[str] = manifest.LIBRARY) -> Iterator[Entry]:
     """Yield every entry of the cache, verified, in the order of their names. Nothing is loaded.
 
     Args:
         root: the folder of the entries. None: `cache_root()`, which holds linked kernels.
-        form: the kind of entries: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
+        pattern: the kind of entries: `manifest.LIBRARY` (linked kernels) or `manifest.OBJECT` (objects).
     """
     root = root or cache_root()
     try:
@@ -327,7 +327,7 @@ def entries(root: Path | None = None, form: re.Pattern[str] = manifest.LIBRARY) 
         return
     marked = os.path.lexists(root / MARKER)
     for folder in folders:
-        if entry := _examine(folder, marked, form):
+        if entry := _examine(folder, marked, pattern):
             yield entry
 
 
@@ -364,12 +364,12 @@ def _descriptor(stack: contextlib.ExitStack, path: Path | str, flags: int, at: i
     return handle
 
 
-def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
+def remove(entry: Entry, pattern: re.Pattern[str] = manifest.LIBRARY) -> bool:
     """Remove an entry, unless another process is making it or has made it anew. Processes that have loaded it keep it.
 
     Args:
         entry: an entry that `entries` yielded.
-        form: see `entries`.
+        pattern: see `entries`.
 
     Returns:
         True if it was removed. An entry that cannot be removed costs a RuntimeWarning.
@@ -379,7 +379,7 @@ def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
     folder = entry.folder
     try:
         with exclusive(folder.parent, folder.name.removesuffix(DAMAGED), timeout=0):
-            now = _examine(folder, marked=True, form=form)
+            now = _examine(folder, marked=True, pattern=pattern)
             if now is None or now.state != entry.state:
                 return False
             discard(folder)
@@ -392,14 +392,14 @@ def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
 
 
 def clear(
-    root: Path | None = None, states: tuple[str, ...] = STATES, form: re.Pattern[str] = manifest.LIBRARY
+    root: Path | None = None, states: tuple[str, ...] = STATES, pattern: re.Pattern[str] = manifest.LIBRARY
 ) -> list[Entry]:
     """Remove entries, and folders that killed compiles left. Return the removed entries.
 
     Args:
-        root, form: see `entries`.
+        root, pattern: see `entries`.
         states: the states (`Entry.state`) of the entries to remove.
     """
     root = root or cache_root()
     sweep(root, COMPILING)
-    return [entry for entry in entries(root, form) if entry.state in states and remove(entry, form)]
+    return [entry for entry in entries(root, pattern) if entry.state in states and remove(entry, pattern)]

@@ -23,7 +23,7 @@ from cute_kernels.architectures import capability
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import from_dict
 
-from . import hub_package, toolchain
+from . import hub_package, toolchain, verification
 from . import manifest as manifests
 from .host import Host, here, of_baseline
 from .manifest import Manifest
@@ -64,10 +64,10 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
     """
     source = bundle / arch
     machine = of_baseline(manifests.read(source).host) or here()
-    manifest = manifests.check(source, arch, machine=machine)
+    manifest = verification.check(source, arch, machine=machine)
     folder = out / "build" / variant(machine)
     folder.mkdir(parents=True)
-    with manifests.opened_library(source, manifest) as handle:
+    with verification.opened_library(source, manifest) as handle:
         (folder / manifest.library).write_bytes(os.pread(handle, manifest.size, 0))  # of the file that was hashed
     shutil.copyfile(str(hub_package.__file__), folder / "__init__.py")
     functions = {

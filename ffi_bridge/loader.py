@@ -18,8 +18,9 @@ from cute_kernels.specs import Spec
 
 from . import toolchain
 from .errors import BundleDamaged, BundleMissing, ToolchainError, remedy
-from .manifest import Manifest, checked, opened_library
+from .manifest import Manifest
 from .profiles import profile_of
+from .verification import checked, opened_library
 
 ENV_BUNDLE = "GLULAM_BUNDLE"
 _IN_MEMORY = "/dev/shm"  # a folder there takes 20 us to make and remove, on a disk up to 2 ms
@@ -99,8 +100,8 @@ class Bundle:
                 raise
             except RuntimeError as error:
                 why = " ".join(str(error).split())
-                told = f"damaged bundle: {library} does not load here ({why}); {remedy(library)}"
-                raise BundleDamaged(told) from error
+                message = f"damaged bundle: {library} does not load here ({why}); {remedy(library)}"
+                raise BundleDamaged(message) from error
 
     def names(self) -> list[str]:
         """Return the names of all functions, sorted."""
@@ -165,7 +166,7 @@ def load(
     Args:
         arch: an architecture, for example "sm_90a".
         directory: the folder that holds `arch`/. None: `bundle_root()`, read at each call.
-        sources, spec: see `manifest.verify`. With `spec`, a bundle that lacks the function is not kept in memory.
+        sources, spec: see `verification.verify`. With `spec`, a bundle that lacks the function is not kept in memory.
 
     Returns:
         The loaded bundle.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cute_kernels.plain import plain_in
 from cute_kernels.specs import Spec, to_dict
 
-from . import cache, folders, host, kept_ptx, sources, toolchain
+from . import cache, folders, host, kept_ptx, sources, toolchain, verification
 from . import manifest as manifests
 from .compiler import KernelArtifact
 from .errors import BundleError, CompileError
@@ -92,14 +92,14 @@ class Store:
 
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
         """Copy a spec's object to `into`/<spec.name>.o and return it; None if no valid one is stored. Needs no lock."""
-        behind = self.behind(spec)
-        entry = self.folder / self._key(spec, behind)
+        hashes = self.code_hashes(spec)
+        entry = self.folder / self._key(spec, hashes)
         inner = entry / spec.arch
         try:
-            found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT, self.machine)
-            with manifests.opened_library(inner, found) as handle:
+            found = verification.check(inner, spec.arch, hashes, spec, manifests.OBJECT, self.machine)
+            with verification.opened_library(inner, found) as handle:
                 content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
-            texts = {suffix: manifests.read_text(inner, found, suffix) for suffix in self._suffixes}
+            texts = {suffix: verification.read_text(inner, found, suffix) for suffix in self._suffixes}
         except BundleError:
             return None
         file = into / f"{spec.name}.o"
@@ -173,14 +173,14 @@ class Store:
                 with contextlib.suppress(OSError, NotImplementedError):
                     self._remove_unused(stored)
 
-    def behind(self, spec: Spec) -> dict[str, str]:
+    def code_hashes(self, spec: Spec) -> dict[str, str]:
         """Return the hashes of a spec's sources, as an object's manifest records them."""
         return cache.sources_of(spec, self.tracer, self._sources, of_object=True)
 
-    def _key(self, spec: Spec, behind: dict[str, str] | None = None) -> str:
-        """Return the key of a spec's object. `behind`: the result of `Store.behind`, if the caller has it."""
-        behind = behind or self.behind(spec)
-        return cache.cache_key(spec, behind=behind, has_ptx=self.keep_ptx, machine=self.machine)
+    def _key(self, spec: Spec, hashes: dict[str, str] | None = None) -> str:
+        """Return the key of a spec's object. `hashes`: the result of `Store.code_hashes`, if the caller has it."""
+        hashes = hashes or self.code_hashes(spec)
+        return cache.cache_key(spec, hashes=hashes, has_ptx=self.keep_ptx, machine=self.machine)
 
     def _make_folder(self) -> None:
         """Make the store's folder with the mode of the cache's folder, and mark it."""
@@ -205,8 +205,8 @@ class Store:
 
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
         """Put a compiled object into the store."""
-        behind = self.behind(spec)
-        entry = self.folder / self._key(spec, behind)
+        hashes = self.code_hashes(spec)
+        entry = self.folder / self._key(spec, hashes)
         with private_scratch(self.folder, cache.COMPILING) as work:
             inner = cache.make_entry(work, spec.arch)
             content = artifact.object_file.read_bytes()
@@ -224,7 +224,7 @@ class Store:
                 host=self.machine.baseline,
                 needs={package: [] for package in toolchain.RUNS_WITH},  # symbols are known only after linking
                 versions=toolchain.versions(),
-                sources=behind,
+                sources=hashes,
                 functions=functions,
                 texts=texts,
                 plain=list(plain_in(spec.arch)),

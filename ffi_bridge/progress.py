@@ -64,11 +64,11 @@ class Progress:
         """Elapsed time and, once a kernel was compiled, the time left at the pace so far."""
         with self._lock:
             now = self._clock()
-            told = f"{_minutes(now - self._begin)} elapsed"
+            text = f"{_minutes(now - self._begin)} elapsed"
             if self._made and self.done < self.total:
                 left = (now - self._making_since) / self._made * (self.total - self.done)
-                told += f", about {_minutes(left)} left"
-            return told
+                text += f", about {_minutes(left)} left"
+            return text
 
     @property
     def running(self) -> str:

@@ -82,7 +82,7 @@ def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
 
 
 @functools.cache
-def _ask(source: Source, question: Callable[..., Any], *about: Any) -> Any:
+def _of_code(source: Source, question: Callable[..., Any], *about: Any) -> Any:
     """Call a method of Code on a file as it was when `source` was listed; return None if the file is not Python.
 
     Results are cached, but syntax trees are not: the trees of a kernel's files would take 20 MB.
@@ -155,7 +155,7 @@ class Sources:
             left_out = self._modules.get(stages.FORMULAS, []) if parts else []
             for file in self.closure(module):
                 if file not in left_out:
-                    parts += [file.name, _ask(file, Code.hash_of_all) or _read(file)[0].hex()]
+                    parts += [file.name, _of_code(file, Code.hash_of_all) or _read(file)[0].hex()]
             self._code_hashes[key] = sha256(parts)
         return self._code_hashes[key]
 
@@ -177,7 +177,9 @@ class Sources:
         if len(of_formulas) != 1 or of_formulas[0] not in files:
             return []
         source = of_formulas[0]
-        if _ask(source, Code.row_names) != ACTIVATIONS:  # `formulas` are rows of the file as imported by this process
+        if (
+            _of_code(source, Code.row_names) != ACTIVATIONS
+        ):  # `formulas` are rows of the file as imported by this process
             return []
         names = set[str]()
         for name, listed in self._modules.items():
@@ -187,8 +189,8 @@ class Sources:
                     return []
                 names |= used
         rows = formulas if any(file in files for file in readers) else ()
-        asked = [(Code.hash_of_rest, tuple(sorted(names))), *((Code.hash_of_row, name) for name in rows)]
-        return [_ask(source, *question) for question in asked]
+        questions = [(Code.hash_of_rest, tuple(sorted(names))), *((Code.hash_of_row, name) for name in rows)]
+        return [_of_code(source, *question) for question in questions]
 
     def _used(self, module: str, file: Source) -> set[str] | None:
         """Return the names of `stages.FORMULAS` that a module's file uses; None if the file may use any."""
@@ -199,7 +201,7 @@ class Sources:
             if imported.module.rpartition(".")[2] == last and imported.name not in ("", "*"):
                 names.add(imported.name)
                 continue
-            attributes = _ask(file, Code.attributes, last) if imported.name == last else None
+            attributes = _of_code(file, Code.attributes, last) if imported.name == last else None
             if attributes is None:
                 return None
             names |= attributes
@@ -284,8 +286,8 @@ def _code_of_makers() -> str:
     return sha256(Code(Path(str(module.__file__)).read_text(encoding="utf-8")).hash_of_all() for module in _MAKERS)
 
 
-def behind(tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes, by name, of all sources that a tracer's kernels depend on.
+def file_hashes(tracer: str, known: Sources) -> dict[str, str]:
+    """Return hashes, by name, of all sources that the kernels of a tracer (the function that traces them) depend on.
 
     There are two: of the closure of the tracer's module, and of the modules of the compile process.
 
@@ -296,10 +298,10 @@ def behind(tracer: str, known: Sources) -> dict[str, str]:
     return {tracer.replace(":", "."): known.hash_of(tracer.partition(":")[0]), compiler.__name__: _makers()}
 
 
-def code_behind(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
-    """Return hashes, by name, of the code that a stage's object depends on.
+def code_hashes(spec: Spec, tracer: str, known: Sources) -> dict[str, str]:
+    """Return hashes, by name, of the code that the object of a stage (one kernel of a call) depends on.
 
-    These are the hashes of `behind`, but without comments, docstrings and layout (`definitions`).
+    These are the hashes of `file_hashes`, but without comments, docstrings and layout (`definitions`).
 
     Args:
         spec: the stage's spec.

@@ -28,10 +28,10 @@ def check(folder: Path) -> None:
         BundleForeign: other users can write the folder, or it has a bundle's file that Glulam did not write.
         OSError: the folder cannot be read, or is a link.
     """
-    asked = trust.of(folder.parent)
+    required = trust.of(folder.parent)
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-        root = stack.enter_context(asked.opened(folder.parent, folder=True))
-        stack.enter_context(asked.opened(folder, root, folder=True))
+        root = stack.enter_context(required.opened(folder.parent, folder=True))
+        stack.enter_context(required.opened(folder, root, folder=True))
         _libraries(folder)
 
 
@@ -101,5 +101,5 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _refuse(path: Path, why: str) -> NoReturn:
     """Raise BundleForeign for a file that a build would replace or remove. `why`: the reason."""
-    told = f"foreign bundle: {path} would be replaced or removed, but {why}"
-    raise BundleForeign(f"{told}; move it elsewhere, or build into another folder")
+    message = f"foreign bundle: {path} would be replaced or removed, but {why}"
+    raise BundleForeign(f"{message}; move it elsewhere, or build into another folder")

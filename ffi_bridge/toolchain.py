@@ -178,8 +178,8 @@ def c_compiler(machine: Host | None = None) -> list[str]:
     try:
         command = shlex.split(chosen) or [usual]
     except ValueError as error:
-        told = f"CC is {chosen!r}, which is no command ({error}); set CC to one such as gcc, or unset it"
-        raise ToolchainError(told) from error
+        message = f"CC is {chosen!r}, which is no command ({error}); set CC to one such as gcc, or unset it"
+        raise ToolchainError(message) from error
     if shutil.which(command[0]) is None:
         kind = f"no C compiler for {machine.machine}" if machine is not None and is_other else "no C compiler"
         install = f"{usual} (Debian, Ubuntu: gcc-{usual.removesuffix('-gcc')})" if is_other else "gcc or clang"

@@ -119,20 +119,20 @@ def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def opened(file: Path, asked: Trust | None = None) -> Iterator[int]:
+def opened(file: Path, required: Trust | None = None) -> Iterator[int]:
     """Yield a descriptor of the file <root>/<arch>/<name>, after checking the root, the folder and the file.
 
     Each is opened inside its parent, so none can be replaced after its check.
 
     Args:
         file: the path.
-        asked: the requirements. None: `of(root)`.
+        required: the requirements. None: `of(root)`.
 
     Raises:
         BundleForeign, OSError: see `Trust.opened`.
     """
     folder = file.parent
-    trust = asked or of(folder.parent)
+    trust = required or of(folder.parent)
     with (
         trust.opened(folder.parent, folder=True) as root,
         trust.opened(folder, root, folder=True) as inner,

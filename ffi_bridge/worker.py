@@ -84,9 +84,9 @@ class Worker:
         tracer = sources.tracer_of(spec, self._tracer)
         if self._dump:
             self._dump.clear()
-        request = {"spec": specs.to_dict(spec), "tracer": tracer, "directory": into, "plain": list(plain.asked())}
+        request = {"spec": specs.to_dict(spec), "tracer": tracer, "directory": into, "plain": list(plain.avoided())}
         request["machine"] = self.machine.machine
-        reply = self._ask(request)
+        reply = self._reply_to(request)
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:
@@ -109,7 +109,7 @@ class Worker:
         if self._dump:
             self._dump.remove()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    def _reply_to(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Send a request and return the reply; None if the process ended instead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes

@@ -24,7 +24,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.layer.kernels import RANK_KERNELS
 from cute_kernels.specs import LayerSpec, QuantizeMxfp8Spec, Spec, from_dict
 from ffi_bridge.loader import bundle_root
-from ffi_bridge.manifest import verify
+from ffi_bridge.verification import verify
 from glulam.choose import known
 from glulam.host import device as gpus
 from glulam.host.plans import forget_plans

@@ -221,7 +221,9 @@ class TestPlanned:
             layer(given, offs).backward(torch.ones_like(given["x"]))
             assert fake_gpu.work == ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
             monkeypatch.setattr(glulam.calls.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
-            monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+            monkeypatch.setattr(
+                glulam.calls.call.Call, "run_without_gradient", lambda *_: pytest.fail("left the fast path")
+            )
 
     def test_h_goes_before_weights_are_made_and_its_gradient_before_the_last(
         self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
@@ -384,7 +386,7 @@ class TestPlanned:
 
         first = [gradients() for _ in range(2)]  # lists are known from the second call on
         monkeypatch.setattr(GroupedMlpCall, "check", lambda _: pytest.fail("checked"))
-        monkeypatch.setattr(GroupedMlpCall, "answer", lambda *_: pytest.fail("left the fast path"))
+        monkeypatch.setattr(GroupedMlpCall, "handle_miss", lambda *_: pytest.fail("left the fast path"))
         for one, *others in zip(gradients(), *first, strict=True):
             assert all(same_bits(one, other) for other in others)
 
@@ -582,7 +584,7 @@ class TestTorchsWays:
                 y.sum().backward()
 
     def test_hidden_tails(self) -> None:
-        """NaN behind the last group in x, row_scale and dy."""
+        """NaN after the last group in x, row_scale and dy."""
         c = small(tail=TAIL)
         given, clean = leaves(c), leaves(small())
         clean = {name: value.detach()[: c.rows] if name in ("x", "row_scale") else value.detach()

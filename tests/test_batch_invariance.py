@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import glulam
 from cute_kernels.accumulation import Accumulation
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, TINY_W8
 from cute_kernels.specs import GroupedMmSpec, Spec
 from cute_kernels.stages import accumulations_of, gemms_of
@@ -200,7 +200,7 @@ class TestKernels:
         )
         key = switch.marked(call._options(), True), "any"
         assert not call.invariant and switch.is_marked(key) and not switch.is_marked((call._options(), "any"))
-        call.answer(key, {})
+        call.handle_miss(key, {})
         assert heights(portable) == {SOME}
 
     @pytest.mark.parametrize("is_planned", [True, False])
@@ -281,13 +281,13 @@ class TestKernels:
 
     def test_where_no_kernel_adds_in_order_the_call_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         problem = next(one for one in contract.problems("grouped_glu", RECIPES["bf16"], "sm_90a") if one.save_preact)
-        inference = room("sm_90a").accumulation
+        inference = policy_of("sm_90a").accumulation
 
         def other(spec: Any) -> Accumulation:
             own = inference(spec)
             return own._replace(depth=8) if getattr(spec, "save_preact", False) else own
 
-        monkeypatch.setattr(room("sm_90a"), "accumulation", other)
+        monkeypatch.setattr(policy_of("sm_90a"), "accumulation", other)
         accumulations_of.cache_clear()
         try:
             choose(problem, "sm_90a")
@@ -303,7 +303,7 @@ class TestKernels:
         """On every architecture, by every recipe, from one row an expert to many, and all in the same order."""
         count = 0
         for arch in ("sm_90a", "sm_90", "sm_100a"):
-            for op in contract.FORMS:
+            for op in contract.VARIANTS:
                 for recipe in RECIPES.values():
                     orders = set()
                     for rows in (1, 12, 13, 27, 28, 60, 61, 129, 5000):
@@ -505,13 +505,13 @@ class TestContract:
         assert page == contract.with_table(page), "run: python -m glulam.contract docs/batch-invariance.md"
 
     def test_a_split_tile_changes_the_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        inference = room("sm_90a").accumulation
+        inference = policy_of("sm_90a").accumulation
 
         def split(spec: Any) -> Accumulation:
             return inference(spec)._replace(parts=2) if spec.tile.m == 64 else inference(spec)
 
         assert contract.tiled("grouped_mm", "bf16", "sm_90a").verdict == contract.YES
-        monkeypatch.setattr(room("sm_90a"), "accumulation", split)
+        monkeypatch.setattr(policy_of("sm_90a"), "accumulation", split)
         accumulations_of.cache_clear()
         contract.tiled.cache_clear()
         try:

@@ -221,10 +221,10 @@ def test_hashes_of_sources() -> None:
         kept.clear()
         first, second = together(work)
         assert first == second == work() and len(kept) == 1
-    for kept in (sources._read, sources._ask):
+    for kept in (sources._read, sources._of_code):
         kept.cache_clear()
     known_sources = sources.of("cute_kernels")
-    first, second = together(lambda: sources.behind(sources.tracer_of(SPEC), known_sources))
+    first, second = together(lambda: sources.file_hashes(sources.tracer_of(SPEC), known_sources))
     assert first == second and sources._read.cache_info().currsize
 
 
@@ -253,7 +253,7 @@ ELSEWHERE = {
     "ffi_bridge.hub_package._described": "of a package that this one writes; either thread's result serves",
     "ffi_bridge.hub_package._module": "of a package that this one writes; either thread's result serves",
     "ffi_bridge.loader._load_runtime": "within the loader's lock",
-    "glulam.distributed.beside._stream": "of a GPU: tests/gpu/test_concurrent_calls.py",
+    "glulam.distributed.side_stream._stream": "of a GPU: tests/gpu/test_concurrent_calls.py",
     "glulam.distributed.all_to_all._host_groups": "made once by every rank, in the same order",
     "glulam.host.experts._kept_for_graphs": "of captures, which are one thread's each",
     "glulam.nn.weight_gradients._kept_for_graphs": "of captures, which are one thread's each",
@@ -269,7 +269,7 @@ COVERED: dict[str, Any] = {
                      "glulam.choose.kernels._compiled"), test_what_is_preferred_by_one_thread_while_another_chooses),
     "ffi_bridge.loader._loaded": test_a_bundle_is_opened_once,
     **dict.fromkeys(("ffi_bridge.toolchain._hashes", "ffi_bridge.sources._known", "ffi_bridge.sources._read",
-                     "ffi_bridge.sources._ask"), test_hashes_of_sources),
+                     "ffi_bridge.sources._of_code"), test_hashes_of_sources),
     "glulam.host.device.gpu": test_a_gpu_is_asked_once_or_twice,
     "glulam.host.groups._warned": test_a_warning_of_groups_comes_once_or_twice,
 }  # fmt: skip

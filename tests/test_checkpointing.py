@@ -143,7 +143,7 @@ def test_main_grads_get_each_gradient_once(way: dict[str, Any], delay: bool) -> 
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Operators whose arguments were checked again, since a launch had failed."""
     found: list[str] = []
-    monkeypatch.setattr(Arguments, "judge", lambda call: found.append(call.op))
+    monkeypatch.setattr(Arguments, "check_after_failure", lambda call: found.append(call.op))
     return found
 
 

@@ -245,7 +245,7 @@ def experts(**options: Any) -> GroupedMLP:
 
 def rows() -> dict[str, Tensor]:
     torch.manual_seed(2)
-    offs = torch.tensor([3, 3, 8, 10], dtype=torch.int32)  # one row behind the last group
+    offs = torch.tensor([3, 3, 8, 10], dtype=torch.int32)  # one row after the last group
     return {"offs": offs, "row_scale": torch.rand(11, dtype=F64).add(0.5)}
 
 

@@ -20,7 +20,7 @@ from cute_kernels.tiles import TileConfig
 from glulam.choose import choose, known, shipped
 from glulam.choose import estimates as times
 from glulam.choose.estimates import MODELLED, Curve, Measured, estimates
-from glulam.choose.problem import Part, Problem
+from glulam.choose.problem import Problem, ProblemGemm
 from perf import choices
 from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read
@@ -196,7 +196,7 @@ class TestTable:
         assert curve.at("t", 0.5) is curve.at("t", 17) is curve.at("u", 4) is None
 
     def test_a_layer_is_measured_or_modelled_as_a_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        parts = (Part("glu", Gemm(32, 8, 64, 64, 32)), Part("nt", Gemm(32, 8, 64, 32, 64)))
+        parts = (ProblemGemm("glu", Gemm(32, 8, 64, 64, 32)), ProblemGemm("nt", Gemm(32, 8, 64, 32, 64)))
         curves = {parts[0].key: Curve([1, 8], {LARGE.name: [3.0, 4.0], SMALL.name: [2.0, 2.0]})}
         monkeypatch.setattr(times, "measured", lambda arch: Measured("a GPU", curves))
         assert {found.source for found in estimates(parts, TILES, ARCH)} == {MODELLED}
@@ -237,6 +237,6 @@ class TestPurity:
 
     def test_a_transposed_weight_is_a_family_of_its_own(self) -> None:
         problem = Problem("grouped_mm", "bfloat16", 64, 4, 128, 0, 256, transpose_w=True)
-        assert problem.parts == (Part("nn", Gemm(64, 4, 256, 128, 256)),)
+        assert problem.parts == (ProblemGemm("nn", Gemm(64, 4, 256, 128, 256)),)
         mlp = Problem("grouped_mlp", "bfloat16", 64, 4, 128, 96, 256, "silu")
-        assert mlp.parts == (Part("glu", Gemm(64, 4, 96, 128, 96)), Part("nt", Gemm(64, 4, 256, 96, 256)))
+        assert mlp.parts == (ProblemGemm("glu", Gemm(64, 4, 96, 128, 96)), ProblemGemm("nt", Gemm(64, 4, 256, 96, 256)))

@@ -160,7 +160,7 @@ def sums_or_rows() -> None:
 
 
 def neither_sums_nor_rows() -> None:
-    """The error names both shapes, or that of `summed`; nothing was sent, and the call can be made again."""
+    """The error names both shapes, or the shape of `summed`; nothing was sent, and the call can be made again."""
     rank = dist.get_rank()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     x, ids, weights, _ = inputs(rank, 5, "all")
@@ -470,7 +470,7 @@ def bytes_of(x: MXFP8Tensor) -> list[Tensor]:
 
 
 def tokens_in_mxfp8() -> None:
-    """Given so: their bytes go where 16-bit rows go, and a layer's result is that of their values."""
+    """Given so: their bytes go where 16-bit rows go, and a layer's result follows from their values."""
     hidden, inter = 128, 64
     ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, MOST, dtype=BF16)
     own, tokens = slice(ep.first, ep.first + ep.num_local), 4 * (ep.rank != 1)

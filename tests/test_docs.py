@@ -342,7 +342,7 @@ def commands(page: Path) -> Iterator[tuple[str, Command]]:
 
 
 def options(parser: Any) -> set[str]:
-    """Of a click command or an argparse parser, those of its subcommands included."""
+    """Options of a click command or an argparse parser, including its subcommands'."""
     if hasattr(parser, "params"):
         own = {option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts)}
         return own.union(*map(options, getattr(parser, "commands", {}).values()))

@@ -1,6 +1,6 @@
 """Device code without a GPU: the product's own functions, called from PyTorch, run in an emulator of PTX.
 
-Each function is compared as `glulam validate` compares it: with float64, with NaN behind the groups, and with canaries
+Each function is compared as `glulam validate` compares it: with float64, with NaN after the groups, and with canaries
 beside what it writes. The first run compiles what it calls; objects are kept in the user's cache
 ($GLULAM_EMULATOR_CACHE).
 """
@@ -281,7 +281,7 @@ def test_a_wrong_kernel_is_found(emulated: EmulatedGpu, monkeypatch: pytest.Monk
         run(spec, changed, memory)  # type: ignore[arg-type]
 
     monkeypatch.setattr(emulated.emulator, "run", wrong)
-    with pytest.raises(validated.Wrong, match="bytes behind a result|largest error|not finite"):
+    with pytest.raises(validated.Wrong, match="bytes after a result|largest error|not finite"):
         validated.try_function(emulated, spec, TINY, most=1)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.accumulation import Accumulation
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.formats import OPERANDS
 from cute_kernels.specs import Spec
 from cute_kernels.stages import accumulations_of
@@ -80,7 +80,7 @@ def results(arch: str, specs: Sequence[Spec], problem: Problem) -> list[Tensor]:
 
 
 def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
-    """Compare each tile's bits with those of the tile whose order is the problem's."""
+    """Compare each tile's bits with the bits of the tile whose order is the problem's."""
     order = invariance.order_of(problem, arch)
     specs = [spec_on(problem, arch, tile) for tile in tiles]
     made = results(arch, specs, problem)
@@ -128,7 +128,7 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable
     """Lets an architecture declare other orders."""
 
     def declare(arch: str, order: Callable[[Any], Accumulation]) -> None:
-        monkeypatch.setattr(room(arch), "accumulation", order)
+        monkeypatch.setattr(policy_of(arch), "accumulation", order)
         accumulations_of.cache_clear()
 
     yield declare

@@ -111,7 +111,7 @@ def test_its_kernels_ship_on_the_tiles_of_mxfp4() -> None:
 
 
 def test_what_a_function_takes() -> None:
-    """Global scales after the scales, and of a chain those of either weight."""
+    """Global scales after the scales; for a chain, the global scales of either weight."""
     names = stage_signature(MM[0]).names
     assert names[names.index("w_scale") :][:3] == ("w_scale", "w_global_scale", "w_global_count")
     mlp = signature_of(MLP[0])

@@ -22,7 +22,7 @@ TOGETHER = ("bar.sync before a read", "bar.sync before a write", "bytes of one w
             "release and acquire of a word", "atomics on one word", "lanes of a warp",
             "lanes of a warp, in global memory", "a byte that one lane writes and all read", "cp.async of another lane",
             "atomics of lanes", "rows of a matrix")  # fmt: skip
-"""Cases whose warps may step together, as those of kernels without mbarriers do."""
+"""Cases whose warps may step together, as warps of kernels without mbarriers do."""
 
 
 def run(code: str, seed: int = 0, races: Races | None = None, memory=None, early: bool = False, **options) -> None:

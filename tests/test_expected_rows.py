@@ -65,15 +65,15 @@ def routing(world: int | None = WORLD, count: int = TOKENS, are_all_here: bool =
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> FakeGpu:
-    """A GPU whose tiles of 16 bits are told by rows an expert, as those of other operands are."""
-    ruled = policy.ruled
+    """A GPU whose tiles of 16 bits depend on the rows an expert, as other operands' tiles do."""
+    fixed_tile = policy.fixed_tile
 
     def rule(problem: Any) -> Any:
         if problem.operands == "16bit" and policy.rows_decide(problem):
             return SMALL if problem.rows <= 40 * problem.experts else LARGE
-        return ruled(problem)
+        return fixed_tile(problem)
 
-    monkeypatch.setattr(policy, "ruled", rule)
+    monkeypatch.setattr(policy, "fixed_tile", rule)
     monkeypatch.setitem(policy.MOST_ROWS, "16bit", {SMALL: 40, LARGE: math.inf})  # in words
     return fake_gpu
 

@@ -200,14 +200,14 @@ def test_a_buffer_that_does_not_grow_leaves_none_behind(fake_gpu: FakeGpu) -> No
 
 
 def test_memory_on_the_thread_that_keeps_it(fake_gpu: FakeGpu) -> None:
-    """`device.apart` passes errors on, and serves the next call."""
+    """`device.on_own_thread` passes errors on, and serves the next call."""
 
     def fail() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        device.apart(fail)
-    assert device.apart(lambda: 3) == 3
+        device.on_own_thread(fail)
+    assert device.on_own_thread(lambda: 3) == 3
 
 
 def test_a_weight_that_could_not_be_prepared_is_still_one_that_trains(fake_gpu: FakeGpu) -> None:

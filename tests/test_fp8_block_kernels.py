@@ -38,7 +38,7 @@ FP8 = "fp8_block"
 
 
 def _tiles(arch: str, tiles: Sequence[TileConfig], everyday: TileConfig) -> list[Any]:
-    """One tile in every run of the tests, the others in those of the whole table."""
+    """One tile in every run of the tests, the others in runs of the whole table."""
     others = pytest.mark.emulator
     return [
         pytest.param(arch, tile, id=f"{arch}-{tile.name}", marks=() if tile == everyday else others) for tile in tiles

@@ -49,7 +49,7 @@ def drawn() -> list[Problem]:
 
         @seed(number)
         @settings(
-            max_examples=DRAWN[bool(stratum.settled)], database=None, deadline=None, phases=[Phase.generate],
+            max_examples=DRAWN[bool(stratum.fixed)], database=None, deadline=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(draw.problems(stratum))

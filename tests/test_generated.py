@@ -288,7 +288,7 @@ def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGp
     assert made and fake_gpu.launches
     for plan in made:
         for argument, source in zip(plan.shape.arguments, plan.shape.values, strict=True):
-            unwanted = {made.kernel for made in plan.shape.makes if not made.wanted}
+            unwanted = {made.kernel for made in plan.shape.result_tensors if not made.wanted}
             may_be_absent = argument.optional or argument.name in unwanted
             assert source.kind != launch.ABSENT or may_be_absent, (plan.op, argument.name)
 

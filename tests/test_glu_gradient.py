@@ -23,7 +23,7 @@ each_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 
 
 def made(form: tuple[str, str], dtype: torch.dtype = F64, tail: int = 0) -> dict[str, Tensor]:
-    """Arguments, with rows behind the last group."""
+    """Arguments, with rows after the last group."""
     torch.manual_seed(3)
     width = 2 * INTER if form[0] in GATED else INTER
     rows, experts = sum(SIZES) + tail, len(SIZES)
@@ -70,7 +70,7 @@ def test_every_form_in_float64(form: tuple[str, str], return_preact: bool) -> No
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("how", ["packed", "lists", "transposed", "splits"])
 def test_weights_in_every_way(how: str, device: str, request: pytest.FixtureRequest) -> None:
-    """16 bits, on the CPU and on the host path, with NaN behind the last group."""
+    """16 bits, on the CPU and on the host path, with NaN after the last group."""
     if device == "gpu":
         request.getfixturevalue("fake_gpu")
     form = ("clamped_swiglu", "interleaved")

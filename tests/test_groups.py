@@ -1,4 +1,4 @@
-"""Group sizes: whose name errors about them have, and the warning about rows behind the last group."""
+"""Group sizes: whose name errors about them have, and the warning about rows after the last group."""
 
 from __future__ import annotations
 
@@ -166,10 +166,8 @@ class TestRowsBehind:
     @pytest.mark.parametrize("op", CALLS)
     @pytest.mark.parametrize(("by", "end", "words"), CAUSES)
     def test_once_for_each_cause(self, op: str, by: dict[str, Any], end: int, words: str) -> None:
-        behind = "reach no result" if op in ("grouped_wgrad", "grouped_bias_grad") else "are uninitialised"
-        with pytest.warns(
-            RuntimeWarning, match=f"^{op}: the groups end at row {end} of 16; .*{behind}.*{words}"
-        ) as seen:
+        fate = "reach no result" if op in ("grouped_wgrad", "grouped_bias_grad") else "are uninitialised"
+        with pytest.warns(RuntimeWarning, match=f"^{op}: the groups end at row {end} of 16; .*{fate}.*{words}") as seen:
             for _ in range(3):
                 CALLS[op](**by)
         assert len(tails(seen)) == 1 and all(warning.filename == __file__ for warning in seen), "where it was called"

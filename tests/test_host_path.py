@@ -150,7 +150,7 @@ def test_a_second_call_plans_nothing(fake_gpu: FakeGpu, monkeypatch: pytest.Monk
     calls[-1] = lambda: glulam.grouped_mlp(c.x, *lists, offs=c.offs, b2=lists_of_biases)
     for call in calls:
         call()
-    monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+    monkeypatch.setattr(glulam.calls.call.Call, "run_without_gradient", lambda *_: pytest.fail("left the fast path"))
     for call in calls:
         call()
 
@@ -215,14 +215,14 @@ class TestTables:
         keep = [list(torch.zeros(3, 8, 8, dtype=BF16)) for _ in range(10)]
         for tensors in keep:
             address = experts.enter("weight", tensors).address
-            assert experts.known("weight", tensors).address == address
+            assert experts.with_kept_table("weight", tensors).address == address
         assert len(experts._tables) == 4
 
     def test_one_table_for_new_views_of_the_same_memory(self, fake_gpu: FakeGpu) -> None:
         w = torch.zeros(3, 8, 8, dtype=BF16)
         first = experts.enter("weight", list(w)).address
         views = list(w)
-        assert experts.known("weight", views) is views  # those that were checked are gone
+        assert experts.with_kept_table("weight", views) is views  # those that were checked are gone
         assert experts.enter("weight", list(w)).address == first
 
     def test_memory_reused_with_another_shape_is_checked_anew(self, fake_gpu: FakeGpu) -> None:
@@ -268,7 +268,7 @@ class TestTables:
         address = experts.enter("weight", tensors).address
         assert address not in experts._kept_for_graphs
         fake_gpu.capturing = True
-        assert experts.known("weight", tensors).address == address
+        assert experts.with_kept_table("weight", tensors).address == address
         assert address in experts._kept_for_graphs
 
     def test_first_seen_under_capture(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

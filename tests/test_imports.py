@@ -12,21 +12,21 @@ import pytest
 import cute_kernels
 import ffi_bridge
 import glulam
-from cute_kernels.arch import Room, room, serving
+from cute_kernels.arch import ArchPolicy, policy_of, serving
 from cute_kernels.architectures import ARCHS, capability
 from ffi_bridge import sources
 from ffi_bridge.profiles import all_stages, shipped_specs
 
 
 def modules(package: str, root: Path) -> dict[str, Path]:
-    """By name, those of a package."""
+    """Return a package's modules: files by name."""
     files = {path.relative_to(root).with_suffix(""): path for path in root.rglob("*.py")}
     named = {".".join((package, *path.parts)).removesuffix(".__init__"): file for path, file in files.items()}
     return named
 
 
 def imported(name: str, file: Path, known: dict[str, Path]) -> set[str]:
-    """What a module imports of those that are known."""
+    """Return the known modules that a module imports."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -67,8 +67,8 @@ def test_the_front_knows_no_architecture_by_name() -> None:
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_architecture_answers_for_itself(name: str) -> None:
-    answers = room(name)
-    assert all(hasattr(answers, each) for each in Room.__annotations__)
+    answers = policy_of(name)
+    assert all(hasattr(answers, each) for each in ArchPolicy.__annotations__)
     assert name in serving(capability(name)) and ARCHS[name].gpus
 
 
@@ -95,7 +95,7 @@ those that decode weights are portable ones."""
 
 
 def test_the_folder_of_an_architecture_is_imported_by_itself_and_what_builds_on_it() -> None:
-    """Who wants one asks by name, as `room` does."""
+    """Who wants one asks by name, as `policy_of` does."""
     known = modules("cute_kernels", Path(cute_kernels.__file__).parent)
     folders = {f"cute_kernels.{folder}" for folder in {one.folder for one in ARCHS.values()}}
     folder_of = {name: ".".join(name.split(".")[:2]) for name in known}

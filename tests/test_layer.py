@@ -701,7 +701,7 @@ class TestMoe:
     def test_a_plan_for_other_rows_copies_as_a_new_one_does(
         self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Copies of 20 tokens are small enough here, those of 40 are not; and padded tokens are never copied."""
+        """Copies of 20 tokens are small enough here, copies of 40 are not; and padded tokens are never copied."""
         monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
         monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_BYTES", 20 * 3 * 64 * 2)
         x, w1, w2, _ = self.layer(BF16)

@@ -412,7 +412,7 @@ class TestTraining:
     @LAYOUTS
     @pytest.mark.parametrize("main_grads", [False, True])
     def test_delayed_weight_gradients(self, packed: bool, main_grads: bool) -> None:
-        """Of two passes that are pending at once; the sums are those of an ordinary module."""
+        """Of two passes that are pending at once; the sums equal an ordinary module's."""
         plain, delayed = made(packed=packed, **FULL), made(packed=packed, delay_wgrad=True, **FULL)
         weights = {n: p for n, p in delayed.named_parameters() if ".fc" in n and "weight" in n}
         if main_grads:

@@ -136,7 +136,7 @@ def test_memory_of_a_graph_is_its_own(fake_gpu: FakeGpu) -> None:
 
 
 def test_others_are_two_calls(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more choices or experts, and where a gradient is recorded: it is that of moe."""
+    """Of more choices or experts, and where a gradient is recorded: it equals moe's."""
     many = tokens(MOST_SORTED // K + 1)
     of_many = tokens(4, experts=SORTED_EXPERTS + 1)
     for given, options in ((many, weights()), (of_many, weights(SORTED_EXPERTS + 1))):

@@ -25,7 +25,7 @@ from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
 from glulam.formats.mxfp8 import FoldedWeight, FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
 from glulam.formats.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
-from glulam.formats.mxfp8.tensor import FORM
+from glulam.formats.mxfp8.tensor import LAYOUT_FIELDS
 from glulam.formats.scaled import SCALE_DTYPE
 
 pytest_plugins = ["support.fixtures"]
@@ -277,7 +277,7 @@ def sample(axis: str = "row", scale_layout: str = "plain") -> MXFP8Tensor:
 
 def same(a: MXFP8Tensor, b: MXFP8Tensor) -> bool:
     return (
-        all(getattr(a, name) == getattr(b, name) for name in FORM)
+        all(getattr(a, name) == getattr(b, name) for name in LAYOUT_FIELDS)
         and torch.equal(bytes_of(a.data), bytes_of(b.data))
         and torch.equal(bytes_of(a.scale), bytes_of(b.scale))
     )

@@ -158,7 +158,7 @@ def forbid_checks(patch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_checked_or_found_again(
     name: str, first: int, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are asked for on other tiles alone, and results are those of calls that were the first of all."""
+    """Kernels are asked for on other tiles alone, and results equal the results of calls that were the first of all."""
     one = Layer().calls()[name]
     right = {rows: anew(one, rows) for rows in (EXPERTS, 41)}
     one(first)
@@ -202,16 +202,16 @@ def fields(plan: Any) -> dict[str, Any]:
     """Of a plan, as they can be compared."""
 
     def told(value: Any) -> Any:
-        if isinstance(value, workspace.Layouts):
+        if isinstance(value, workspace.MatrixLayouts):
             return [told(part) for part in value.parts]
-        if isinstance(value, workspace.Layout):
+        if isinstance(value, workspace.MatrixLayout):
             return value.shape, value.dtype, value.device
         if isinstance(value, dict):
             return {name: told(one) for name, one in value.items()}
         return fields(value) if isinstance(value, Plan) else value
 
     if isinstance(plan, Plan):  # of what its text calls by name, which is all that it sees
-        used = set(plan.run.__code__.co_names) - {"apart", "check_apart", "run"}
+        used = set(plan.run.__code__.co_names) - {"seen", "check_unseen", "run"}
         constants = {name: told(plan.constants[name]) for name in used & plan.constants.keys()}
         return {"shape": plan.shape, "extents": (plan.extents, plan.out_extents), "constants": constants}
 
@@ -219,7 +219,7 @@ def fields(plan: Any) -> dict[str, Any]:
     own = {
         name: value
         for name, value in vars(plan).items()
-        if name not in ("apart", "path", "general", "layout", "saved_layout")
+        if name not in ("seen", "path", "general", "layout", "saved_layout")
     }
     path = {name: value for name, value in vars(plan.path).items() if name != "launches"}
     return {**own, **path, "layouts": (plan.layout.slices, plan.saved_layout.slices), "launches": launches}
@@ -240,7 +240,7 @@ def test_a_resized_plan_is_one_that_is_made_anew(name: str, fake_gpu: FakeGpu, m
     one(41)
     resized = [plan for plan in kept if isinstance(plan, (Plan, PlannedStep))]
     assert resized and [fields(plan) for plan in resized] == made[-len(resized) :]
-    assert all(plan.apart is not other.apart for plan in resized for other in resized if plan is not other)
+    assert all(plan.seen is not other.seen for plan in resized for other in resized if plan is not other)
 
 
 @pytest.mark.parametrize("name", ["mm", "mlp", "train", "pre"])
@@ -250,7 +250,7 @@ def test_what_is_kept_is_bounded(name: str, fake_gpu: FakeGpu, monkeypatch: pyte
     for rows in range(2, 12):
         one(rows)
     for each in plans._all_plans:
-        assert max(map(len, (each._plans, each._settled, each._rowwise))) <= 4
+        assert max(map(len, (each._plans, each._resizable, each._per_row))) <= 4
 
 
 def test_group_sizes_are_checked_once_that_is_asked_for(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

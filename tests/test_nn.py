@@ -447,7 +447,7 @@ def test_experts_that_overwrite_beside_experts_that_add() -> None:
 class TestDelay:
     @pytest.mark.parametrize("main_grads", [False, True])
     def test_backward_dw(self, kind: str, packed: bool, main_grads: bool) -> None:
-        """Three passes, two of them pending at once; the sums are those of an ordinary module."""
+        """Three passes, two of them pending at once; the sums equal an ordinary module's."""
         plain, delayed = MODULES[kind](packed), MODULES[kind](packed, delay_wgrad=True)
         name = "main_grad" if main_grads else "grad"
         if main_grads:

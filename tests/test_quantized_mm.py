@@ -1,4 +1,4 @@
-"""grouped_mm of quantised weights: the result is that of the dequantised weight, in every format that it takes."""
+"""grouped_mm of quantised weights: the result equals the dequantised weight's, in every format that it takes."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class TestBothLosses:
     @pytest.mark.parametrize("shift", [-46.0, -60.0, -120.0, -1e4])
     @pytest.mark.parametrize("dtype", [torch.float32, F64])
     def test_small_sigmoids_are_divided_by_their_sum(self, dtype: torch.dtype, shift: float) -> None:
-        """Far below 0 sigmoid is exp, so the loss and its gradient are those of a softmax."""
+        """Far below 0 sigmoid is exp, so the loss and its gradient equal a softmax's."""
         logits = (some_logits(9, 16, F64).round() + shift).to(dtype).requires_grad_()
         made = glulam.route(logits, 2, score="sigmoid")
         of_softmax = (logits.detach().double() - shift).requires_grad_()

@@ -44,6 +44,7 @@ from cute_kernels.specs import (
     LAYOUTS,
     OPERANDS,
     UNGATED,
+    BackwardCleanupSpec,
     DgluSpec,
     GroupedDgluSpec,
     GroupedGluSpec,
@@ -53,7 +54,6 @@ from cute_kernels.specs import (
     LayerSpec,
     MhcSpec,
     Spec,
-    TailSpec,
     WgradSpec,
     from_dict,
     to_dict,
@@ -301,7 +301,7 @@ IN_TENSOR_MEMORY = TileConfig(m=128, n=128, k=64, schedule="tensor_memory")
             lambda: GroupedDgluSpec(tile=DGLU8, operands="mxfp8", transpose_w=True),
             "transpose_w reads 16-bit weights alone",
         ),
-        (lambda: TailSpec("float32"), "dtype='float32'"),
+        (lambda: BackwardCleanupSpec("float32"), "dtype='float32'"),
         (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),
         (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128, 256"),
         (lambda: TileConfig(m=256, k=128, schedule="swapped"), "256 accumulators.*more than 128; choose tile m=128"),
@@ -354,13 +354,13 @@ def test_impossible_specs_are_refused(build, message) -> None:
         (GroupedDgluSpec(tile=DGLU8, dgrad=LARGE8, operands="mxfp8"), True),
         (GroupedWgradSpec(tile=WGRAD), False),
         (GroupedMmSpec(tile=LARGE_W8, operands="mxfp8_weight_only"), False),
-        (TailSpec(), False),
+        (BackwardCleanupSpec(), False),
         (MhcSpec(), False),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_who_draws_tickets(spec: Spec, expected: bool) -> None:
-    """Adaptive clusters do, but for those of a backward's activation, whose epilogue has loads of its own."""
+    """Adaptive clusters do, except a backward's activation's, whose epilogue has loads of its own."""
     assert draws_tickets(spec) is expected
 
 

@@ -1,4 +1,4 @@
-"""Which weight rows the threads of a swapped tile have: each its own, and those of a and u of an output together."""
+"""Weight rows of the threads of a swapped tile: each has its own, and an output's rows of a and u lie together."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_warpgroup_makes_neighbouring_columns(tile: TileConfig, parts: int) ->
         first = rows.first_column(warpgroup)
         columns = {rows.column(row, warpgroup, t) for row in range(rows.count) for t in range(THREADS)}
         assert columns == set(range(first, first + tile.slabs * 64 // parts))
-        # A chunk is that of a thread's rows 0 .. thread_columns - 1, its first warp has the first of them.
+        # A chunk has a thread's rows 0 .. thread_columns - 1, its first warp has the first of them.
         chunk = {rows.column(row, warpgroup, t) for row in range(rows.thread_columns) for t in range(THREADS)}
         assert chunk == set(range(first, first + rows.chunk_columns))
         warp = {rows.column(row, warpgroup, t) for row in range(rows.thread_columns) for t in range(32)}

@@ -108,17 +108,17 @@ def test_threads_that_miss_a_list_together(fake_gpu: FakeGpu, monkeypatch: pytes
     """Both make a table for the same addresses; the cache keeps one, and the other lives as long as its call."""
     monkeypatch.setattr(experts, "Table", Poisoned)
     weights = lists(1)
-    wanted, both, make = packed(weights), threading.Barrier(2, timeout=30), experts.gpus.apart
+    wanted, both, make = packed(weights), threading.Barrier(2, timeout=30), experts.gpus.on_own_thread
 
     def together(made: Callable[[], Any]) -> Any:
         both.wait()
         return make(made)
 
-    monkeypatch.setattr(experts.gpus, "apart", together)
+    monkeypatch.setattr(experts.gpus, "on_own_thread", together)
     with ThreadPoolExecutor(2) as threads:
         for result in [threads.submit(glulam.grouped_mm, X, weights[1], offs=OFFS) for _ in range(2)]:
             assert torch.equal(result.result(), glulam.grouped_mm(X, torch.stack(weights[1]), offs=OFFS))
-    monkeypatch.setattr(experts.gpus, "apart", make)
+    monkeypatch.setattr(experts.gpus, "on_own_thread", make)
     assert torch.equal(mlp(*weights), wanted)
 
 

@@ -229,7 +229,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("name", INPUTS)
     def test_only_what_is_asked_for(self, name: str, fake_gpu: FakeGpu) -> None:
-        """And the weights that a kernel is given are those of the call."""
+        """And a kernel is given the call's weights."""
         c = case(("swiglu", "concat"))
         given, every, dy = transposed_leaves(c, (name,)), transposed_leaves(c), gradient(c)
         glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True).backward(dy)

@@ -19,7 +19,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import BundleOutdated, __version__, cache, loader, manifest, stamps
+from ffi_bridge import BundleOutdated, __version__, cache, loader, manifest, stamps, verification
 from glulam import MXFP4Tensor, MXFP8Tensor
 from glulam.choose import choose, kernels, known
 from glulam.choose import table as tables
@@ -60,7 +60,7 @@ class TestBundles:
         folder = put(name, tmp_path / ARCH / manifest.FILE).parent
         data = json.loads((UPGRADES / name).read_text())
         (folder / data["library"]).write_bytes(b"a library")
-        for look in (manifest.check, manifest.verify, lambda folder, arch: loader.load(arch, folder.parent)):
+        for look in (verification.check, verification.verify, lambda folder, arch: loader.load(arch, folder.parent)):
             with pytest.raises(BundleOutdated, match=words):
                 look(folder, ARCH)
 

@@ -106,8 +106,8 @@ def _beside(c: Any) -> None:
     ("mistake", "message"),
     [
         (_one_column_off, "largest error"),
-        (_behind_the_groups, "rows behind the groups were written"),
-        (_beside, "bytes behind a result or workspace"),
+        (_behind_the_groups, "rows after the groups were written"),
+        (_beside, "bytes after a result or workspace"),
     ],
 )
 def test_a_wrong_kernel_is_found(
@@ -262,7 +262,7 @@ class TestStates:
         properties = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, multi_processor_count=108)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(device.manifest, "check", lambda *_: SimpleNamespace(sha256="ab"))
+        monkeypatch.setattr(device.verification, "check", lambda *_: SimpleNamespace(sha256="ab"))
         device.gpu.cache_clear()
 
     def test_calls_are_refused_until_it_is_validated(self) -> None:
@@ -291,7 +291,7 @@ class TestStates:
         def missing(*_: Any) -> None:
             raise BundleMissing("none")
 
-        monkeypatch.setattr(device.manifest, "check", missing)
+        monkeypatch.setattr(device.verification, "check", missing)
         assert device.state_of(ARCH, "NVIDIA A100") == "built, never run"
 
 
@@ -316,7 +316,7 @@ class TestWhichBundleServes:
         monkeypatch.delenv("GLULAM_ARCH", raising=False)
         monkeypatch.setenv(device.ENV_UNVALIDATED, "0")
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(device.manifest, "check", check)
+        monkeypatch.setattr(device.verification, "check", check)
         device.gpu.cache_clear()
         yield
         device.gpu.cache_clear()
@@ -421,7 +421,9 @@ class TestWhichBundleServes:
         def verify(folder: Path, arch: str) -> Any:
             specs = profiles.shipped_specs(arch, "demo")
             functions = {spec.name: SimpleNamespace(spec=to_dict(spec)) for spec in specs}
-            return SimpleNamespace(functions=functions, versions={}, sha256=device.manifest.check(folder, arch).sha256)
+            return SimpleNamespace(
+                functions=functions, versions={}, sha256=device.verification.check(folder, arch).sha256
+            )
 
         def outcomes(manifest: Any, index: int, specs: list[Spec], *_: Any) -> Iterator[Outcome]:
             assert {spec.arch for spec in specs} == {"sm_100a"} and device.gpu(index).arch == "sm_100a"

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import glulam
 from glulam.layer.expert_rows import rows_of_experts
-from glulam.library import FORMS
+from glulam.library import TORCH_OPS
 
 pytest_plugins = ["support.fixtures"]
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def samples() -> dict[str, list[Sample]]:
-    """Calls of each form of an operator: of every public function, with and without buffers and gradients."""
+    """Calls of each torch operator: of every public function, with and without buffers and gradients."""
     with Watch() as watch:
         for operation in OPERATIONS:
             arguments = operation.good("cpu")
@@ -72,14 +72,14 @@ def samples() -> dict[str, list[Sample]]:
         _into_buffers()
         _with_trained_row_scales()
         _rows_of_layers()
-    found: dict[str, list[Sample]] = {name: [] for name in FORMS}
+    found: dict[str, list[Sample]] = {name: [] for name in TORCH_OPS}
     for sample in watch.samples:
         found[sample.op._schema.name.removeprefix("glulam::")].append(sample)
     return found
 
 
 def _into_buffers() -> None:
-    """Calls of forms that are given buffers by their authors alone."""
+    """Calls of torch operators that are given buffers by their authors alone."""
     x, offs = torch.randn(20, 128, dtype=torch.bfloat16, requires_grad=True), torch.tensor([4, 20], dtype=torch.int32)
     layer = glulam.nn.GroupedMLP(2, 128, 128, recipe="mxfp8", dtype=torch.bfloat16)
     layer(x, offs=offs, out=torch.empty_like(x), grad_input=torch.empty_like(x)).sum().backward()
@@ -98,7 +98,7 @@ def _with_trained_row_scales() -> None:
 
 
 def _rows_of_layers() -> None:
-    """Calls of forms that layers over several ranks call alone."""
+    """Calls of torch operators that layers over several ranks call alone."""
     weights = torch.randn(4, 64, 32, dtype=torch.bfloat16), torch.randn(4, 32, 32, dtype=torch.bfloat16)
     ids = torch.randint(4, (20, 2))  # all are here, since no result is written after the last group
     routing = glulam.Routing.from_topk(ids, torch.rand(20, 2), 4, world_experts=16)
@@ -125,18 +125,20 @@ def _is_differentiable(sample: Sample) -> bool:
     return bool(results) and results[0].requires_grad
 
 
-def _sampled(form: str) -> list[Sample]:
-    """Samples of a form with other types of arguments, on leaves that are trained if the call has a gradient."""
+def _sampled(name: str) -> list[Sample]:
+    """Samples of a torch operator with other types of arguments, on leaves that are trained if the call has a
+    gradient.
+    """
     unlike: dict[str, Sample] = {}
-    for sample in samples()[form]:
+    for sample in samples()[name]:
         signature = pytree.tree_map_only(Tensor, lambda t: (t.dtype, t.dim()), (sample.arguments, sample.options))
         unlike.setdefault(repr(signature), sample)
     return [_leaves(sample, _is_differentiable(sample)) for sample in unlike.values()]
 
 
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - ELSEWHERE.keys()))
-def test_opcheck(form: str) -> None:
-    found = _sampled(form)
+@pytest.mark.parametrize("name", sorted(TORCH_OPS.keys() - ELSEWHERE.keys()))
+def test_opcheck(name: str) -> None:
+    found = _sampled(name)
     assert found
     for op, arguments, options in found:
         flat = pytree.tree_leaves((arguments, options))
@@ -146,7 +148,7 @@ def test_opcheck(form: str) -> None:
 
 
 def test_nothing_is_sampled_elsewhere_in_vain() -> None:
-    assert not [form for form in ELSEWHERE if samples()[form]]
+    assert not [name for name in ELSEWHERE if samples()[name]]
 
 
 @pytest.mark.parametrize("trace", [make_fx, lambda f: lambda *given: torch.jit.trace(f, given)], ids=["fx", "jit"])

@@ -10,7 +10,7 @@ import torch
 from support.fake_gpu import FakeGpu
 
 from glulam.host import workspace
-from glulam.host.workspace import ALIGNMENT_BYTES, GRANULE, MAX_STREAMS, MAX_VIEWS, Layout, Layouts
+from glulam.host.workspace import ALIGNMENT_BYTES, GRANULE, MAX_STREAMS, MAX_VIEWS, MatrixLayout, MatrixLayouts
 
 pytest_plugins = ["support.fixtures"]
 
@@ -22,8 +22,8 @@ def fresh(fake_gpu: FakeGpu) -> Iterator[None]:
     workspace.forget()
 
 
-def layout(rows: int = 3, columns: int = 8, index: int = 0, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    return Layout((rows, columns), dtype, torch.device("cpu"), index)
+def layout(rows: int = 3, columns: int = 8, index: int = 0, dtype: torch.dtype = torch.bfloat16) -> MatrixLayout:
+    return MatrixLayout((rows, columns), dtype, torch.device("cpu"), index)
 
 
 def test_the_same_memory_again() -> None:
@@ -46,7 +46,7 @@ def test_each_stream_has_its_own(fake_gpu: FakeGpu) -> None:
 
 
 def test_each_thread_has_its_own() -> None:
-    """Launching releases the GIL: another thread's call may come between the two launches of one."""
+    """PlanMaker releases the GIL: another thread's call may come between the two launches of one."""
     shared = layout()
     mine = workspace.take(shared)
     theirs: list[int] = []
@@ -97,7 +97,7 @@ def test_no_rows() -> None:
 
 
 def test_several_at_once_lie_apart(fake_gpu: FakeGpu) -> None:
-    several = Layouts(layout(), 5, layout(2, dtype=torch.float32))
+    several = MatrixLayouts(layout(), 5, layout(2, dtype=torch.float32))
     for capturing in (False, True):
         fake_gpu.stream, fake_gpu.capturing = 5 * capturing, capturing
         first, address, last = workspace.take(several)

@@ -40,11 +40,11 @@ class Element:
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of a share."""
+        """Bytes of a share, the unsigned integer of elements that a thread reads at once."""
         return int(self.share.width // 8)
 
     def read(self, address: Int32) -> Int32:
-        """Read a share from an address in shared memory."""
+        """Read a share (the elements that a thread reads at once) from an address in shared memory."""
         pointer = cute.make_ptr(self.share, address, cute.AddressSpace.smem, assumed_align=self.share_bytes)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
@@ -54,8 +54,8 @@ class Element:
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """Decode pair number `pair` of a share to two bfloat16 numbers, times a multiplier. Each architecture defines
-        this."""
+        """Decode pair number `pair` of a share (two of the elements read at once) to two bfloat16 numbers, times a
+        multiplier. Each architecture defines this."""
         raise NotImplementedError
 
 

@@ -127,7 +127,8 @@ class DecodedLines(Invariant):
         self.lane = self.thread % self.lanes_a_line
 
     def pair(self, word: Int32, pair: int, value: Int32) -> Int32:
-        """Return a pair of a word's elements as two 16-bit numbers, times the value of their scale (`Scales.value`)."""
+        """Return two neighbouring elements of a word as 16-bit numbers, times the value of their scale
+        (`Scales.value`)."""
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
@@ -157,7 +158,7 @@ class DecodedLines(Invariant):
                 copy_chunk(target + place, source, bytes_if(is_there))
 
     @cute.jit
-    def ask(self, sources: LineSources, first_row: Int32, slot_before: Int32):
+    def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
         """Start to load the scales of 64 weight rows, from `first_row` on. First write the scales that the previous
         call loaded to their own slot, `slot_before`."""
         words = self._scale_words(slot_before)

@@ -106,7 +106,7 @@ class RowsInFp8(Invariant):
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
         self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
-        self._ask(k_tile)
+        self._start_loads(k_tile)
         # These loads are issued before the loads above are waited for.
         of_rows = vector_at(Uint8, scales.rows_at + expert * scales.rows)
         fetched = cute.make_rmem_tensor(len(self.times), Int32)
@@ -122,7 +122,7 @@ class RowsInFp8(Invariant):
         block scales of k-tile `k_tile`."""
         for word in cutlass.range_constexpr(cute.size(self.shifts)):
             self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
-        self._ask(k_tile)
+        self._start_loads(k_tile)
 
     def _row(self, i: int) -> Int32:
         """Return the number, in its expert, of a thread's i-th weight row; it may be past the last row."""
@@ -130,13 +130,13 @@ class RowsInFp8(Invariant):
         return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
 
     def _shift(self, i: int) -> Int32:
-        """Return u of the block in the thread's i-th row."""
+        """Return u of the block in the thread's i-th row: the block's scale is 2^(u - 6) times the row's."""
         word, place = divmod(i, BYTES_A_WORD)
         below = (self.pending[i] & 0xFF) - byte_of(self.bases[word], place)
         return cutlass.max(below + (GREATEST - EXPONENT), Int32(0))
 
     @cute.jit
-    def _ask(self, k_tile: Int32):
+    def _start_loads(self, k_tile: Int32):
         """Start to load the block scales of a k-tile. Past a row's last block and past the last row any scale will do,
         since elements are zeros there."""
         rows, blocks = self.scales.rows, self.scales.blocks
@@ -150,7 +150,7 @@ class RowsInFp8(Invariant):
         return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
 
     def _packed(self, numbers: list[Int32]) -> Int32:
-        """Return up to four bytes in one word."""
+        """Return up to four numbers, each of one byte, in one word."""
         first, *others = numbers
         for place, number in enumerate(others, 1):
             first |= number << 8 * place

@@ -50,12 +50,13 @@ class Scales:
         self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
-        """Return the value of one scale byte; NaN if the byte is bad."""
+        """Return the value of one scale byte; NaN if the byte is bad (it must turn its weight row into NaN)."""
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
-        """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on. What a large
-        byte's multiplier lacks is in `rest_of_multiplier`."""
+        """Return the multipliers (scale times the inverse of `Element.read_exponent`'s power) of `count` of the four
+        bytes in `scales`, from byte number `first` on. What a large byte's multiplier lacks is in
+        `rest_of_multiplier`."""
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
@@ -68,12 +69,13 @@ class Scales:
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
-        """Return a word that is not 0 if one of the four bytes in `scales` is bad. Rows 0 to 7 set different bits, so
-        that words of several rows can be combined; see `is_bad`."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is bad, so that its weight row must give
+        NaN. Rows 0 to 7 set different bits, so that words of several rows can be combined; see `is_bad`."""
         raise NotImplementedError
 
     def large(self, scales: Int32) -> Int32:
-        """Return a word that is not 0 if one of the four bytes in `scales` is large."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is large: its multiplier exceeds bfloat16's
+        range."""
         raise NotImplementedError
 
 
@@ -98,7 +100,7 @@ class E8m0(Scales):
         return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
 
     def _multiplier(self, byte: Int32) -> Int32:
-        """Return the multiplier of one byte; that of the greatest small byte if it is large."""
+        """Return the multiplier of one byte or, if the byte is large, of the greatest byte that is not."""
         if self.first_large is None:
             return power_of(byte)
         return self._small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))

@@ -91,8 +91,8 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the activations, times the row scales, of chunk number `chunk` of `cols` columns, in the order of
-        accumulators."""
+        """Return the activations, times the row scales, of chunk number `chunk` (the columns that are stored at once,
+        `cols`), in the order of accumulators."""
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
             outputs[i] *= scales[self.row_of_output(i)]
@@ -116,8 +116,8 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Store a slab's preactivation, with columns in the order that `glu_layout` gives the rows of w1. target: the
-        store of the preactivation."""
+        """Store the preactivation of a slab (64 rows of the tile), with columns in the order that `glu_layout` gives
+        the rows of w1. target: the store of the preactivation."""
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)
             if const_expr(self.parts == 2):

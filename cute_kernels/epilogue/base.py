@@ -57,7 +57,8 @@ class GlobalScales(NamedTuple):
     count: Int32
 
     def of(self, expert: Int32, part: Int32 | int) -> Float32:
-        """Return the factor of a part of an expert's weights. part: 0 or 1."""
+        """Return the factor of a part of an expert's weights. part: 0 (a, or all weight rows without a gate) or 1
+        (u)."""
         return vector_at(Float32, self.address)[expert * self.count + (self.count >> 1) * part]
 
 
@@ -168,7 +169,8 @@ class Epilogue(KernelEpilogue):
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
-        """Return the number of columns of an output of `dtype` that a slot holds."""
+        """Return the number of columns of an output of `dtype` that a slot (a buffer in shared memory for what is
+        stored at once) holds."""
         return self.shape.slots.columns(dtype)
 
     def kernel_inputs(self, inputs: Any) -> Any:
@@ -194,7 +196,7 @@ class Epilogue(KernelEpilogue):
         self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: int,
     ) -> None:  # fmt: skip
-        """Turn the accumulators of one slab into stores.
+        """Turn the accumulators of one slab (64 rows of the tile) into stores.
 
         Args:
             acc: the thread's accumulators of the slab.
@@ -210,8 +212,8 @@ class Epilogue(KernelEpilogue):
         self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores, slab by slab. prefetched: what `begin` returned;
-        stores: a store for each output tensor; share: the warpgroup's slabs of the tile."""
+        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab. prefetched: what `begin`
+        returned; stores: a store for each output tensor; share: the warpgroup's slabs of the tile."""
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -296,7 +298,8 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
-        """Multiply the accumulators of a slab, in place, by the scales of their columns' weight rows."""
+        """Multiply the accumulators of a slab (64 rows), in place, by the scales of the weight rows that are the tile's
+        columns."""
         if const_expr(self.scales_columns):
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
@@ -310,7 +313,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _scale_parts(self, state: WarpgroupState, acc: cute.Tensor, work: WorkTile):
-        """Multiply a tile's accumulators, in place, by the global scales of their parts."""
+        """Multiply a tile's accumulators, in place, by the global scales of their parts (a and u of a gated layer)."""
         for part in cutlass.range_constexpr(self.parts):
             scale = state.inputs.global_scales.of(work.expert, part)
             for slab in cutlass.range_constexpr(self.slabs):

@@ -136,8 +136,8 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store a chunk's dpreact and act, and add to the sums of the thread's two rows. acc: dm; scales: the two row
-        scales; place: the result of `_chunk_at`."""
+        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows. acc: dm;
+        scales: the two row scales; place: the result of `_chunk_at`."""
         number, row, column = place
         act_slot = state.ring.act_slot(number)
         state.ring.wait(number)
@@ -182,8 +182,8 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Write a slab's row sums to the workspace, as this tile's part of d_row_scale. row: the slab's first row. A
-        tile past the last column, as an adaptive cluster may have, writes nothing."""
+        """Write the row sums of a slab (64 rows) to the workspace, as this tile's part of d_row_scale. row: the slab's
+        first row. A tile past the last column, as an adaptive cluster may have, writes nothing."""
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end
         if const_expr(self.tile.m < ROWS):  # the slab's other rows belong to other tiles

@@ -24,7 +24,7 @@ class Accumulators(Invariant):
     order."""
 
     def slab(self, slab: int) -> cute.Tensor:
-        """Read a thread's accumulators of slab number `slab`."""
+        """Read a thread's accumulators of slab number `slab`, 64 rows of the tile."""
         raise NotImplementedError
 
 
@@ -44,7 +44,8 @@ def slab_of(acc: cute.Tensor | Accumulators, slab: int, slabs: int) -> cute.Tens
 
 
 def chunk_of(acc: cute.Tensor, chunk: int, cols: int) -> cute.Tensor:
-    """Return a thread's accumulators of chunk number `chunk` of a slab. cols: columns of a chunk."""
+    """Return a thread's accumulators of chunk number `chunk` of a slab (64 rows). cols: columns of a chunk, which are
+    stored at once."""
     regs = ROWS * cols // THREADS
     return registers(acc, chunk * regs, regs)
 

@@ -35,7 +35,8 @@ def store_gate_pair(
     slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: Any,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a slot's columns of a and of u, in the order of the gate layout. They fill two slots.
+    """Store as many columns of a (activated half) and of u (linear half) as a slot holds, in the order of the gate
+    layout. They fill two slots.
 
     Args:
         served: the layouts for which the kernel is compiled, a key of specs.LAYOUT_FORMS.

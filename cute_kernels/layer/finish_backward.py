@@ -14,7 +14,7 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.target import early, wait_for_earlier
 from ..schedule.groups import Groups, last_row_end
-from ..specs import TailSpec
+from ..specs import BackwardCleanupSpec
 from ..tracing import DTYPES, Traced, traced
 
 THREADS = 256
@@ -105,7 +105,7 @@ class FinishBackward(Invariant):
 class Finish:
     """Host function of the last kernel; its arguments are described in `signatures._tail`."""
 
-    def __init__(self, spec: TailSpec):
+    def __init__(self, spec: BackwardCleanupSpec):
         self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])
 
     @cute.jit
@@ -121,5 +121,5 @@ class Finish:
             self.finish.launch(Rows(dx, columns, dx_pitch), sums, sizes, num_sms, stream)
 
 
-def trace(spec: TailSpec) -> Traced:
+def trace(spec: BackwardCleanupSpec) -> Traced:
     return traced(spec, Finish(spec))

@@ -3,7 +3,7 @@
 A choice is a pair (token n, j-th of its k experts). Arguments are addresses of tensors (0: not given), sizes, and:
 
     forms                       the dtype of logits (`dtypes.PARAM_FORMS`)
-    weight_form, bias_form      dtypes of a router's parameters; in "place", weight_form is that of choices' weights
+    weight_form, bias_form      dtypes of a router's parameters; in "place", weight_form: of choices' weights
     wide                        1: ids have 64 bits; 0: 32 bits
     first                       subtracted from ids
     expert_map, num_mapped      int32 [num_mapped], an id's index among the experts of this rank, or -1; 0: no map, ids

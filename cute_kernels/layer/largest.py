@@ -24,7 +24,7 @@ def key_of(value: Float32) -> Int32:
 
 
 def number_of(key: Int32) -> Float32:
-    """Return the number that has a key; a NaN for NAN_KEY."""
+    """Return the number that has a key (`key_of`); a NaN for NAN_KEY."""
     return select(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
 
 
@@ -34,7 +34,8 @@ def place_of(index: int) -> Int32:
 
 
 def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
-    """Return, on every lane, the largest of a warp's keys and its place; the lowest place if keys are equal.
+    """Return, on every lane, the largest of a warp's keys and its place (lane + 32 index); the lowest place if keys are
+    equal.
 
     keys: this lane's keys.
     """

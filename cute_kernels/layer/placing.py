@@ -150,13 +150,14 @@ class Placer(Invariant):
         return capacity * counters_of(capacity) * 4 + TOTALS_BYTES
 
     def _run(self) -> tuple[Int32, Int32]:
-        """Return the first choice of this warp's run, and the choice after its last."""
+        """Return the first choice of this warp's run (consecutive choices of the CTA's chunk), and the choice after its
+        last."""
         begin = cutlass.min(self.begin + self.warp * self.run, self.end)
         return begin, cutlass.min(begin + self.run, self.end)
 
     @cute.jit
     def count(self):
-        """Count the choices of each expert in each warp's run, in `counts`."""
+        """Count the choices of each expert in each warp's run (consecutive choices), in `counts`."""
         for i in cutlass.range(self.thread, self.capacity * self.warps, THREADS):
             self.counts[i % self.capacity, i // self.capacity] = Int32(0)
         cute.arch.sync_threads()
@@ -180,7 +181,7 @@ class Placer(Invariant):
 
     @cute.jit
     def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
-        """Write all results for the chunk's choices; called after `count`.
+        """Write all results for the choices of the CTA's chunk; called after `count`.
 
         counts: the address of all chunks' counts, int32 [chunks, E]; not read if there is one chunk.
         """

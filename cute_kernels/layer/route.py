@@ -103,7 +103,7 @@ class Choose(_Chunks):
 
 
 class Count(_Chunks):
-    """Kernel that writes how often each chunk chose each expert to `workspace`, int32 [chunks, experts]."""
+    """Kernel that writes how often each chunk of tokens chose each expert to `workspace`, int32 [chunks, experts]."""
 
     @cute.jit
     def __call__(

@@ -41,7 +41,7 @@ class BlockGrid(NamedTuple):
     blocks: Int32
 
     def expert(self, expert: Int32) -> Int64:
-        """Return the address of an expert's scales. For the end mark (expert < 0), return the address of the first
+        """Return the address of an expert's scales; for the end mark (a tile with expert < 0), of the first
         expert's."""
         return self.address + Int64(cutlass.max(expert, Int32(0))) * (self.rows * self.blocks * SCALE_BYTES)
 
@@ -69,7 +69,8 @@ def block_grid(
 
 
 def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
-    """Return the grid row of a column of part 0 (a) or 1 (u), each of which has `half` columns."""
+    """Return the grid row (which holds the scales of 128 weight rows) of a column of part 0 (a) or 1 (u), each of which
+    has `half` columns."""
     own = part * grid.half + column // BLOCK
     return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
 

@@ -63,7 +63,7 @@ class LaneParams(NamedTuple):
 
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
-    """Load the parameters of this lane's outputs."""
+    """Load the parameters (alpha and bias) of this lane's outputs, numbers k of p = x weight^T."""
     rounds = cute.ceil_div(outputs(n), LANES)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)

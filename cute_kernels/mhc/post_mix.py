@@ -303,8 +303,8 @@ class PostMixBackward(Invariant):
 
     @cute.jit
     def _store(self, gradients: Gradients, forms: Int32, transpose: Int32, token: Int64, index: Int32, value: Float32):
-        """Store one of a token's sums as a gradient: number i n + j is that of h_res[i, j], number n^2 + i that of
-        h_post[i]."""
+        """Store one of a token's sums as a gradient: sum number i n + j is h_res[i, j]'s, number n^2 + i
+        h_post[i]'s."""
         n = self.n
         if index < n * n:
             at = index

@@ -26,8 +26,7 @@ from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
 from .gates import Gates, ProjectFinish
-from .project_exact import ExactProducts
-from .project_exact import Problem as ExactProblem
+from .project_exact import ExactProducts, ExactProjection
 from .shapes import (
     ROW_PADDING,
     TOKEN_TILE,
@@ -45,7 +44,7 @@ WORDS = VECTOR_BYTES // 4
 FILL_READS = 8
 
 
-class Problem(NamedTuple):
+class Projection(NamedTuple):
     """Addresses and sizes of a projection.
 
     Attributes:
@@ -68,7 +67,7 @@ class Problem(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Step number `step` of token tile number `tile`."""
+    """Step number `step` (`step_bytes` of each token) of token tile number `tile`."""
 
     tile: Int32
     step: Int32
@@ -132,10 +131,10 @@ class Project(Invariant):
             squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
             columns, code = width * self.n, dtype_code(forms, 0)
             if code == F32:
-                exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
+                exact = ExactProjection(x, weight, workspace, squares, tokens, columns, slice_columns)
                 self.exact.launch(exact, slices, groups, stream)
             else:
-                problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
+                problem = Projection(x, workspace, squares, tokens, columns, slice_columns, groups)
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
                 self.kernel(problem, weight, code).launch(
                     grid=(slices, groups, 1),
@@ -149,7 +148,7 @@ class Project(Invariant):
             self.finish.launch(sums, gates, results, tokens, columns, num_sms, stream)
 
     @cute.kernel
-    def kernel(self, problem: Problem, weight: Int64, weight_code: Int32):
+    def kernel(self, problem: Projection, weight: Int64, weight_code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         _, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // LANES)
@@ -167,7 +166,7 @@ class Project(Invariant):
             self._stream(mine, weights, problem, path, first, ahead)
 
     @cute.jit
-    def _path(self, problem: Problem, stride: Int32, tiles: Int32) -> Path:
+    def _path(self, problem: Projection, stride: Int32, tiles: Int32) -> Path:
         part, _, _ = cute.arch.block_idx()
         columns = cutlass.min(problem.slice_columns, problem.columns - part * problem.slice_columns)
         vectors = columns // elements(self.dtype)
@@ -175,9 +174,9 @@ class Project(Invariant):
         return Path(vectors, steps, stride, tiles * steps)
 
     @cute.jit
-    def _fill(self, weights: cute.Pointer, problem: Problem, weight: Int64, code: Int32):
-        """Write this CTA's slice of the weight, in the streams' dtype, to shared memory; zeros after the last
-        column."""
+    def _fill(self, weights: cute.Pointer, problem: Projection, weight: Int64, code: Int32):
+        """Write this CTA's slice (some columns) of the weight, in the streams' dtype, to shared memory; zeros after the
+        last column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
         count, threads = elements(self.dtype), self.threads
@@ -204,7 +203,7 @@ class Project(Invariant):
         return shared_at(Int32, weights + (row * self.row_words + vector * WORDS), WORDS)
 
     @cute.jit
-    def _start(self, ring: cute.Pointer, problem: Problem, path: Path, first: Place) -> Place:
+    def _start(self, ring: cute.Pointer, problem: Projection, path: Path, first: Place) -> Place:
         """Start to fill all stages except one; this goes on while the weight is read. Return the step to copy next."""
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
@@ -212,7 +211,7 @@ class Project(Invariant):
         return ahead
 
     @cute.jit
-    def _advance(self, stage: cute.Pointer, problem: Problem, path: Path, place: Place, is_any) -> Place:
+    def _advance(self, stage: cute.Pointer, problem: Projection, path: Path, place: Place, is_any) -> Place:
         """Start to copy a step to a stage, if any step is left (`is_any`), and return the step after it."""
         copy = AsyncCopy(WORDS)
         if is_any:
@@ -222,7 +221,7 @@ class Project(Invariant):
 
     @cute.jit
     def _stream(
-        self, ring: cute.Pointer, weights: cute.Pointer, problem: Problem, path: Path, first: Place, ahead: Place
+        self, ring: cute.Pointer, weights: cute.Pointer, problem: Projection, path: Path, first: Place, ahead: Place
     ):  # fmt: skip
         """Multiply all of a warp's token tiles; their steps form one copy pipeline, which does not drain between tiles.
 
@@ -263,7 +262,7 @@ class Project(Invariant):
         return Place(tile, step)
 
     @cute.jit
-    def _copy(self, copy: AsyncCopy, stage: cute.Pointer, problem: Problem, place: Place, vectors: Int32):
+    def _copy(self, copy: AsyncCopy, stage: cute.Pointer, problem: Projection, place: Place, vectors: Int32):
         """Start to copy a step of a token tile to a stage. Past the last token or vector, the last one is copied again.
 
         Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
@@ -314,8 +313,8 @@ class Project(Invariant):
                     mma.add(sums, a, [column[2 * s], column[2 * s + 1]])
 
     @cute.jit
-    def _leave(self, problem: Problem, tile: Int32, products: cute.Tensor, squares: cute.Tensor):
-        """Store a finished tile's sums over this slice in the workspace."""
+    def _leave(self, problem: Projection, tile: Int32, products: cute.Tensor, squares: cute.Tensor):
+        """Store a finished token tile's sums over this CTA's slice of columns in the workspace."""
         part, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for half in cutlass.range_constexpr(2):

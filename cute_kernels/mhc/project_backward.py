@@ -368,7 +368,7 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
-        """Store this part's sums for d_weight in the workspace."""
+        """Store the sums for d_weight of this part of the tokens in the workspace."""
         for chunk in cutlass.range_constexpr(self.outputs // 8):
             for one in cutlass.range_constexpr(2):
                 row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one

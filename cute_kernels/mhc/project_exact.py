@@ -35,7 +35,7 @@ WORDS = VECTOR_BYTES // 4
 UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
 
-class Problem(NamedTuple):
+class ExactProjection(NamedTuple):
     """Addresses and sizes of a projection.
 
     Attributes:
@@ -94,7 +94,7 @@ class ExactProducts(Invariant):
         self.rounds = -(-self.outputs * self.step_vectors // self.threads)
 
     @cute.jit
-    def launch(self, problem: Problem, slices: Int32, groups: Int32, stream: cuda.CUstream):
+    def launch(self, problem: ExactProjection, slices: Int32, groups: Int32, stream: cuda.CUstream):
         """Launch a CTA for each slice of columns and each of `groups` groups of tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(problem).launch(
@@ -106,7 +106,7 @@ class ExactProducts(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, problem: Problem):
+    def kernel(self, problem: ExactProjection):
         thread, _, _ = cute.arch.thread_idx()
         index, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // LANES)
@@ -122,7 +122,7 @@ class ExactProducts(Invariant):
         self._stream(ring, slots, problem, mine)
 
     @cute.jit
-    def _stream(self, ring: cute.Pointer, slots: cute.Pointer, problem: Problem, mine: Slice):
+    def _stream(self, ring: cute.Pointer, slots: cute.Pointer, problem: ExactProjection, mine: Slice):
         products = cute.make_rmem_tensor(self.units * UNIT_TILES * self.outputs // 2, Float32)
         squares = cute.make_rmem_tensor((4, self.units * UNIT_TILES), Float32)
         products.fill(0.0)
@@ -157,7 +157,7 @@ class ExactProducts(Invariant):
         self._leave(problem, mine, products, squares)
 
     @cute.jit
-    def _read(self, problem: Problem, mine: Slice, step: Int32, values: cute.Tensor):
+    def _read(self, problem: ExactProjection, mine: Slice, step: Int32, values: cute.Tensor):
         """Load a thread's vectors of a step of the weight. After the last column or row, that one is read again."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
@@ -198,7 +198,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _advance(
-        self, stage: cute.Pointer, problem: Problem, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
+        self, stage: cute.Pointer, problem: ExactProjection, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
     ):  # fmt: skip
         """Start to copy a step of a unit of tokens to a stage, if the step exists. Past the last token or vector, the
         last one is copied again. A unit without any token is not copied, and its sums are not stored.
@@ -226,7 +226,7 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares of a unit of tokens."""
+        """Add a step's products and squares of a unit (UNIT_TOKENS tokens)."""
         lane = cute.arch.lane_idx()
         if (step + 1) * self.step_vectors > mine.vectors:
             self._clear(stage, mine.vectors - step * self.step_vectors)
@@ -322,8 +322,8 @@ class ExactProducts(Invariant):
         return cute.make_tensor(products.iterator + at, cute.make_layout(4))
 
     @cute.jit
-    def _leave(self, problem: Problem, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
-        """Store the warp's sums over this slice in the workspace."""
+    def _leave(self, problem: ExactProjection, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
+        """Store the warp's sums over this CTA's slice of columns in the workspace."""
         index, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):

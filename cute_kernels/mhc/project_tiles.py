@@ -297,7 +297,7 @@ class TileGradients(Invariant):
 
     @cute.jit
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
-        """Add x^T dp over a tile's tokens to `sums`."""
+        """Add x^T dp over a tile's tokens to `sums`; dp is the gradient of p = x weight^T."""
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
         right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8
@@ -343,8 +343,8 @@ class TileGradients(Invariant):
         64 bytes of each of two rows."""
         lane = cute.arch.lane_idx()
         left = [self._dp(blocks, False, part) for part in range(self.parts)]
-        behind = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
-        norms = [self._float(behind + (lane // 4 + 8 * half)) for half in range(2)]
+        norms_at = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
+        norms = [self._float(norms_at + (lane // 4 + 8 * half)) for half in range(2)]
         mine = self._word(lane // 4, lane % 4)
         places = [
             [stage + ((mine ^ (group * 4 * WORDS)) + half * (8 * self.vectors * WORDS)) for half in range(2)]

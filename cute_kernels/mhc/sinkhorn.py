@@ -39,7 +39,7 @@ LEAST_EPS = 1e-30
 """The least eps with which columns sleep. A smaller eps is not larger than a sleeping column's sum would be; with such
 an eps, peaks below DEEPEST are raised to DEEPEST."""
 LOWEST = -3e38
-"""The peak that stands for that of a column of -inf, whose elements then stay 0."""
+"""The peak that a column of -inf gets instead of -inf, so that its elements stay 0."""
 NEVER = 1e6
 """A number of iterations that no call reaches."""
 

@@ -36,7 +36,7 @@ class PendingScales(Invariant):
         return self.words[place]
 
     @cute.jit
-    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+    def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
         """Start to load the scale of k-tile `tile`, number `place` of the run. Past the last block: use scale 0, since
         a stale NaN scale would turn padding zeros into NaN."""
         number = tile // (BLOCK // DEPTH)

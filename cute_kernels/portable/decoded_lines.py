@@ -66,10 +66,10 @@ class DecodedAcross(Operand):
 
     def advance(self, sources: LineSources, tile: Int32, before: Int32) -> None:
         """Start to load the scales of k-tile `tile`; write the previous k-tile's scales to its stage `before`."""
-        self.of_thread.ask(sources, tile * DEPTH, self._slot(before))
+        self.of_thread.start_loads(sources, tile * DEPTH, self._slot(before))
 
     def decode(self, stage: Int32) -> None:
-        """Decode a stage that has arrived."""
+        """Decode the k-tile of a stage (a buffer in shared memory) that has arrived."""
         # The accumulators leave no registers for all chunks of 8-bit elements at once: sm_120 spills 144 bytes.
         for time in self.of_thread.times:
             chunks, scales = self.of_thread.read(self._slot(stage), (time,))

@@ -31,7 +31,7 @@ class PreactSlots(Invariant):
         self.slots, self.layout, self.smem = slots, layout, slots.smem
 
     def act_slot(self, number: Int32) -> Int32:
-        """Return the slot of act of chunk `number`."""
+        """Return the slot for act of chunk `number` (64 x 64 outputs)."""
         return number * (1 + self.layout.slots)
 
     def slot(self, number: Int32 | int, slot: int) -> Int32 | int:
@@ -49,7 +49,7 @@ class PreactSlots(Invariant):
         """Do nothing: all preactivations have arrived before the first chunk begins."""
 
     def release(self, number: Int32) -> None:
-        """Do nothing: no two chunks of a tile share slots."""
+        """Do nothing: no two chunks (64 x 64 outputs) of a tile share slots."""
 
 
 class Pair(PreactPair):

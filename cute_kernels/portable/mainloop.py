@@ -17,8 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.anew import anew
 from ..device.invariant import Invariant
+from ..device.opaque import opaque
 from ..device.select import select
 from ..device.warp_mma import WarpMma
 from ..device.warps import WARP
@@ -56,8 +56,8 @@ class Mainloop(Invariant):
         run = self.b.run
         # The last run may end with a k-tile of zeros.
         num_tiles = cute.ceil_div(depth, DEPTH * run) * run
-        # Without `anew`, the distances of the first copies' lines stay in 8 registers from tile to tile.
-        zero = anew(Int32(0))
+        # Without `opaque`, the distances of the first copies' lines stay in 8 registers from tile to tile.
+        zero = opaque(Int32(0))
         for first in cutlass.range_constexpr(0, self.stages - run, run):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)
         stage = Int32(0)
@@ -78,8 +78,9 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """Start to copy the run of k-tiles from `tile` on into the stages from `stage` on, unless `tile` is past the
-        last k-tile. Always commit one cp.async group, even an empty one, so that wait counts stay fixed."""
+        """Start to copy the run (k-tiles between two barriers) from `tile` on into the stages from `stage` on, unless
+        `tile` is past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts stay
+        fixed."""
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
@@ -88,7 +89,8 @@ class Mainloop(Invariant):
         cute.arch.cp_async_commit_group()
 
     def _before(self, stage: Int32) -> Int32:
-        """Return the first stage of the previous run, around the ring. stage: the first stage of a run."""
+        """Return the first stage of the previous run (k-tiles between two barriers), around the ring. stage: the first
+        stage of a run."""
         return select(stage == 0, Int32(self.stages), stage) - self.b.run
 
     @cute.jit
@@ -108,8 +110,8 @@ class Mainloop(Invariant):
             self._add(acc, rows, pair, self.b.columns(stage, pair, k))
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
-        """Add, for each slab, the product of 16 rows and the 16 columns from 16 * `pair` on. rows: a list of words for
-        each slab; columns: words as `columns` of operand b returns."""
+        """Add, for each slab (64 rows of the tile), the product of 16 rows and the 16 columns from 16 * `pair` on.
+        rows: a list of words for each slab; columns: words as `columns` of operand b returns."""
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
             sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))

@@ -118,7 +118,7 @@ class ScaleBytes(Invariant):
         return self.bytes[place, block]
 
     @cute.jit
-    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+    def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
         """Start to load the scales of k-tile `tile`, number `place` of the run. Past the last block: byte 0, since a
         stale NaN scale would turn padding zeros into NaN."""
         for block in cutlass.range_constexpr(self.blocks):
@@ -144,7 +144,7 @@ class ScaleWords(Invariant):
         return byte_of(self.words[place], block)
 
     @cute.jit
-    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+    def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
         """Start to load the scales of k-tile `tile`, number `place` of the run; 0 past the last block."""
         number = tile * BYTES
         self.words[place] = Int32(0)
@@ -188,15 +188,15 @@ class Narrow(Along):
         self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
-        """Return a stage's multipliers in shared memory, as (row, block)."""
+        """Return a stage's multipliers (bfloat16 numbers that scale its elements) in shared memory, as (row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
         pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
         return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, tile: Int32, before: Int32):
-        """Write the multipliers of the previous run, whose stages begin at `before`, and start to load the scales of
-        the run that begins at k-tile `tile`."""
+        """Write the multipliers of the previous run (k-tiles between two barriers), whose stages begin at `before`, and
+        start to load the scales of the run that begins at k-tile `tile`."""
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)
@@ -204,7 +204,7 @@ class Narrow(Along):
                 where = self._place(block, tile - self.run + place)
                 held[thread, where] = self.scales.value(self.pending.byte(place, block))
         for place in cutlass.range_constexpr(self.run):
-            self.pending.ask(sources, place, tile + place)
+            self.pending.start_loads(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
         """Return where a block's multiplier lies among those of k-tile `tile`: multipliers are in the order of

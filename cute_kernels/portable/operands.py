@@ -39,7 +39,7 @@ BLOCK_BYTES = DEPTH * LINE_BYTES
 
 
 def chunk_at(line: Int32, chunk: Int32) -> Int32:
-    """Return the offset of a chunk of a line of 128 bytes, in bytes from the first line; swizzled."""
+    """Return the offset of a chunk (16 bytes) of a line of 128 bytes, in bytes from the first line; swizzled."""
     return line * LINE_BYTES + (chunk ^ line % CHUNKS) * CHUNK_BYTES
 
 
@@ -70,11 +70,11 @@ class Operand(Invariant):
     decodes, decoded_bytes = False, 0
 
     def decode(self, stage: Int32) -> None:
-        """Decode a stage that has arrived, if `decodes`."""
+        """Decode the k-tile of a stage (a buffer in shared memory) that has arrived, if `decodes`."""
 
     def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
-        """Prepare the run of k-tiles that begins at `tile`, for example load its scales; called for every run, also
-        past the last k-tile. before: the first stage of the previous run."""
+        """Prepare the run (k-tiles between two barriers) that begins at `tile`, for example load its scales; called for
+        every run, also past the last k-tile. before: the first stage of the previous run."""
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
         """Read 16 rows, from row `first` on, of the other operand x for step `k` of k-tile `tile`, with elements in
@@ -103,8 +103,8 @@ class Along(Operand):
         return line * self.line_bytes + (chunk ^ line // shared % self.chunks) * CHUNK_BYTES
 
     def copy(self, sources: Lines, stage: Int32, k: Int32, depth: Int32) -> None:
-        """Start to copy a k-tile, elements k to k + 63 of each line, into a stage; write zeros from element `depth`
-        on."""
+        """Start to copy a k-tile, elements k to k + 63 of each line (a row of the operand), into a stage; write zeros
+        from element `depth` on."""
         has_columns = k + self.chunk * (CHUNK_BYTES * 8 // self.bits) < depth
         if self.lines < self.step:
             has_columns = has_columns & (self.line < self.lines)
@@ -181,8 +181,8 @@ class Across(Operand):
 
     @cute.jit
     def copy(self, sources: Contraction, stage: Int32, k: Int32, depth: Int32):
-        """Start to copy a k-tile, lines k to k + 63 of the contraction, into a stage; write zeros from line `depth`
-        on."""
+        """Start to copy a k-tile, lines k to k + 63 (each of the `width` elements of one contraction index), into a
+        stage; write zeros from line `depth` on."""
         target = self.smem + stage * self.stage_bytes + chunk_at(self.line, self.chunk)
         for i in cutlass.range_constexpr(DEPTH // STEP):
             line = k + self.line + i * STEP

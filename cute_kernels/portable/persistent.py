@@ -44,7 +44,7 @@ class States(Invariant):
         self.inputs, self.groups, self.smem = inputs, groups, smem
 
     def new(self) -> Any:
-        """Make a state."""
+        """Make a state of the epilogue."""
         slots = Slots(self.smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, ROWS))
         return self.epilogue.make_state(self.inputs, self.groups, slots, self.own, None)
 

@@ -1,13 +1,13 @@
 """The choice of tiles for architectures with portable kernels: SMALL for few rows an expert, else LARGE.
 
-This module is an `arch.Room`, which describes its functions.
+This module is an `arch.ArchPolicy`, which describes its functions.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons, of_one_kernel, of_two_tiles, tile_among
+from ..arch import Gemm, PolicyProblem, Reasons, of_one_kernel, of_two_tiles, tile_among
 from ..formats import OPERANDS
 from ..gemms import GemmPolicy
 from ..specs import GemmSpec, Spec
@@ -29,32 +29,32 @@ def gemm_policy(spec: GemmSpec) -> GemmPolicy:
     return GemmPolicy()
 
 
-def tiles(problem: Problem) -> tuple[TileConfig, ...]:
+def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
     """Return the tiles that ship for a problem: only LARGE for operators of training, whose experts have many rows."""
     is_of_training = problem.op in _OF_TRAINING or (problem.transpose_w and OPERANDS[problem.operands].decodes)
     return (LARGE,) if is_of_training else TILES
 
 
-def rows_decide(problem: Problem) -> bool:
+def rows_decide(problem: PolicyProblem) -> bool:
     """Return True if a problem's number of rows chooses among its tiles."""
     return len(tiles(problem)) > 1
 
 
-def ruled(problem: Problem) -> TileConfig:
+def fixed_tile(problem: PolicyProblem) -> TileConfig:
     """Return the tile that the rule by rows an expert chooses."""
     few = rows_decide(problem) and problem.rows <= MOST_ROWS * problem.experts
     return SMALL if few else LARGE
 
 
-def reasons(problem: Problem, tile: TileConfig) -> Reasons:
-    """Return the reasons why `ruled` chooses `tile`."""
+def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
+    """Return the reasons why `fixed_tile` chooses `tile`."""
     if not rows_decide(problem):
         return of_one_kernel(problem)
     return of_two_tiles(problem, tile, MOST_ROWS, few=SMALL, many=LARGE)
 
 
-def advice(problem: Problem) -> tuple[str, ...]:
-    """Return no advice: no alternatives are known to be faster than the tiles."""
+def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
+    """Return nothing: no alternatives are known to be faster than the tiles."""
     return ()
 
 

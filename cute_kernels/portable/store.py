@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from ..device.anew import anew
 from ..device.gmem import CHUNK_BYTES, bytes_if, copy_chunk
+from ..device.opaque import opaque
 from ..device.select import select
 from ..epilogue import slots
 from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
@@ -102,7 +102,7 @@ class Slots(slots.Slots):
         self.smem = cute.make_tensor(cute.recast_ptr(smem, layout.inner, dtype=dtype), layout.outer)
         self.cols = cute.size(self.smem, mode=[1])
         thread, _, _ = cute.arch.thread_idx()
-        self.thread = anew(thread)
+        self.thread = opaque(thread)
 
     def sync(self) -> None:
         cute.arch.sync_threads()
@@ -124,7 +124,8 @@ class Slots(slots.Slots):
 
     @cute.jit
     def bring(self, place: Place, slot: cutlass.Constexpr[int]):
-        """Start to copy a place of global memory into a slot; write zeros outside of the place's rows and columns."""
+        """Start to copy a place of global memory into a slot (64 rows in shared memory); write zeros outside of the
+        place's rows and columns."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         for i in cutlass.range_constexpr(ROWS // STEP):
@@ -134,7 +135,7 @@ class Slots(slots.Slots):
             copy_chunk(self.first + slot * SLOT_BYTES + chunk_at(row, chunk), at, bytes_if(is_inside))
 
     def publish(self) -> None:
-        """Make a filled slot visible to all threads."""
+        """Make a filled slot (64 rows in shared memory) visible to all threads."""
         self.sync()
 
     def drain(self) -> None:

@@ -32,8 +32,8 @@ from ..device.select import select
 from ..formats import MXFP8
 from ..specs import FoldMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
-from .quantize_mxfp8 import VECTOR_BYTES, WORDS
 from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
+from .tile import VECTOR_BYTES, WORDS
 
 BLOCK = MXFP8.block
 WARP = 32
@@ -115,7 +115,7 @@ class FoldMxfp8(Invariant):
 
     def _max_into(self, maxima: cute.Tensor, words: cute.Tensor) -> None:
         for j in range(WORDS):
-            maxima[j] = self.magnitudes.max(maxima[j], self.magnitudes.of(words[j]))
+            maxima[j] = self.magnitudes.max(maxima[j], self.magnitudes.absolute(words[j]))
 
     def _store_words(self, words: cute.Tensor, address: Int64) -> None:
         count = cute.size(words)
@@ -245,9 +245,9 @@ class FoldRows(FoldMxfp8):
         """Return the greatest magnitude of the block that holds this thread's 16 bytes."""
         words = cute.recast_tensor(values, Int32)
         kind = self.magnitudes
-        word = kind.of(words[0])
+        word = kind.absolute(words[0])
         for j in range(1, WORDS):
-            word = kind.max(word, kind.of(words[j]))
+            word = kind.max(word, kind.absolute(words[j]))
         distance = 1
         while distance < BLOCK // self.vector:
             word = kind.max(word, cute.arch.shuffle_sync_bfly(word, distance))
@@ -364,7 +364,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
-        """Quantise a block, rescale it to the exponents `targets` of its columns, and store it.
+        """Quantise a block of 32 rows, rescale it to the exponents `targets` of its columns, and store it.
 
         out: the address, in the result, of this thread's rows of its first column. pitch: bytes from column to column.
         """

@@ -17,8 +17,9 @@ from ..formats import FP8_ROWS
 from ..specs import QuantizeFp8BlockSpec
 from ..tracing import DTYPES, Traced, traced
 from .float_scales import inverse_of, scale_of
-from .quantize_mxfp8 import WORDS, Origin, Outputs, QuantizeMxfp8, Reach, ScaleLayout
+from .mxfp8 import QuantizeMxfp8
 from .scale_stores import BLOCK, WORD_BYTES, Strip
+from .tile import WORDS, Origin, Outputs, Reach, ScaleLayout
 
 
 class QuantizeFp8Block(QuantizeMxfp8):
@@ -59,9 +60,9 @@ class QuantizeFp8Block(QuantizeMxfp8):
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         for i in range(self.rows_per_thread):
-            maxima[i] = kind.of(words[0, i])
+            maxima[i] = kind.absolute(words[0, i])
             for j in range(1, WORDS):
-                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+                maxima[i] = kind.max(maxima[i], kind.absolute(words[j, i]))
         self._max_over_lanes(maxima, 1, self.lanes_per_block)
         for i in range(self.rows_per_thread):
             scales[i] = scale_of(kind.greatest(maxima[i]))

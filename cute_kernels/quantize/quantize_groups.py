@@ -25,8 +25,9 @@ from ..memory.scale_bands import BAND_ROWS, first_place, num_places
 from ..schedule.groups import Groups, clamp, group_rows
 from ..specs import QuantizeMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
-from .quantize_mxfp8 import SMEM_PERCENT, WORDS, Origin, Outputs, QuantizeMxfp8, Reach, ScaleLayout, read_once
+from .mxfp8 import QuantizeMxfp8
 from .scale_stores import BLOCK, BLOCKS, ScaleGrid
+from .tile import SMEM_PERCENT, WORDS, Origin, Outputs, Reach, ScaleLayout, read_once
 
 
 class Band(NamedTuple):

@@ -28,8 +28,8 @@ from ..device.warps import WARP
 from ..formats import MXFP4
 from ..specs import QuantizeMxfp4Spec
 from ..tracing import DTYPES, Traced, traced
-from .quantize_mxfp8 import VECTOR_BYTES, WORDS, read_once
 from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
+from .tile import VECTOR_BYTES, WORDS, read_once
 
 BLOCK = MXFP4.block
 WARPS = 8
@@ -126,9 +126,9 @@ class QuantizeMxfp4(Invariant):
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.lanes, Int32)
         for i in range(self.lanes):
-            maxima[i] = kind.of(words[0, i])
+            maxima[i] = kind.absolute(words[0, i])
             for j in range(1, WORDS):
-                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+                maxima[i] = kind.max(maxima[i], kind.absolute(words[j, i]))
         distance = 1
         while distance < self.lanes:
             for i in range(self.lanes):

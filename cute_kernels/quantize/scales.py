@@ -63,13 +63,13 @@ class Magnitudes:
         self.packed = dtype.width == 16
         self.mask = 0x7FFF7FFF if self.packed else 0x7FFFFFFF
 
-    def of(self, word: Int32) -> Int32:
+    def absolute(self, word: Int32) -> Int32:
         return word & Int32(self.mask)
 
-    def behind(self, word: Int32, other: Int32) -> Int32:
-        """Return `of(word)`, computed after `other`, a word of magnitudes that this result then depends on. Without the
-        dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers too many.
-        `other` has no sign bits, so the mask does not change."""
+    def absolute_after(self, word: Int32, other: Int32) -> Int32:
+        """Return `absolute(word)`, computed after `other`, a word of magnitudes that this result then depends on.
+        Without the dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers
+        too many. `other` has no sign bits, so the mask does not change."""
         return word & (other | Int32(self.mask))
 
     def max(self, a: Int32, b: Int32) -> Int32:

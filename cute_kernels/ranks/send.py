@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     most: Int32
 
 
-class Part(NamedTuple):
+class RowVectors(NamedTuple):
     """The vectors of a row that a lane handles at once: number first, first + WARP, ..., UNROLL of them, below
     `vectors` (the vectors of the row). A vector may have any size."""
 
@@ -70,8 +70,8 @@ def _parts(vectors: Int32) -> Int32:
     return cute.ceil_div(vectors, UNROLL * WARP)
 
 
-def _part(number: Int32, vectors: Int32) -> Part:
-    return Part(number * (UNROLL * WARP) + cute.arch.lane_idx(), vectors)
+def _part(number: Int32, vectors: Int32) -> RowVectors:
+    return RowVectors(number * (UNROLL * WARP) + cute.arch.lane_idx(), vectors)
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
@@ -81,7 +81,7 @@ def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
 
 
 @cute.jit
-def _load(address: Int64, part: Part, words: cutlass.Constexpr[int]) -> cute.Tensor:
+def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cute.Tensor:
     """Load a lane's vectors, `part`, of the row at an address; a vector is `words` times 4 bytes."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
@@ -91,15 +91,15 @@ def _load(address: Int64, part: Part, words: cutlass.Constexpr[int]) -> cute.Ten
 
 
 @cute.jit
-def _store(address: Int64, part: Part, raw: cute.Tensor, words: cutlass.Constexpr[int]):
+def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Constexpr[int]):
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
             _raw(address, Int64(part.vector(i)), words).store(raw[None, i].load())
 
 
 class _Send(Invariant):
-    """Base of kernels that send rows. A warp sends one part of a row at a time (`Part`); there are as many CTAs as can
-    run at the same time. A rank without tokens also launches, since the others wait for its word.
+    """Base of kernels that send rows. A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs
+    as can run at the same time. A rank without tokens also launches, since the others wait for its word.
 
     who                       waits for                            then
     warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
@@ -131,7 +131,7 @@ class _Send(Invariant):
         return block * WARPS + cute.arch.make_warp_uniform(thread // WARP), blocks * WARPS
 
 
-class Tokens(NamedTuple):
+class SentTokens(NamedTuple):
     """The tokens to send.
 
     Attributes:
@@ -184,11 +184,11 @@ class SendTokens(_Send):
             vectors = select(in_mxfp8, width // VECTOR_BYTES, width // elements(self.dtype))
             words = select(in_mxfp8, width // MXFP8_WIDE.block, Int32(0))
             sizes, link = Sizes(k, vectors, most), Link(regions, state, rank, world)
-            arguments = (Tokens(x, x_scale, words, status), table, sizes, link, handle)
+            arguments = (SentTokens(x, x_scale, words, status), table, sizes, link, handle)
             self._launch(arguments, tokens * (_parts(vectors) + _parts(words)), num_sms, stream)
 
     @cute.kernel
-    def kernel(self, tokens: Tokens, table: Table, sizes: Sizes, link: Link, handle: Int64):
+    def kernel(self, tokens: SentTokens, table: Table, sizes: Sizes, link: Link, handle: Int64):
         wait_for_earlier()
         operation = Operation(link, "dispatch")
         if not operation.has_failed():
@@ -241,7 +241,7 @@ class SendTokens(_Send):
                     vector_at(Float32, operation.region("weights", peer))[place] = weight
 
     @cute.jit
-    def _send_rows(self, operation: Operation, tokens: Tokens, table: Table, sizes: Sizes):
+    def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
         """Send rows, then scales. The first part of the scales goes to the warp after the one that had the last part of
         the rows, so that with few tokens no warp has two parts."""
         warp, warps = self._warps()
@@ -368,8 +368,8 @@ class SendSums(_Send):
 
     @cute.jit
     def _invalidate(self, back: Back, sizes: Sizes, link: Link):
-        """Let all entries of the tables point to the NaN at the end of their regions, so that sums by these tables are
-        NaN."""
+        """Let all entries of the tables point to the NaN at the end of their regions (parts of a rank's window), so
+        that sums by these tables are NaN."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
             vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
@@ -411,7 +411,7 @@ class SendSums(_Send):
                         there[row * sizes.k + operation.lane] = gradient
 
     @cute.jit
-    def _send_sum(self, target: Int64, part: Part, y: Int64, found: Int32, choices: Int32):
+    def _send_sum(self, target: Int64, part: RowVectors, y: Int64, found: Int32, choices: Int32):
         """Add the rows of y of a token, and store this lane's part of the sum at `target`.
 
         found: in lane j, the row of the token's j-th choice. choices: a mask of the lanes that have a row. Sums are

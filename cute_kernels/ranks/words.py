@@ -116,7 +116,8 @@ class Operation(Invariant):
         return word_at(self.region("words", rank) + place * WORD_BYTES)
 
     def has_failed(self) -> Boolean:
-        """Return True if this operation or an earlier one has failed; after a failure nothing is sent."""
+        """Return True if this operation (a dispatch or a combine) or an earlier one has failed; after a failure nothing
+        is sent."""
         return cute.arch.load(self._state_at("error"), Int64, sem="acquire", scope="gpu") != 0
 
     @cute.jit
@@ -150,8 +151,8 @@ class Operation(Invariant):
 
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
-        """Write this rank's word of a kind (an index of WORDS) to every rank; called by one warp. content: its low 24
-        bits."""
+        """Write this rank's word (a 64-bit message) of a kind (an index of WORDS) to every rank; called by one warp.
+        content: its low 24 bits."""
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
             word = self._word(self.lane, kind, self.link.rank)
@@ -159,8 +160,8 @@ class Operation(Invariant):
 
     @cute.jit
     def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
-        """Wait for the words of a kind of all ranks; called by one warp. Lane r returns the word of rank r. Fail if a
-        word does not arrive in time, or if a rank gave up or is in another operation."""
+        """Wait for the words (64-bit messages) of a kind from all ranks; called by one warp. Lane r returns the word of
+        rank r. Fail if a word does not arrive in time, or if a rank gave up or is in another operation."""
         mine = self._word(self.link.rank, kind, self.peer)
         begin = cute.arch.globaltimer()
         word, error, missing = Int64(0), Int64(0), Int32(-1)
@@ -169,7 +170,7 @@ class Operation(Invariant):
             missing = Int32(cute.arch.vote_ballot_sync(self._ahead(kind, word) < 0))
             if missing != 0:
                 waited = cute.arch.globaltimer() - begin
-                error = self._told()
+                error = self._error_of_peers()
                 elsewhere = self._elsewhere(kind)
                 if (error == 0) & (elsewhere != 0):
                     error = self._error(first_of(elsewhere), ELSEWHERE)
@@ -207,14 +208,14 @@ class Operation(Invariant):
         return Int32(cute.arch.vote_ballot_sync(is_elsewhere))
 
     @cute.jit
-    def _told(self) -> Int64:
+    def _error_of_peers(self) -> Int64:
         """Return the abort word of the lowest rank that gave up; 0: no rank did."""
         abort = WORDS.index("abort")
-        told = load_word(self._word(self.link.rank, abort, self.peer))
-        telling = Int32(cute.arch.vote_ballot_sync(told != 0))
+        error = load_word(self._word(self.link.rank, abort, self.peer))
+        telling = Int32(cute.arch.vote_ballot_sync(error != 0))
         if telling != 0:
-            told = load_word(self._word(self.link.rank, abort, first_of(telling)))
-        return told
+            error = load_word(self._word(self.link.rank, abort, first_of(telling)))
+        return error
 
     def _error(self, suspect: Int32, reason: int) -> Int64:
         what = reason << REASON_SHIFT | self.phase << PHASE_SHIFT

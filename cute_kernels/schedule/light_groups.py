@@ -26,7 +26,7 @@ LIGHT, HEAVY = "light", "heavy"
 
 
 class Cursor(NamedTuple):
-    """A position among the groups of one kind.
+    """A position among the groups of one kind: LIGHT (few rows) or HEAVY.
 
     Attributes:
         window: the 32 groups that held the cursor's last tile.
@@ -70,8 +70,8 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
-        """Return tile number `tile` among the tiles of all groups of a kind, and the advanced cursor. If there are
-        fewer tiles, the tile is `no_work()`. Numbers must increase from call to call."""
+        """Return tile number `tile` among the tiles of all groups of a kind (LIGHT or HEAVY), and the advanced cursor.
+        If there are fewer tiles, the tile is `no_work()`. Numbers must increase from call to call."""
         window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
         while (tile >= window_end) & (window.base + 32 < self.groups.count):

@@ -36,7 +36,8 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Return the number of cluster tiles of all light groups, and that of all heavy groups."""
+        """Return the number of cluster tiles (tiles that a cluster's CTAs make together) of all light groups, and of
+        all heavy groups."""
         light, heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -47,7 +48,8 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """Return how many of the tiles with numbers below `number`, which comes from a ticket, are light."""
+        """Return how many of the tiles with numbers below `number`, which comes from a ticket, belong to light
+        groups."""
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)
         count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy
@@ -65,7 +67,8 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def run_dynamic(self, ring: WorkRing):
-        """Draw tickets until none is left, put each ticket's tile into the ring, and then the end mark."""
+        """Draw tickets (each stands for a tile; a counter gives them to all clusters) until none is left, put each
+        ticket's tile into the ring, and then the end mark."""
         number, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state, taken = ring.producer_state(), Int32(0)

@@ -59,13 +59,13 @@ class GroupTileScheduler(Invariant):
         self.grid = grid
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles that cover `rows` rows."""
+        """Return the number of cluster tiles (tiles that a cluster's CTAs make together) that cover `rows` rows."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles of a group of `rows` rows. An adaptive cluster takes two columns of an odd
-        row tile at once."""
+        """Return the number of cluster tiles of a group of `rows` rows. An adaptive cluster, whose two CTAs share
+        either weights or rows, takes two columns of an odd row tile at once."""
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m
@@ -132,8 +132,8 @@ class GroupTileScheduler(Invariant):
 
     @cute.jit
     def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
-        """Return this CTA's tile in an adaptive cluster, as `_tile_at` does. The cluster's two CTAs have neighbouring
-        row tiles or, at a group's odd row tile, neighbouring weight tiles.
+        """Return this CTA's tile in an adaptive cluster (whose CTAs share either weights or rows), as `_tile_at` does.
+        The cluster's two CTAs have neighbouring row tiles or, at a group's odd row tile, neighbouring weight tiles.
 
         The odd row tile joins the last band: its cluster tile comes directly after the cluster tiles of the same two
         weight tiles, so that these are read from memory once. If only one weight tile is left, each CTA has half of the

@@ -18,7 +18,7 @@ from .work import WorkRing, no_work
 
 
 class SameTiles(GroupTileScheduler):
-    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles are those of its dw."""
+    """Scheduler of groups that all have the same tiles: rows are contracted, so a group's tiles cover its dw."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
         """Return the cluster tiles along dw's rows, whatever the group's rows are."""
@@ -56,7 +56,7 @@ class WgradTileScheduler(SameTiles, LightGroupScheduler):
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Return the number of light groups, and the rows of all heavy groups together."""
+        """Return the number of light groups (few rows), and the rows of all heavy groups together."""
         light, rows_of_heavy = Int32(0), Int32(0)
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
@@ -67,7 +67,8 @@ class WgradTileScheduler(SameTiles, LightGroupScheduler):
 
     @cute.jit
     def run(self, ring: WorkRing):
-        """Put the cluster's tiles into the ring, light ones between heavy ones, and then the end mark."""
+        """Put the cluster's tiles into the ring, tiles of light groups (few rows) between tiles of heavy groups, and
+        then the end mark."""
         cluster, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state = ring.producer_state()

@@ -40,7 +40,7 @@ class WorkTile(NamedTuple):
 
 
 def no_work() -> WorkTile:
-    """Make the end mark."""
+    """Make the end mark: a tile with expert < 0, after which there are no tiles."""
     return WorkTile(*[Int32(word) for word in (-1, 0, 0, 0, 0, 0)])
 
 

@@ -76,8 +76,8 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the words of AT_ONCE k-tiles from `k_tile` on, but none past the last k-tile. Past the last
-        block: use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN."""
+        """Start to load the words (four scales of a row each) of AT_ONCE k-tiles from `k_tile` on, but none past the
+        last k-tile. Past the last block: use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN."""
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
             for line in cutlass.range_constexpr(LINES):
@@ -116,8 +116,8 @@ class ScaleLines(Invariant):
 
 
 def put(words: cute.Tensor, atom: Int32, i: int) -> None:
-    """Write the lane's four words of the i-th k-tile to an atom in shared memory. words: the result of
-    `ScaleLines.take`; atom: the address."""
+    """Write the lane's four words of the i-th k-tile to an atom (the scales of 128 rows in a k-tile) in shared memory.
+    words: the result of `ScaleLines.take`; atom: the address."""
     pointer = cute.make_ptr(
         Int32, atom + cute.arch.lane_idx() * VECTOR_BYTES, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
     )  # fmt: skip
@@ -133,7 +133,7 @@ class BlockScaled(TensorCoreMainloop):
 
     @property
     def _atoms(self) -> tuple[int, int]:
-        """Atoms of scales in a stage: of A, and of B."""
+        """Number of atoms (scales of 128 rows in a k-tile) in a stage: of A, and of B."""
         return self.tile.m // ATOM_ROWS, self.tile.n // ATOM_ROWS
 
     @property
@@ -178,7 +178,7 @@ class BlockScaled(TensorCoreMainloop):
         return *super().operands_of(storage, memory), *copies
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Copy a stage's scales to tensor memory."""
+        """Copy a stage's scales to tensor memory, where MMAs read them."""
         for copy, source, target, _ in operands[2:]:
             cute.copy(copy, source[None, None, None, None, stage], target)
 

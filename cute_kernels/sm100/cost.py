@@ -101,7 +101,7 @@ class Wgrad(NamedTuple):
 
 
 class WgradTimes(NamedTuple):
-    """Modelled megabytes and microseconds of a weight gradient: those of its GEMM, and those of quantising its operands
+    """Modelled megabytes and microseconds of a weight gradient: of its GEMM, and of quantising its operands
     (0 in 16 bits)."""
 
     gemm_mb: float

@@ -136,12 +136,12 @@ class TensorCoreMainloop(Mainloop):
 
     @property
     def step_k(self) -> int:
-        """Elements of the contraction that one MMA multiplies: 32 bytes."""
+        """Elements of the contraction that one MMA (a step of a k-tile) multiplies: 32 bytes."""
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Prepare a stage for its MMAs; called by the MMA warp. operands: the result of `operands_of`; depth: the
-        result of `depth_of`."""
+        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp. operands: the result of
+        `operands_of`; depth: the result of `depth_of`."""
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
         """Return the operands A and B of MMA number `step` of a stage. operands: the result of `operands_of`."""

@@ -1,13 +1,13 @@
 """The choice of tiles on Blackwell, by rules that no GPU has measured: SMALL for few rows an expert, else LARGE.
 
-This module is an `arch.Room`, which describes its functions. Problems with decoded weights get portable tiles.
+This module is an `arch.ArchPolicy`, which describes its functions. Problems with decoded weights get portable tiles.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons, of_one_kernel, of_two_tiles, tile_among
+from ..arch import Gemm, PolicyProblem, Reasons, of_one_kernel, of_two_tiles, tile_among
 from ..formats import OPERANDS
 from ..portable import policy as portable
 from ..sm90.budget import check as check
@@ -25,12 +25,12 @@ MOST_ROWS = 64
 than its MMAs. Not measured."""
 
 
-def _is_portable(problem: Problem) -> bool:
+def _is_portable(problem: PolicyProblem) -> bool:
     """Return True if a problem's weights are decoded, which portable kernels do."""
     return OPERANDS[problem.operands].decodes
 
 
-def tiles(problem: Problem) -> tuple[TileConfig, ...]:
+def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
     """Return the tiles that ship for a problem: only one for operators of training, whose experts have many rows."""
     if _is_portable(problem) or problem.op.startswith("quantize"):
         return portable.tiles(problem)
@@ -41,22 +41,22 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
     return (BACKWARD,) if problem.op == "grouped_dglu" else TILES
 
 
-def rows_decide(problem: Problem) -> bool:
+def rows_decide(problem: PolicyProblem) -> bool:
     """Return True if a problem's number of rows chooses among its tiles."""
     return len(tiles(problem)) > 1
 
 
-def ruled(problem: Problem) -> TileConfig:
+def fixed_tile(problem: PolicyProblem) -> TileConfig:
     """Return the tile that the rule by rows an expert chooses."""
     if _is_portable(problem):
-        return portable.ruled(problem)
+        return portable.fixed_tile(problem)
     if not rows_decide(problem):
         return tiles(problem)[0]
     return SMALL if problem.rows <= MOST_ROWS * problem.experts else LARGE
 
 
-def reasons(problem: Problem, tile: TileConfig) -> Reasons:
-    """Return the reasons why `ruled` chooses `tile`."""
+def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
+    """Return the reasons why `fixed_tile` chooses `tile`."""
     if _is_portable(problem):
         return portable.reasons(problem, tile)
     if not rows_decide(problem):
@@ -64,8 +64,8 @@ def reasons(problem: Problem, tile: TileConfig) -> Reasons:
     return of_two_tiles(problem, tile, MOST_ROWS, few=SMALL, many=LARGE)
 
 
-def advice(problem: Problem) -> tuple[str, ...]:
-    """Return no advice: no alternatives are known to be faster than the tiles."""
+def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
+    """Return nothing: no alternatives are known to be faster than the tiles."""
     return ()
 
 

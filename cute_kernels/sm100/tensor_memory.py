@@ -29,7 +29,7 @@ LANE = 1 << 16
 WARP_LANES, SLAB_LANES = 32, 16
 # Columns of one read: ptxas requires that an instruction's registers, here 64, fit into a thread's registers at launch.
 READ_COLUMNS = 128
-# Columns of one read of whole rows, whose registers are needed in addition to those of the slab.
+# Columns of one read of whole rows, whose registers are needed in addition to the slab's.
 ROW_COLUMNS = 32
 NUM_ACCUMULATORS = PINGPONG_WARPGROUPS
 NUM_BARRIERS = 2 * NUM_ACCUMULATORS
@@ -115,7 +115,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def slab(self, slab: cutlass.Constexpr[int]):
-        """Read the thread's accumulators of slab number `slab` into registers."""
+        """Read the thread's accumulators of slab number `slab` (64 rows of the tile) into registers."""
         memory, n = self.memory, self.memory.tile.n
         acc = cute.make_rmem_tensor(ROWS * n // THREADS, Float32)
         for part in cutlass.range_constexpr(n // READ_COLUMNS):

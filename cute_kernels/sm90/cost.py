@@ -125,8 +125,8 @@ def _tile_us(
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
     box = tile.box_rows  # only boxes that hold a row of the group are loaded
     loaded_rows = box * row_tiles(average, box, routing) / row_tiles(average, tile.m, routing)
-    asked = loaded_rows / share_rows + tile.n / share_weights
-    load = busy * BYTES * tile.k * asked / machine.operands
+    loaded = loaded_rows / share_rows + tile.n / share_weights
+    load = busy * BYTES * tile.k * loaded / machine.operands
     mma = 2 * tile.m * tile.n * tile.k / machine.flop
     return math.ceil(gemm.depth / tile.k) * max(mma, load)
 

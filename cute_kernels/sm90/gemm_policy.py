@@ -40,7 +40,8 @@ def _skips_half_tiles(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
 
 
 def gemm_policy(spec: GemmSpec) -> GemmPolicy:
-    """Return a GEMM kernel's choices at compile time: order of tiles, L2 policy, MMAs that it leaves out."""
+    """Return a GEMM kernel's choices at compile time (`gemms.GemmPolicy`): order of tiles, L2 policy, MMAs that it
+    leaves out."""
     if isinstance(spec, (GroupedWgradSpec, WgradSpec)):
         return GemmPolicy(light_rows=WGRAD_LIGHT_ROWS)
     # grouped_dglu loads tensors in its epilogue: it has no registers for two walks, and would gain nothing.

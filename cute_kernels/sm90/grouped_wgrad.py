@@ -90,7 +90,7 @@ class GroupedWgrad(PersistentGemm):
         groups: tuple[Int64, Int32, Int32, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch with `operands` of `num_rows` rows in all; the remaining arguments are those of `launch`.
+        """Launch with `operands` of `num_rows` rows in all; for the remaining arguments, see `launch`.
 
         dy and x: only their numbers of columns (N and K) are used.
         """

@@ -1,4 +1,6 @@
-"""Hopper's implementation of `arch.Room`: the rules that choose a shipped tile, the possible tiles, and their speed."""
+"""Hopper's implementation of `arch.ArchPolicy`: the rules that choose a shipped tile, the possible tiles, and their
+speed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons, of_one_kernel, rows_in_words
+from ..arch import Gemm, PolicyProblem, Reasons, of_one_kernel, rows_in_words
 from ..formats import DECODED
 from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
@@ -73,7 +75,7 @@ WGRAD_WIDE then takes 0.80 to 0.94 times as long as WGRAD, since it has more MMA
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
 
-def tiles(problem: Problem) -> tuple[TileConfig, ...]:
+def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
     """Return the tiles that ship for a problem. Some calls that only training makes have one tile, since their experts
     have many rows.
     """
@@ -91,11 +93,11 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
     return by_rows[-1:] if problem.save_preact else by_rows
 
 
-def rows_decide(problem: Problem) -> bool:
+def rows_decide(problem: PolicyProblem) -> bool:
     return problem.op != "grouped_wgrad" and len(tiles(problem)) > 1
 
 
-def ruled(problem: Problem) -> TileConfig | None:
+def fixed_tile(problem: PolicyProblem) -> TileConfig | None:
     if not rows_decide(problem):
         return _by_padding(problem) if problem.op == "grouped_wgrad" else tiles(problem)[0]
     if problem.operands == "16bit":
@@ -103,24 +105,24 @@ def ruled(problem: Problem) -> TileConfig | None:
     return _by_rows(problem)
 
 
-def _by_rows(problem: Problem) -> TileConfig:
+def _by_rows(problem: PolicyProblem) -> TileConfig:
     limits = MOST_ROWS[problem.operands].items()
     return next(tile for tile, most in limits if problem.rows <= most * problem.experts)
 
 
-def _covered(problem: Problem, tile: TileConfig) -> int:
+def _covered(problem: PolicyProblem, tile: TileConfig) -> int:
     """Return the number of elements, padding included, of the weight-gradient tiles that cover a problem's weights."""
     return sum(tile.padded(n, k) for n, k in problem.weights)
 
 
-def _by_padding(problem: Problem) -> TileConfig:
+def _by_padding(problem: PolicyProblem) -> TileConfig:
     """Return the tile for a weight gradient: WGRAD_WIDE if it needs less padding than WGRAD (see WIDE_PADDING)."""
     usual, wide = WGRAD_TILES
     most = WIDE_PADDING_BY_INDEX if problem.gathers else WIDE_PADDING
     return wide if _covered(problem, wide) <= most * _covered(problem, usual) else usual
 
 
-def reasons(problem: Problem, tile: TileConfig) -> Reasons:
+def reasons(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     if problem.op == "grouped_wgrad":
         return _padding_in_words(problem, tile)
     if not rows_decide(problem):
@@ -128,7 +130,7 @@ def reasons(problem: Problem, tile: TileConfig) -> Reasons:
     return _rows_in_words(problem, tile)
 
 
-def _padding_in_words(problem: Problem, tile: TileConfig) -> Reasons:
+def _padding_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     (other,) = (each for each in WGRAD_TILES if each is not tile)
     shapes = " and ".join(f"{n} x {k}" for n, k in problem.weights)
     rows = " by rows that come by index" if problem.gathers else ""
@@ -137,7 +139,7 @@ def _padding_in_words(problem: Problem, tile: TileConfig) -> Reasons:
     return Reasons(why, (f"{other.name}: its tiles of them have {share:.2f} times as many elements",))
 
 
-def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
+def _rows_in_words(problem: PolicyProblem, tile: TileConfig) -> Reasons:
     limits = MOST_ROWS[problem.operands]
     spans = dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
     why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
@@ -156,7 +158,7 @@ def _span(above: float, most: float) -> str:
     return " and ".join(limit for limit in limits if limit)
 
 
-def advice(problem: Problem) -> tuple[str, ...]:
+def suggestions(problem: PolicyProblem) -> tuple[str, ...]:
     return (FASTER,) if problem.op == "grouped_mlp" and problem.operands == "16bit" else ()
 
 

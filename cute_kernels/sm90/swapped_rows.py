@@ -56,7 +56,8 @@ class SwappedRows:
         return row // self.part_count
 
     def row_offset(self, row: int) -> int:
-        """Return how many rows the thread's row number `row` comes after the thread's first row in the same part."""
+        """Return how many rows the thread's row number `row` comes after the thread's first row in the same part (a or
+        u of a gated layer)."""
         chunk, half = divmod(row % self.part_count, ROW_HALVES)
         return chunk * ROWS + half * 8
 

@@ -38,7 +38,7 @@ BEGIN, END = "<!-- contract:begin -->", "<!-- contract:end -->"
 """Marks before and after the table in a page."""
 NAMES = {"grouped_mlp": "grouped_mlp`, `moe"}
 """Names in the table of an operator and of the operators built on it."""
-FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "grouped_mm": ({"intermediate": 0}, {"intermediate": 0, "transpose_w": True}),
     "grouped_glu": ({"out_features": 0}, {"out_features": 0, "save_preact": True}),
     "grouped_mlp": ({}, {"save_preact": True}),
@@ -83,7 +83,7 @@ def serves(op: str, recipe: Recipe) -> bool:
 
 def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1) -> Iterator[Problem]:
     """Yield the Problems in bfloat16 of an operator that an architecture has kernels for, one for each entry of
-    FORMS[op].
+    VARIANTS[op].
 
     Args:
         rows, experts: total number of rows, and number of experts.
@@ -92,13 +92,13 @@ def problems(op: str, recipe: Recipe, arch: str, rows: int = 1, experts: int = 1
     operands = recipe.wgrad_operands if op == "grouped_wgrad" else recipe.operands
     if not serves(op, recipe) or operands in ARCHS[arch].lacks:
         return
-    for form in FORMS[op]:
-        if form.get("save_preact") and not OPERANDS[operands].trains:
+    for variant in VARIANTS[op]:
+        if variant.get("save_preact") and not OPERANDS[operands].trains:
             continue
-        told: dict[str, Any] = {"fc2_operands": recipe.fc2_operands} if op == "grouped_mlp" else {}
+        options: dict[str, Any] = {"fc2_operands": recipe.fc2_operands} if op == "grouped_mlp" else {}
         yield Problem(
             op, "bfloat16", rows, experts, activation="none" if op == "grouped_mm" else "swiglu", operands=operands,
-            **{**WIDTHS, **told, **form},
+            **{**WIDTHS, **options, **variant},
         )  # fmt: skip
 
 

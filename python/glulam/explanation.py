@@ -118,8 +118,8 @@ def explain(
     if gpu is None:
         why_not = ("kernels run on tensors on a GPU",)
         return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not, batch=ON_CPU)
-    told = _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu)
-    return replace(told, **_batch_in_words(call, problem, gpu))
+    explained = _in_words(name, call.choice(problem, gpu.arch, gpu.name), str(where), gpu)
+    return replace(explained, **_batch_in_words(call, problem, gpu))
 
 
 def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _batch_in_words(call: Call, problem: Problem, gpu: gpus.Gpu) -> dict[str, An
 
 def _serves_in_one_order(problem: Problem, gpu: gpus.Gpu) -> bool:
     """Return True if all kernels that may be chosen for a problem, for any number of rows, add in the same order."""
-    told = known.tuned(problem, gpu.name)
-    chosen = [choose(problem, gpu.arch, gpu.name).spec, *(told[0].kernels.values() if told else ())]
+    tuned = known.tuned(problem, gpu.name)
+    chosen = [choose(problem, gpu.arch, gpu.name).spec, *(tuned[0].kernels.values() if tuned else ())]
     wanted = changed(problem, invariant=True)
     return invariance.is_invariant(problem, gpu.arch) and all(
         invariance.keeps_order(spec, wanted, gpu.arch) for spec in chosen

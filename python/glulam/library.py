@@ -4,9 +4,8 @@ each operator as one node.
 Eager calls do not use this registration. Schemas have no type "tensor or list", so weights, biases and their gradients
 are lists of tensors: a packed tensor is a list of one tensor, recognised by its rank, and a GateUp (gate and
 up-projection in two tensors) is a list of two. Schemas have no optional results either, so an operator is registered
-once for each set of results, which is called a form: forms named `_out` write a buffer and return only the results that
-are not in the buffer. Operators whose kernels take addresses (`addressed`) return a list of the requested results
-instead.
+once for each set of results: operators named `_out` write a buffer and return only the results that are not in the
+buffer. Operators whose kernels take addresses (`addressed`) return a list of the requested results instead.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ DEFINED_IN = adapted, choices, few_tokens, gate, mhc, mlp_training, quantize
 CALLS: tuple[type[Call], ...] = tuple(kind for kind in front.OPERATORS if kind.is_torch_op)
 
 
-class Form(NamedTuple):
+class TorchOp(NamedTuple):
     """One torch operator: a Call class with a fixed set of results.
 
     Attributes:
         call_type: the Call class.
         arguments, returns: schema text of the torch operator's arguments and results.
-        settled: arguments of the Call that are fixed by the choice of results.
+        fixed: arguments of the Call that are fixed by the choice of results.
     """
 
     call_type: type[Call]
     arguments: str
     returns: str
-    settled: dict[str, Any]
+    fixed: dict[str, Any]
 
     def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
         """Return the Call for the torch operator's arguments: torch passes some by position, `values`,
@@ -59,26 +58,26 @@ class Form(NamedTuple):
             for name in names:
                 if name in given:
                     given[name] = _unlisted(given[name], rank)
-        return self.call_type(**self.settled, **given)
+        return self.call_type(**self.fixed, **given)
 
     @property
     def names(self) -> list[str]:
         return [argument.split()[-1] for argument in self.arguments.split(", ")]
 
 
-def _forms(kind: type[Call]) -> dict[str, Form]:
+def _torch_ops(kind: type[Call]) -> dict[str, TorchOp]:
     """Return the torch operators of a Call class by name: for each set of results, one without and one with an out
     buffer.
     """
     found = {}
-    for variant, count, settled in _variants(kind):
-        out_settled = {**settled, **kind.settled_with_out}
+    for variant, count, fixed in _variants(kind):
+        out_fixed = {**fixed, **kind.fixed_with_out}
         if kind.outputs:
-            settled = {**settled, **dict.fromkeys(kind.outputs), **kind.settled_without_out}
-        found[f"{kind.torch_op}{variant}"] = _form(kind, _tensors(count), settled)
+            fixed = {**fixed, **dict.fromkeys(kind.outputs), **kind.fixed_without_out}
+        found[f"{kind.torch_op}{variant}"] = _torch_op(kind, _tensors(count), fixed)
         if kind.outputs and kind.has_torch_out:
             others = 0 if count is None else count - 1
-            found[f"{kind.torch_op}{variant}_out"] = _form(kind, _tensors(others), out_settled)
+            found[f"{kind.torch_op}{variant}_out"] = _torch_op(kind, _tensors(others), out_fixed)
     return found
 
 
@@ -92,7 +91,7 @@ def _variants(kind: type[Call]) -> list[tuple[str, int | None, dict[str, Any]]]:
         return [("", None, {})]
     count, optional = sum(made.returned for made in kind.definition.results), kind.optional_results()
     without = [("", count - 1, {made.when: False}) for made in optional]
-    return [*without, *[(made.form, count, {made.when: True}) for made in optional]] or [("", count, {})]
+    return [*without, *[(made.torch_suffix, count, {made.when: True}) for made in optional]] or [("", count, {})]
 
 
 def _tensors(count: int | None) -> str:
@@ -111,21 +110,21 @@ def _type(kind: type[Call], name: str) -> str:
     return kind.torch_types[name] if name in kind.torch_types else ROLES[name].schema
 
 
-def _form(kind: type[Call], returns: str, settled: dict[str, Any]) -> Form:
-    names = [name for name in kind.names if name not in settled and name not in kind.outputs]
+def _torch_op(kind: type[Call], returns: str, fixed: dict[str, Any]) -> TorchOp:
+    names = [name for name in kind.names if name not in fixed and name not in kind.outputs]
     arguments = [f"{_type(kind, name)} {name}" for name in names]
-    written = [f"{_type(kind, name)} {name}" for name in kind.outputs if name not in settled]
-    return Form(kind, ", ".join([*arguments, *written]), returns, settled)
+    written = [f"{_type(kind, name)} {name}" for name in kind.outputs if name not in fixed]
+    return TorchOp(kind, ", ".join([*arguments, *written]), returns, fixed)
 
 
-FORMS: dict[str, Form] = {name: form for kind in CALLS for name, form in _forms(kind).items()}
+TORCH_OPS: dict[str, TorchOp] = {name: operator for kind in CALLS for name, operator in _torch_ops(kind).items()}
 _library = torch.library.Library("glulam", "DEF")
 
 
 def call(pending: Call) -> Any:
     """Run a Call through torch's dispatcher, so that traces record it."""
-    form = FORMS[pending.form]
-    arguments = {name: value for name, value in pending.arguments().items() if name in form.names}
+    operator = TORCH_OPS[pending.torch_name]
+    arguments = {name: value for name, value in pending.arguments().items() if name in operator.names}
     for listed in (*pending.weights, *pending.biases, *pending.gradients):
         if isinstance(arguments.get(listed), Tensor):
             arguments[listed] = [arguments[listed]]
@@ -134,7 +133,7 @@ def call(pending: Call) -> Any:
     splits = arguments.get("splits")
     if splits is not None and not isinstance(splits, Tensor):
         arguments["splits"] = torch.tensor(splits, dtype=torch.int64, device="cpu")
-    return pending.assembled(getattr(torch.ops.glulam, pending.form)(**arguments))
+    return pending.assembled(getattr(torch.ops.glulam, pending.torch_name)(**arguments))
 
 
 def _unlisted(tensors: Any, packed_rank: int) -> Any:
@@ -145,13 +144,13 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
     return tensors
 
 
-def _returned(form: Form, pending: Call, results: Any) -> Any:
+def _returned(operator: TorchOp, pending: Call, results: Any) -> Any:
     """Return those of a call's results that are not buffers which the caller passed."""
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
     fresh = [r for r in results if r is not None and all(r is not g for g in given)]
-    if form.returns == "Tensor[]":
+    if operator.returns == "Tensor[]":
         return fresh
     return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
 
@@ -163,47 +162,49 @@ def _as_data(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) not in PLAIN_TENSORS else value
 
 
-def _kernel(form: Form) -> Callable[..., Any]:
+def _kernel(operator: TorchOp) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
-        pending = form.pending(tuple(map(_as_data, values)), {name: _as_data(value) for name, value in named.items()})
+        pending = operator.pending(
+            tuple(map(_as_data, values)), {name: _as_data(value) for name, value in named.items()}
+        )
         with part_of(OF_A_TRACE):
-            return _returned(form, pending, pending.again())
+            return _returned(operator, pending, pending.call_public_operator())
 
     return run
 
 
-def _autograd(name: str, form: Form) -> Callable[..., Any]:
+def _autograd(name: str, operator: TorchOp) -> Callable[..., Any]:
     """Return the function for torch's Autograd key: if a gradient is recorded, it runs the call's differentiable
     version.
     """
 
     def run(*values: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
-            pending = form.pending(values, named)
+            pending = operator.pending(values, named)
             if requires_grad(pending):
-                return _returned(form, pending, pending.with_backward(pending))
+                return _returned(operator, pending, pending.with_backward(pending))
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.glulam, name).default(*values, **named)
 
     return run
 
 
-def _fake(form: Form) -> Callable[..., Any]:
+def _fake(operator: TorchOp) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
-        pending = form.pending(values, named)
+        pending = operator.pending(values, named)
         problem = pending.check()
-        return None if form.returns == "()" else _returned(form, pending, pending.results(problem))
+        return None if operator.returns == "()" else _returned(operator, pending, pending.results(problem))
 
     return run
 
 
 def _register() -> None:
-    for name, form in FORMS.items():
-        _library.define(f"{name}({form.arguments}) -> {form.returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    for name, operator in TORCH_OPS.items():
+        _library.define(f"{name}({operator.arguments}) -> {operator.returns}", tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
-            _library.impl(name, _kernel(form), key)
-        _library.impl(name, _autograd(name, form), "Autograd")
-        torch.library.register_fake(f"glulam::{name}", _fake(form), lib=_library)
+            _library.impl(name, _kernel(operator), key)
+        _library.impl(name, _autograd(name, operator), "Autograd")
+        torch.library.register_fake(f"glulam::{name}", _fake(operator), lib=_library)
 
 
 _register()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ffi_bridge import build, manifest
+from ffi_bridge import build, verification
 from toys import TOY_SPECS, TOY_TRACER
 
 
@@ -25,7 +25,7 @@ def umask() -> Iterator[None]:
 def toys_are_expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test has a bundle of toy kernels, that is what a bundle is to be made of."""
     if "toy_bundle" in request.fixturenames:
-        monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+        monkeypatch.setattr(verification, "PACKAGES", ("toy_kernels",))
 
 
 @pytest.fixture(scope="session")

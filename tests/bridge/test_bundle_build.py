@@ -28,6 +28,7 @@ from ffi_bridge import (
     profiles,
     scratch,
     toolchain,
+    verification,
 )
 from ffi_bridge import target as targets
 from ffi_bridge.compiler import KernelArtifact
@@ -184,19 +185,19 @@ def test_a_reader_meets_a_whole_bundle_at_every_moment(
     made = iter(range(1000))
 
     def replaced_before(step: str) -> None:
-        original = getattr(manifest, step)
+        original = getattr(verification, step)
 
         def replace_first(*arguments: object) -> object:
-            monkeypatch.setattr(manifest, step, original)
+            monkeypatch.setattr(verification, step, original)
             new = tmp_path / f"new{next(made)}"
             targets.publish(new, target, _quick_bundle(new, new.name.encode(), monkeypatch))
             return original(*arguments)
 
-        monkeypatch.setattr(manifest, step, replace_first)
+        monkeypatch.setattr(verification, step, replace_first)
 
     for step in ("read", "_check_versions", "_check_host", "_check_sources", "opened_library", "hash_of"):
         replaced_before(step)
-        found = manifest.verify(target, ARCH)
+        found = verification.verify(target, ARCH)
         assert (target / found.library).exists() == (step != "hash_of"), "that one had the old library open already"
     assert len(list(target.iterdir())) == 2
 
@@ -216,11 +217,11 @@ def test_readers_beside_a_builder_find_no_fault(
     with ThreadPoolExecutor(1) as pool:
         builder = pool.submit(publish)
         while True:
-            seen.add(manifest.verify(target, ARCH).sha256)
+            seen.add(verification.verify(target, ARCH).sha256)
             if builder.done():
                 break
         builder.result()
-    assert seen and manifest.verify(target, ARCH) == manifests[-1]
+    assert seen and verification.verify(target, ARCH) == manifests[-1]
 
 
 OTHERS = {
@@ -380,7 +381,7 @@ def test_what_a_build_makes_does_not_depend_on_the_umask(tmp_path: Path) -> None
     finally:
         os.umask(before)
     sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
-    assert manifest.verify(tmp_path / "out" / ARCH, ARCH, sources)
+    assert verification.verify(tmp_path / "out" / ARCH, ARCH, sources)
 
 
 def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ RANK = (
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache whose keys are those of toy kernels."""
+    """An empty cache with the keys of toy kernels."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})

@@ -39,6 +39,7 @@ from ffi_bridge import (
     manifest,
     profiles,
     toolchain,
+    verification,
 )
 from ffi_bridge.worker import Worker
 from glulam.choose import kernels, known, loadable, records, specs
@@ -131,7 +132,7 @@ def _taken(spec: Spec) -> list[str]:
 
 
 def test_info_shows_what_a_functions_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+    monkeypatch.setattr(verification, "PACKAGES", ("toy_kernels",))
     build.build([GroupedMlpSpec()], tmp_path, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
     output = _run("info", "--bundle", str(tmp_path), "--op", "grouped_mlp").output
     (row,) = [line for line in output.splitlines() if "│ grouped_mlp " in line]

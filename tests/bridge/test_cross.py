@@ -28,6 +28,7 @@ from ffi_bridge import (
     loader,
     manifest,
     toolchain,
+    verification,
 )
 from ffi_bridge.objects import Store
 from ffi_bridge.worker import Worker
@@ -128,7 +129,7 @@ def arm_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of toy kernels for aarch64, a chain of two among them."""
     folder = tmp_path_factory.mktemp("arm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+        patch.setattr(verification, "PACKAGES", ("toy_kernels",))
         specs = [*TOY_SPECS, GroupedMlpSpec()]
         build.build(specs, folder, jobs=1, progress=False, tracer=TOY_TRACER, allowed={}, machine=ARM)
     return folder
@@ -147,7 +148,7 @@ def test_a_bundle_of_another_machine_exports_its_functions_alone(arm_bundle: Pat
 
 @linking
 def test_a_bundle_of_another_machine_is_not_loaded(arm_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+    monkeypatch.setattr(verification, "PACKAGES", ("toy_kernels",))
     with pytest.raises(
         BundleForeign, match="armv8-a CPU, but this machine is x86_64; .* the wheel for x86_64, or run "
     ):

@@ -130,7 +130,7 @@ FORMULAS = Path(str(formulas.__file__)).read_text()
 def _keys(folder: Path) -> dict[str, str]:
     """What keys of objects have of the kernels' sources in a folder, by the spec's name."""
     known = Sources("cute_kernels", sorted(toolchain._sources_in(str(folder))))
-    return {spec.name: sources.code_behind(spec, tracer, known)[tracer.replace(":", ".")] for spec, tracer in TRACED}
+    return {spec.name: sources.code_hashes(spec, tracer, known)[tracer.replace(":", ".")] for spec, tracer in TRACED}
 
 
 TRACED = [(spec, stages.tracer_of(spec)) for spec in STAGES]
@@ -203,7 +203,7 @@ def test_an_edit_of_words_reaches_no_kernel(edited: Callable[..., set[str]]) -> 
 def test_an_edit_of_other_code_reaches_all_that_imports_it(edited: Callable[..., set[str]]) -> None:
     reached = {spec.name for spec, tracer in TRACED if "activation.py" in _closure(tracer)}
     assert edited("activation.py", "LOG2_E = 1.4426950408889634", "LOG2_E = 1.4426950408889635") == reached
-    assert edited("specs.py", "\nKINDS = ", "\nMORE = ()\nKINDS = ") == {spec.name for spec in STAGES}
+    assert edited("specs/activations.py", "\nKINDS = ", "\nMORE = ()\nKINDS = ") == {spec.name for spec in STAGES}
     assert edited("formulas.py", "\nINV_SQRT", "\nprint()\nINV_SQRT") == {spec.name for spec in STAGES}
 
 
@@ -221,18 +221,18 @@ def test_kernels_know_activations_by_their_places_in_the_tables() -> None:
 
 
 def test_formulas_are_computed_through_one_module() -> None:
-    """Others read names: `specs` alone imports the tables, and hands none on."""
+    """Others read names: `specs.activations` alone imports the tables, and hands none on."""
     known = sources.of("cute_kernels")
     reached = {file for _, tracer in TRACED for file in known.closure(tracer.partition(":")[0])}
     names = {name: file for name, (file,) in known._modules.items() if file in reached}
     importing = {name for name, file in names.items() if known._used(name, file) != set()}
-    assert importing == {stages.READS_FORMULAS, "cute_kernels.specs"}
+    assert importing == {stages.READS_FORMULAS, "cute_kernels.specs.activations"}
     tables = [value for value in vars(formulas).values() if isinstance(value, dict) and "swiglu" in value]
     assert tables
     for name, file in names.items():
         for imported in sources._read(file)[1]:
-            if imported.module.rpartition(".")[2] == "specs" and name != stages.READS_FORMULAS:
-                value = getattr(specs, imported.name, None)
+            if imported.module.rpartition(".")[2] in ("specs", "activations") and name != stages.READS_FORMULAS:
+                value = getattr(specs, imported.name, getattr(specs.activations, imported.name, None))
                 assert not any(value is table for table in tables), f"{name} reads formulas"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import BundleMissing, hub, manifest, toolchain
+from ffi_bridge import BundleMissing, hub, toolchain, verification
 from toys import REPOSITORY, TOY_SPECS, library_in
 
 VARIANT = "tvm-ffi01-cu130-x86_64-linux"
@@ -43,7 +43,7 @@ except KeyError as error:
 def repository(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hub")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+        patch.setattr(verification, "PACKAGES", ("toy_kernels",))
         assert hub.write(toy_bundle, "sm_90a", out) == out / "build" / VARIANT
     return out
 
@@ -94,7 +94,7 @@ def test_the_license_is_the_packages(repository: Path) -> None:
 
 
 def test_what_is_there_is_not_written_over(repository: Path, toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+    monkeypatch.setattr(verification, "PACKAGES", ("toy_kernels",))
     with pytest.raises(FileExistsError, match=VARIANT):
         hub.write(toy_bundle, "sm_90a", repository)
     with pytest.raises(BundleMissing):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import CompileError, host, jit, loader, manifest, sources, toolchain
+from ffi_bridge import CompileError, host, jit, loader, sources, toolchain, verification
 from ffi_bridge import cache as cache_module
 from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite, wait_until
 
@@ -93,7 +93,7 @@ def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pyt
 
 
 def test_an_entry_is_a_bundle_of_its_own(filled: Path) -> None:
-    described = manifest.verify(_inner(filled), "sm_90a", cache_module.sources_of(SPEC, TOY_TRACER), SPEC)
+    described = verification.verify(_inner(filled), "sm_90a", cache_module.sources_of(SPEC, TOY_TRACER), SPEC)
     assert list(described.functions) == [SPEC.name]
     leftovers = {path.name for path in filled.iterdir()} - {_entry(filled).name}
     assert leftovers == {cache_module.lock_of(filled, _entry(filled).name).name, ".glulam-cache", "objects"}

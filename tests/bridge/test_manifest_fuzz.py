@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import BundleError, build, cache, load, loader, manifest, toolchain
+from ffi_bridge import BundleError, build, cache, load, loader, manifest, toolchain, verification
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
 from toys import linked_as
@@ -62,7 +62,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         kernels = (KernelResources("kernel", 168, 0, 0, 1024, 230400, ("C7510",)),)
         artifact = KernelArtifact(SPEC.name, root / "kernel.o", kernels)
         made = build.write_bundle(folder / ARCH, ARCH, [SPEC], [artifact], sources)
-        assert manifest.verify(folder / ARCH, ARCH, spec=SPEC) == made
+        assert verification.verify(folder / ARCH, ARCH, spec=SPEC) == made
         (folder / ARCH / made.library).write_bytes(b"another  ")
         yield folder
 
@@ -133,7 +133,7 @@ def test_any_damage_is_told_and_nothing_is_opened(entry: Path) -> None:
         except BundleError as error:
             refused += 1
             assert str(error).isprintable() and str(inner) in str(error)
-        for use in (manifest.verify, lambda folder, arch: load(arch, folder.parent)):
+        for use in (verification.verify, lambda folder, arch: load(arch, folder.parent)):
             with pytest.raises(BundleError) as told:
                 use(inner, ARCH)
             assert str(told.value).isprintable() and str(inner) in str(told.value)

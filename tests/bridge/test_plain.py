@@ -13,7 +13,7 @@ from cute_kernels.architectures import ARCHS, CONSTRUCTS
 from cute_kernels.sm100.configs import LARGE
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import SpecError
-from ffi_bridge import BundleOutdated, cache, manifest, toolchain
+from ffi_bridge import BundleOutdated, cache, toolchain, verification
 from ffi_bridge.build import build, find
 from glulam.command import cli
 from toys import TOY_TRACER
@@ -27,7 +27,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch, *constructs: str) -> None:
 
 
 def test_names_are_taken_in_any_order_and_for_architectures_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plain.asked() == ()
+    assert plain.avoided() == ()
     monkeypatch.setenv(plain.ENV, " rows ,tmem_loads,")
     found = {arch: plain.plain_in(arch) for arch in ARCHS if plain.plain_in(arch)}
     assert found == dict.fromkeys(("sm_100a", "sm_103a"), ("tmem_loads", "rows"))
@@ -53,12 +53,12 @@ def test_a_bundle_is_used_only_as_it_was_built(tmp_path: Path, monkeypatch: pyte
     _plain(monkeypatch, "rows")
     out, sources = tmp_path / "out", {"toy_kernels": toolchain.sources_hash("toy_kernels")}
     assert build([MM], out, jobs=1, progress=False, tracer=TOY_TRACER).plain == ["rows"]
-    assert manifest.verify(out / MM.arch, MM.arch, sources).plain == ["rows"]
+    assert verification.verify(out / MM.arch, MM.arch, sources).plain == ["rows"]
     for other in ((), ("tmem_loads",)):
         _plain(monkeypatch, *other)
         told = f"built with {plain.ENV}='rows', and now it is {plain.ENV}='{','.join(other)}'; set it as it was, or run"
         with pytest.raises(BundleOutdated, match=re.escape(told)):
-            manifest.verify(out / MM.arch, MM.arch, sources)
+            verification.verify(out / MM.arch, MM.arch, sources)
         assert find([MM], out) is None
     assert build([MM], out, jobs=1, progress=False, tracer=TOY_TRACER).plain == ["tmem_loads"]
 

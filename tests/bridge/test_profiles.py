@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cute_kernels.sm90 import configs
 from cute_kernels.specs import Spec
-from ffi_bridge import BundleMissing, build, manifest, profiles
+from ffi_bridge import BundleMissing, build, manifest, profiles, verification
 from ffi_bridge.loader import load
 from glulam.command.cli import app
 from toys import TOY_SPECS, TOY_TRACER
@@ -65,7 +65,7 @@ class TestKeep:
             return original(wanted, root, jobs, progress=False, tracer=TOY_TRACER, allowed={}, machine=machine)
 
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+            patch.setattr(verification, "PACKAGES", ("toy_kernels",))
             patch.setattr(profiles, "shipped_specs", lambda arch, profile, only: specs)
             patch.setattr(build, "build", toy_build)
             result = CliRunner().invoke(app, ["build", "--arch", ARCH, "--jobs", "1", "--out", str(out), *more])

@@ -19,7 +19,19 @@ import pytest
 from typer.testing import CliRunner
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import build, cache, folders, jit, loader, locks, manifest, objects, scratch, stamps, toolchain
+from ffi_bridge import (
+    build,
+    cache,
+    folders,
+    jit,
+    loader,
+    locks,
+    objects,
+    scratch,
+    stamps,
+    toolchain,
+    verification,
+)
 from ffi_bridge.worker import Worker
 from glulam.choose import known, table
 from glulam.choose.shipped import family_of
@@ -209,7 +221,7 @@ class TestCompiling:
             assert sorted(os.listdir(out / ARCH)) == sorted([made.library, "manifest.json"])
             assert os.listdir(out) == [ARCH] and _mode(out / ARCH / made.library) == 0o644
         sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
-        assert manifest.verify(out / ARCH, ARCH, sources) == made
+        assert verification.verify(out / ARCH, ARCH, sources) == made
 
     def test_a_sticky_folder_of_this_users_or_roots_is_safe(self, root: Path, linked: list[Path]) -> None:
         root.chmod(0o1777)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cute_kernels import stages
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import BundleDamaged, BundleForeign, cache, jit, load, loader, manifest, toolchain
+from ffi_bridge import BundleDamaged, BundleForeign, cache, jit, load, loader, manifest, toolchain, verification
 from glulam.command import cli
 from toys import TOY_SPECS, TOY_TRACER, library_in, rewrite
 
@@ -96,7 +96,7 @@ def test_what_others_can_write_is_not_loaded(bundle_copy: Path, part: str, mode:
     with pytest.raises(BundleForeign, match=rf"others can write {path} \(mode 0\d\d\d\); run `chmod go-w`"):
         load(ARCH, bundle_copy)
     with pytest.raises(BundleForeign):
-        manifest.verify(bundle_copy / ARCH, ARCH)
+        verification.verify(bundle_copy / ARCH, ARCH)
 
 
 @pytest.mark.usefixtures("sealed")
@@ -232,7 +232,7 @@ def test_an_entry_names_all_that_it_is_made_of(
     _planted(entry, tmp_path, **changes)
     assert cache.find(SPEC, TOY_TRACER) is None
     with pytest.raises(BundleDamaged, match=words):
-        manifest.verify(entry / ARCH, ARCH, cache.sources_of(SPEC, TOY_TRACER), SPEC)
+        verification.verify(entry / ARCH, ARCH, cache.sources_of(SPEC, TOY_TRACER), SPEC)
     assert [found.state for found in cache.entries()] == ["damaged"]
 
 
@@ -329,7 +329,7 @@ def test_the_bytes_that_were_hashed_are_those_that_run(bundle_copy: Path, monkey
         rewrite(library_in(bundle_copy / ARCH), b"something else")
         return found
 
-    monkeypatch.setattr(manifest, "hash_of", swap)
+    monkeypatch.setattr(verification, "hash_of", swap)
     bundle = load(ARCH, bundle_copy)
     assert callable(bundle.function(TOY_SPECS[0].name))
 

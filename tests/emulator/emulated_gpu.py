@@ -1,6 +1,6 @@
 """A GPU that executes device code on the CPU: operators called with CPU tensors run the PTX of the product's functions.
 
-Host path, checks and records are those of `support.fake_gpu`; the functions that it finds are `launch`'s.
+Host path, checks and records come from `support.fake_gpu`; the functions that it finds come from `launch`.
 """
 
 from __future__ import annotations

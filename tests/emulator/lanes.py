@@ -296,7 +296,7 @@ def _pick_bytes(a, b, selectors):
 
 
 def lop3(a, b, c, table):
-    """Look each bit up: bit i of the table is the result if the bits of a, b, c are those of i."""
+    """Look each bit up: bit i of the table is the result if a, b, c are the bits of i."""
     out = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
     for i in range(8):
         if table >> i & 1:

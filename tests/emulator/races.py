@@ -60,7 +60,7 @@ class Races(Orders):
         self._shadows: dict[tuple[str, Any], Shadow] = {}
 
     def begin(self, early: bool) -> None:
-        """Forget memory, or keep what the launch before did as that of one agent."""
+        """Forget memory, or keep the accesses of the launch before as accesses of one agent."""
         states = States(self.proxied)
         if early:
             numbers = self._states.before(states, (LAUNCH_BEFORE, LAUNCH_EARLIER))

@@ -154,7 +154,7 @@ class Stratum:
     """A function, and values of options that all problems of a round have."""
 
     call: str
-    settled: tuple[tuple[str, Any], ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 def strata(calls: Sequence[str] = ()) -> Iterator[Stratum]:
@@ -178,11 +178,11 @@ def in_a_turn(calls: Sequence[str] = ()) -> int:
 @st.composite
 def problems(draw: Any, stratum: Stratum, device: str = "cpu") -> Problem:
     """Draw problems of a stratum that a device takes."""
-    call, settled = stratum.call, dict(stratum.settled)
-    if _lacks(settled.get("recipe", "bf16"), device):
-        settled["recipe"] = "bf16"
-    drawn = {name: values for name, values in declared.options_of(call).items() if name not in settled}
-    options = {name: draw(st.sampled_from(values)) for name, values in drawn.items()} | settled
+    call, fixed = stratum.call, dict(stratum.fixed)
+    if _lacks(fixed.get("recipe", "bf16"), device):
+        fixed["recipe"] = "bf16"
+    drawn = {name: values for name, values in declared.options_of(call).items() if name not in fixed}
+    options = {name: draw(st.sampled_from(values)) for name, values in drawn.items()} | fixed
     form = draw(st.sampled_from(declared.forms_of(call, options.get("recipe", "bf16"))))
     given = [name for name in declared.optional_of(call) if draw(st.booleans())]
     train = _can_train(call, options.get("recipe", "bf16"), form) and draw(st.booleans())

@@ -19,7 +19,7 @@ from ffi_bridge.errors import BundleError
 from glulam import UnsupportedDevice
 from glulam.choose import estimates as times
 from glulam.choose.estimates import Estimate
-from glulam.choose.problem import Part
+from glulam.choose.problem import ProblemGemm
 from glulam.host import workspace
 from glulam.recipes import RECIPES
 
@@ -80,7 +80,7 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
 def both_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows run on one tile and many on the other: layers as small as these would leave one tile untested."""
 
-    def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
+    def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
         few = parts[0].gemm.average <= min(tile.m for tile in tiles)
         return [
             Estimate(1.0, tile, "set by the tests") for tile in sorted(tiles, key=lambda tile: tile.m, reverse=not few)

@@ -127,7 +127,7 @@ class TestWgrad:
     @pytest.mark.parametrize("float32", [False, True])
     @pytest.mark.parametrize("name", catalogue(MANY_ROWS, EXPERTS))
     def test_routings(self, name: str, float32: bool, dtype: torch.dtype, tile: TileConfig) -> None:
-        """NaN behind the last group and in memory that the result reuses; groups without rows."""
+        """NaN after the last group and in memory that the result reuses; groups without rows."""
         n, k = WEIGHTS[tile]
         sizes = catalogue(MANY_ROWS, EXPERTS)[name]
         c = case(sizes, hidden=k, dtype=dtype, tail=MANY_ROWS - sum(sizes) + TAIL)

@@ -323,7 +323,7 @@ class TestMoe:
     @pytest.mark.parametrize("tokens", [1, 40, 1500])
     def test_against_the_reference(self, tokens: int, recipe: str) -> None:
         x, w1, w2, logits = self.layer(tokens)
-        if recipe in OF_4_BITS:  # whose weights' own error is larger than that of the kernels
+        if recipe in OF_4_BITS:  # whose weights' own error is larger than the kernels'
             w1, w2 = (OF_4_BITS[recipe](w).dequantize(w.dtype) for w in (w1, w2))
         made = glulam.route(logits, 2)
         out = glulam.moe(x, made, w1, w2, residual=x, recipe=recipe)

@@ -256,7 +256,7 @@ class TestProjectBackward:
 
 
 def row_errors(got: Tensor, exact: Tensor) -> float:
-    """The largest, of all rows, root mean square of the error relative to that of the exact values."""
+    """The largest, of all rows, root mean square of the error relative to the root mean square of the exact values."""
     exact = exact.to(got.device)
     return float(((got.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 

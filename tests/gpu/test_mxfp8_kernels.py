@@ -130,7 +130,7 @@ def test_forward(form: tuple[str, str], tile: TileConfig, saves: bool) -> None:
         assert_close(preact[:rows].cpu(), h, h.to(BF16), rows)
         assert bool(preact[rows:].isnan().all())
     assert_quantised(made["mid8"], act.float())
-    assert bool((made["mid8"].scale[rows:] == 0xFE).all()), "scales behind the last group were written"
+    assert bool((made["mid8"].scale[rows:] == 0xFE).all()), "scales after the last group were written"
 
     mid64, w2_64 = made["mid8"].values(rows), weight_values(w2)
     mm = lambda dtype: oracle.grouped_mm(mid64, w2_64, c.ends, bias=on_cpu(c.b2), bias_scale=scale, dtype=dtype)  # noqa: E731

@@ -114,7 +114,7 @@ def ends_of(sizes: Sequence[int]) -> list[int]:
 
 
 def rows_of_x(sizes: Sequence[int], k: int, tail: int = 3) -> Tensor:
-    """Random rows, and NaN behind the last group."""
+    """Random rows, and NaN after the last group."""
     x = torch.randn(sum(sizes) + tail, k, device="cuda").to(BF16)
     x[sum(sizes) :] = math.nan
     return x

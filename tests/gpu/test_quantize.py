@@ -52,7 +52,7 @@ def empty_like(result: Any, fill: int) -> Any:
 
 
 def assert_same(got: Any, wanted: Any, rows: int | None = None) -> None:
-    """Every byte, or those of the first `rows` rows and their scales."""
+    """Every byte, or the bytes of the first `rows` rows and their scales."""
     for one, other in zip(copies(got), copies(wanted), strict=True):
         assert torch.equal(bytes_of(one.data)[:rows], bytes_of(other.data)[:rows]), one
         if rows is None:

@@ -98,7 +98,7 @@ def batch(rows: int, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_rows(call: Callable[[Tensor, Tensor], list[Tensor]], x: Tensor, sizes: tuple[int, ...]) -> None:
-    """Compare the probes of every batch with those of the largest. call: of rows and group ends."""
+    """Compare the probes of every batch with the largest batch's. call: of rows and group ends."""
     expert = torch.randint(EXPERTS, (MOST,), generator=torch.Generator().manual_seed(5))
     chosen, places, offs = batch(MOST, expert)
     wanted = [one[places].clone() for one in call(x[chosen], offs)]

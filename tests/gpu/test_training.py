@@ -1,4 +1,4 @@
-"""A layer's forward and backward in their planned form: two calls, zeros behind the last group, memory, buffers."""
+"""A layer's forward and backward in their planned form: two calls, zeros after the last group, memory, buffers."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_buffers_in_a_graph() -> None:
 
 @pytest.mark.parametrize("frozen", [(0, 1, 5), (2, 3, 7), (1, 2, 3, 4, 5, 6, 7)], ids=str)
 def test_frozen_experts_in_a_graph(frozen: tuple[int, ...]) -> None:
-    """Trained experts' main_grads are those of a module without frozen ones, which have none; so in a replay."""
+    """Trained experts' main_grads equal a module's without frozen experts, which have none; so in a replay."""
     torch.manual_seed(5)
     c = case([ROWS // EXPERTS] * EXPERTS, tail=0)
     module, plain = (GroupedMLP(EXPERTS, HIDDEN, INTER, packed=False, device="cuda", dtype=BF16) for _ in range(2))

@@ -157,7 +157,7 @@ PARTS = "weight", "weight_scale"
 
 @pytest.mark.parametrize("width", [96, 80])
 def test_gpt_oss_has_biases_and_rows_of_gates_and_ups_in_turn(vllm: ModuleType, width: int) -> None:
-    """An I that is no multiple of 32 is padded by zeros, as that of a rank may be."""
+    """An I that is no multiple of 32, as a rank's may be, is padded by zeros."""
     padded = 96
     experts, hidden = vllm.EXPERTS, vllm.HIDDEN
     halves, w2 = held("mxfp4", experts, 2 * width, hidden, seed=1, halves=2), held("mxfp4", experts, hidden, padded)

@@ -119,7 +119,7 @@ def recipe_of(problem: Problem) -> str:
 def problems_of(arch: str, **widths: int) -> list[Problem]:
     """Every problem of the contract that an architecture has several tiles for, and its form with a preactivation."""
     found: dict[Problem, None] = {}
-    for op, recipe in itertools.product(contract.FORMS, RECIPES.values()):
+    for op, recipe in itertools.product(contract.VARIANTS, RECIPES.values()):
         for problem in contract.problems(op, recipe, arch, **widths):
             found[problem] = None
     return list(found)

@@ -20,9 +20,9 @@ def torch_arguments(name: str, **given: Any) -> tuple[Any, ...]:
     activation their defaults."""
     defaults = {"activation": "swiglu", "glu_layout": "concat", "numbers": DEFAULTS}
     flags = {**dict.fromkeys(("recompute", "transpose_w", "accumulate"), False), "world_experts": 0}
-    form = library.FORMS[name]
-    assert given.keys() <= set(form.names), given.keys() - set(form.names)
-    return tuple({**defaults, **flags, "recipe": "bf16", **given}.get(each) for each in form.names)
+    operator = library.TORCH_OPS[name]
+    assert given.keys() <= set(operator.names), given.keys() - set(operator.names)
+    return tuple({**defaults, **flags, "recipe": "bf16", **given}.get(each) for each in operator.names)
 
 
 Form = tuple[str, str]

@@ -30,6 +30,7 @@ from cute_kernels.specs import (
     GATED,
     GLU_LAYOUTS,
     LAYOUT_FORMS,
+    BackwardCleanupSpec,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -42,7 +43,6 @@ from cute_kernels.specs import (
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
-    TailSpec,
 )
 from cute_kernels.stages import draws_tickets
 from glulam.choose import kernels
@@ -286,7 +286,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
         parts[0, : ends[-1]] = ds[: ends[-1]].float()
 
 
-def _tail(spec: TailSpec, c: Any) -> None:
+def _tail(spec: BackwardCleanupSpec, c: Any) -> None:
     rows, width = c.act.shape
     used = _ends(c.groups, c.group_form, c.num_groups, rows)[-1]
     if c.dx and not c.dx_tokens:
@@ -348,7 +348,7 @@ _STAGES: dict[type, Callable[[Any, Any], None]] = {
     GroupedMmSpec: _mm,
     GroupedGluSpec: _glu,
     DgluSpec: _dglu,
-    TailSpec: _tail,
+    BackwardCleanupSpec: _tail,
     GroupedWgradSpec: _wgrad,
     QuantizeMxfp8Spec: _quantize,
     QuantizeFp8BlockSpec: lambda spec, c: fake_fp8_block.quantize(c),
@@ -412,7 +412,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeGpu:
     patch.setattr(device, "KERNEL_DEVICE", "cpu")
     patch.setattr(device, "cuda_index", lambda op, where: 0 if where == torch.device("cpu") else of_gpus(op, where))
     patch.setattr(device, "gpu", lambda index: device.Gpu("fake", "sm_90a", SM_COUNT))
-    patch.setattr(device, "is_only_one", lambda: True)
+    patch.setattr(device, "has_single_gpu", lambda: True)
     patch.setattr(device, "raw_stream", lambda index: fake.stream)
     patch.setattr(device, "is_capturing", lambda: fake.capturing)
     patch.setattr(kernels, "find", fake.find)

@@ -165,7 +165,7 @@ def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, tor
 
 
 def _store_tokens(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """The table to all ranks, -1 behind the last token; rows to those that have an expert."""
+    """The table to all ranks, -1 after the last token; rows to those that have an expert."""
     if at.weights or not at.tokens:
         for rank in range(at.world):
             operation.region("ids", rank, at.world, at.most, at.k, dtype=I32)[at.rank] = -1

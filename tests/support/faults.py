@@ -98,7 +98,7 @@ class Launches:
 def inline() -> Iterator[None]:
     """Let what is kept be allocated on the calling thread, whose calls of torch are counted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "apart", lambda make: make())
+        patch.setattr(device, "on_own_thread", lambda make: make())
         yield
 
 

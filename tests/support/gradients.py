@@ -33,7 +33,7 @@ def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Te
 
 
 def transposed_back(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of `transposed_leaves`, those of weights as `check_gradients` has them."""
+    """Gradients of `transposed_leaves`, with weights' gradients as `check_gradients` has them."""
     return {name: value.mT if name in ("w1", "w2") else value for name, value in gradients.items()}
 
 

@@ -36,7 +36,7 @@ def expected(
     form: tuple[str, str] = ("swiglu", "concat"),
     params: oracle.Params = oracle.DEFAULTS,
 ) -> dict[str, Tensor]:
-    """Of all six inputs, on the CPU. Rows behind the last group are zero."""
+    """Of all six inputs, on the CPU. Rows after the last group are zero."""
     x, b1, b2, s, dtype = c.x.cpu(), c.b1.cpu(), c.b2.cpu(), torch.nan_to_num(c.row_scale.cpu()), c.x.dtype
     dy = torch.nan_to_num(dy.cpu())
     weights = {(name, axis): folded(getattr(c, name), axis) for name in ("w1", "w2") for axis in ("row", "col")}
@@ -59,7 +59,7 @@ def expected(
 
 
 def check(c: Case, dy: Tensor, got: dict[str, Tensor], *form: Any, **params: Any) -> None:
-    """Every gradient in `got`, against the definition; zeros behind the last group and for experts without rows."""
+    """Every gradient in `got`, against the definition; zeros after the last group and for experts without rows."""
     exact = expected(c, dy, *form, **params)
     filled = [e for e, size in enumerate(c.sizes) if size]
     for name, value in got.items():

@@ -42,7 +42,7 @@ def _positive(z: Tensor) -> Tensor:
 
 
 def _at_most(z: Tensor, bound: float) -> Tensor:
-    """Its gradient at the bound itself is 1, as that of torch.clamp; torch.minimum's would be a half."""
+    """Its gradient at the bound itself is 1, like torch.clamp's; torch.minimum's would be a half."""
     return torch.where(z > bound, torch.full_like(z, bound), z)
 
 
@@ -121,7 +121,7 @@ def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], *, bias: Any = None, bias_scale: Tensor | None = None,
     transpose_w: bool = False, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Rows behind the last group are NaN in what comes back."""
+    """Rows after the last group are NaN in what comes back."""
     width = w[0].shape[1 if transpose_w else 0]
     y = torch.full((x.shape[0], width), math.nan, dtype=dtype, device=x.device)
     for e, lo, hi in _groups(ends):
@@ -178,7 +178,7 @@ def grouped_dglu(
     form: tuple[str, str] = ("swiglu", "concat"), params: Params = DEFAULTS,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dpreact, act, d_row_scale), differentiated by torch. Rows behind the last group are NaN."""
+    """(dpreact, act, d_row_scale), differentiated by torch. Rows after the last group are NaN."""
     rows = ends[-1] if ends else 0
     formula = activation if dtype == torch.float64 else torch_activation
     h = preact[:rows].to(dtype).detach().requires_grad_()

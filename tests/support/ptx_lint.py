@@ -4,7 +4,7 @@ Straight-line code ends at a branch and where a branch goes to.
 
 | rule | a kernel keeps it if |
 |---|---|
-| KNOWN | its instructions are those of INSTRUCTIONS |
+| KNOWN | all its instructions are in INSTRUCTIONS |
 | ONE_CTA | none has another group than `cta_group::1` |
 | COLUMNS | an allocation takes a constant number of columns, a power of two from 32 to 512; together at most 512 |
 | FREED | a dealloc of as many columns follows each alloc |

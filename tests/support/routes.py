@@ -43,7 +43,7 @@ def route(
 
 
 def check_rows(routing: Any, ids: Tensor, weights: Tensor, experts: int) -> None:
-    """That a routing's rows are those of `ids`, counted from 0: stable, complete, and with their weights."""
+    """Check that a routing has the choices in `ids` as rows, counted from 0: stable, complete, with their weights."""
     choices = [(int(e), i) for i, e in enumerate(ids.view(-1).tolist()) if 0 <= e < experts]
     order = [i for _, i in sorted(choices)]
     ends = torch.tensor([sum(e <= last for e, _ in choices) for last in range(experts)])

@@ -8,7 +8,7 @@ from cute_kernels.chains import Of, Position, Step
 
 
 def taken(step: Step, named: dict[str, Any], position: int) -> dict[str, Any]:
-    """A step's arguments by name, from those of the chain. `position`: how many were taken before."""
+    """A step's arguments by name, from the chain's arguments. `position`: how many were taken before."""
 
     def value(source: Any) -> Any:
         if isinstance(source, Of):

@@ -43,7 +43,7 @@ class BoxStore(store.RaggedStore):
     rows."""
 
     def cut(self, group: cute.Tensor, col: Int32, rows: int, cols: int) -> cute.Tensor:
-        """Return the boxes at column `col` of `group`, whose first row is the slab's first."""
+        """Return the boxes of 16 rows at column `col` of `group`, whose first row is the slab's first."""
         return boxes_at(group, Int32(0), col, cols)
 
 
@@ -59,8 +59,8 @@ class Slots(store.Slots):
     warp_step = WARP_LANES
 
     def matrix_copy(self, op: Any) -> cute.TiledCopy:
-        """Make the copy from accumulators to a slot by `op`. The accumulators' order is that of MMAs of 16 rows by each
-        of four warps."""
+        """Make the copy from accumulators to a slot by `op`. The accumulators have the order of MMAs of 16 rows by
+        each of four warps."""
         mma_op, warps = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), cute.make_layout((4, 1, 1))
         mma = cute.make_tiled_mma(mma_op, warps, permutation_mnk=(ROWS, self.cols, 16))
         return cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma)

@@ -37,5 +37,6 @@ class WgradEpilogue(wgrad.WgradEpilogue):
         return work.m_tile * self.tile.m
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """Return the boxes of a slab of dw in columns from column * `cols` on. first_row: the first row of slab 0."""
+        """Return the boxes of 16 rows of a slab (64 rows) of dw in columns from column * `cols` on. first_row: the
+        first row of slab 0."""
         return boxes_at(dw, first_row + slab * SLAB_LANES, column * self.cols, self.cols)

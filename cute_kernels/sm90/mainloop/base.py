@@ -66,7 +66,7 @@ class Loop(NamedTuple):
 
     Attributes:
         num_k_tiles: number of k-tiles of the loop; 0: the loop does nothing for this tile.
-        slabs: how many of the warpgroup's slabs the loop multiplies.
+        slabs: how many of the warpgroup's slabs (64 rows each) the loop multiplies.
         depth: how many elements of each k-tile's depth the loop multiplies.
         before: number of k-tiles that earlier loops of the tile multiply.
     """
@@ -306,7 +306,8 @@ class Mainloop(Invariant):
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at slab number `slab`."""
+        """Return A and B as wgmma descriptors, for a warpgroup whose share of the tile begins at slab (64 rows) number
+        `slab`."""
         mma = self.tiled_mma()
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
@@ -366,7 +367,7 @@ class Mainloop(Invariant):
     ):  # fmt: skip
         """Multiply the k-tiles of one `Loop` and leave the last k-tile's wgmmas in flight.
 
-        Returns the state of the next stage, and that of the next stage to release.
+        Returns the state of the next stage, and the state of the next stage to release.
         """
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):

@@ -87,15 +87,15 @@ class BlockScales(Invariant):
             self.taken[part] = self.next[part]
 
     @cute.jit
-    def ask(self, k_tile: Int32, next_work: WorkTile):
+    def start_loads(self, k_tile: Int32, next_work: WorkTile):
         """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
         if k_tile == self.k_tiles:
             self._aim(next_work)
             k_tile = Int32(0)
         self._fetch(k_tile)
 
-    def spoil(self, acc: cute.Tensor) -> None:
-        """Do nothing: here no scale is bad (compare `WeightScales.spoil`)."""
+    def write_nan_rows(self, acc: cute.Tensor) -> None:
+        """Do nothing: here no scale is bad (compare `WeightScales.write_nan_rows`)."""
 
 
 class BlockDecodingMainloop(DecodingMainloop):

@@ -50,7 +50,7 @@ class ScaleSources(NamedTuple):
 
 
 class BlockScales(RowScales):
-    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like those of
+    """The scales of a thread's rows, followed by the tile's weight scales. They are loaded and taken like the scales of
     `RowScales`.
 
     Attributes:
@@ -87,7 +87,7 @@ class BlockScales(RowScales):
         RowScales.begin(self, work)
 
     def _grid_row(self, work: WorkTile, i: int) -> Int32:
-        """Return the grid row of the tile's weight scale number i.
+        """Return the grid row (scales of 128 weight rows) of the tile's weight scale number i.
 
         Columns past the last one are zeros. A block that begins there uses the last column's scale.
         """
@@ -122,7 +122,8 @@ class BlockScales(RowScales):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the row's scale times the weight scale: the factor of one half of a row of a piece.
+        """Return the row's scale times the weight scale: the factor of one half of a row of a piece (64 rows by 128
+        columns).
 
         Args:
             scales: scales that `take` returned.

@@ -83,7 +83,7 @@ class DecodedRing(Invariant):
         return number // self.slots % 2
 
     def wait_empty(self, number: Int32) -> None:
-        """Wait until the slot of k-tile `number` is free."""
+        """Wait until the slot of decoded k-tile `number`, counted across tiles, is free."""
         self.pipeline.sync_object_empty.wait(self.slot(number), self._phase(number) ^ 1)
 
     def arrive_full(self, number: Int32) -> None:

@@ -171,5 +171,5 @@ class DecodedLinesMainloop(Mainloop):
         """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)
-        lines.ask(sources, k_tile * DEPTH, slot_before)
+        lines.start_loads(sources, k_tile * DEPTH, slot_before)
         cute.arch.cp_async_commit_group()

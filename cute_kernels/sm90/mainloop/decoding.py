@@ -200,7 +200,7 @@ class WeightScales(Invariant):
                 self.large[0] |= self.decoder.scales.large(self.words[i])
 
     @cute.jit
-    def ask(self, k_tile: Int32, next_work: WorkTile):
+    def start_loads(self, k_tile: Int32, next_work: WorkTile):
         """Start loading a k-tile's scales. After the tile's last k-tile: those of the first k-tile of `next_work`."""
         if k_tile == self.grid.k_tiles:
             self._aim(next_work)
@@ -208,7 +208,7 @@ class WeightScales(Invariant):
         self._fetch(k_tile)
 
     @cute.jit
-    def spoil(self, acc: cute.Tensor):
+    def write_nan_rows(self, acc: cute.Tensor):
         """Overwrite the accumulators of rows that had a bad scale with NaN, and forget the bad scales."""
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
@@ -382,7 +382,7 @@ class DecodingMainloop(WeightsFirst):
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             # Loaded at the top and taken at the bottom of one round: if loads were carried into the next round, the
             # compiler would move their registers, and so wait for the loads.
-            scales.ask(k_tile + 1, tile.next_work)
+            scales.start_loads(k_tile + 1, tile.next_work)
             first_stage = state.clone()
             state.advance()
             last_stage = first_stage
@@ -414,7 +414,7 @@ class DecodingMainloop(WeightsFirst):
                     self._open(first, following, scales, stages, state)
             warpgroup.wait_group(0)
             stages.consumer_release(last_stage)
-        scales.spoil(acc)
+        scales.write_nan_rows(acc)
         return state
 
     @cute.jit

@@ -65,7 +65,7 @@ class BlockScales(WeightScales):
         self.next_block[0] = cute.arch.lane_idx() % QUAD * self.count
         self._fetch_next()
 
-    def ask_next(self) -> None:
+    def start_next_loads(self) -> None:
         """Start loading the scales of the next k-tile; after the last k-tile nothing is loaded."""
         self.next_block[0] += QUAD * self.count
         self._fetch_next()
@@ -98,16 +98,18 @@ class BlockScales(WeightScales):
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
-        """Note which of the thread's rows have a bad scale in this k-tile."""
+        """Note which of the thread's weight rows have a bad scale in this k-tile; `write_nan_rows` turns them into
+        NaN."""
         for i in range(self.rows.count):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
-    def spoil(self, acc: cute.Tensor):
-        """Overwrite accumulators with NaN in rows for which any of the four threads that share them had a bad scale."""
+    def write_nan_rows(self, acc: cute.Tensor):
+        """Overwrite accumulators with NaN in weight rows for which any of the four threads that share them had a bad
+        scale (one that must turn its row into NaN)."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
-        WeightScales.spoil(self, acc)
+        WeightScales.write_nan_rows(self, acc)
 
 
 class FewRowsMainloop(DecodingMainloop):
@@ -139,7 +141,7 @@ class FewRowsMainloop(DecodingMainloop):
         rows = tile.work.group_end - tile.work.row
         for _ in cutlass.range(scales.grid.k_tiles, unroll=1):
             scales.take()
-            scales.ask_next()
+            scales.start_next_loads()
             stages.consumer_wait(state)
             words = self._words(weights + state.index * (self.tile.n * self.row_bytes))
             first_column = columns + state.index * (self.tile.m * self.stage_k * self.dtype.width // 8)
@@ -155,7 +157,7 @@ class FewRowsMainloop(DecodingMainloop):
             stages.consumer_release(state)
             state.advance()
         scales.begin(tile.next_work)
-        scales.spoil(acc)
+        scales.write_nan_rows(acc)
         return state
 
     def _words(self, first: Int32) -> list[cute.Tensor]:

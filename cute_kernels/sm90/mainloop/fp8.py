@@ -104,7 +104,7 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor by which the sums of one part of a row of a piece are multiplied.
+        """Return the factor by which the sums of one part of a row of a piece (64 rows by 128 columns) are multiplied.
 
         Args:
             scales: scales that `take` returned.
@@ -192,7 +192,8 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Multiply and promote all k-tiles of a tile, piece by piece. Returns the advanced state."""
+        """Multiply and promote (add, times scales, in float32) all k-tiles of a tile, piece (64 rows by 128 columns) by
+        piece. Returns the advanced state."""
         tiled_mma = self.tiled_mma()
         partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
         wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
@@ -215,7 +216,7 @@ class Fp8Mainloop(GemmMainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: tuple[cute.Tensor, int, Int32],
         b: tuple[cute.Tensor, int, Int32],
     ) -> None:  # fmt: skip
-        """Start the MMAs of one piece of a k-tile into `acc`, from zero.
+        """Start the MMAs of one piece (64 rows by 128 columns) of a k-tile into `acc`, from zero.
 
         Args:
             a: descriptors of A, the slab's number, the stage's index.
@@ -233,7 +234,7 @@ class Fp8Mainloop(GemmMainloop):
         self, acc: cute.Tensor, partial: cute.Tensor, scales: RowScales, taken: cute.Tensor,
         slab: cutlass.Constexpr[int], columns: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Add a piece's sums times their factors to the accumulators.
+        """Promote a piece (64 rows by 128 columns): add its sums, times their factors, to the accumulators.
 
         The loop takes one row after the other, so that only every second multiply-add reads the scale from its register
         (`.reuse`). In register order, where two elements of one row and two of the other alternate, four multiply-adds

@@ -116,7 +116,7 @@ class Gather(Invariant):
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
     def half(self, rank: Int32) -> Share:
-        """Return the lines that warp `rank` (0 or 1) copies if two warps copy equal halves."""
+        """Return the lines (128 bytes of a stage) that warp `rank` (0 or 1) copies if two warps copy equal halves."""
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
@@ -124,8 +124,8 @@ class Gather(Invariant):
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
-        behind = (target ^ LINES_AT_ONCE * CHUNK_BYTES) + LINES_AT_ONCE * LINE_BYTES
-        return Lane(first + line, chunk, (target, behind))
+        second = (target ^ LINES_AT_ONCE * CHUNK_BYTES) + LINES_AT_ONCE * LINE_BYTES
+        return Lane(first + line, chunk, (target, second))
 
     def copy(
         self, lane: Lane, stage: Int32, i: int, lines_before: int, source: Int64, offset: int, num_bytes: Int32

@@ -32,7 +32,7 @@ WEIGHT_KEYS = {FP8: kFp8Static128BlockSym, MXFP8: kMxfp8Static, MXFP4: kMxfp4Sta
 
 
 def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Activation:
-    """Return the activation of a layer as Glulam has it, with those of the layer's numbers that vLLM's own kernels use.
+    """Return the activation of a layer as Glulam has it, with the layer's numbers that vLLM's own kernels use.
 
     Raises:
         NotServed: Glulam has no such activation.

@@ -125,7 +125,7 @@ def _biases(layer: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _refill(kept: ServedExperts, new: ServedExperts) -> None:
-    """Copy new experts' tensors into those of the same layer that were kept.
+    """Copy new experts' tensors into the kept tensors of the same layer.
 
     Raises:
         RuntimeError: the new ones need another recipe or other shapes, of which captured graphs know nothing.

@@ -36,11 +36,11 @@ from ..ops.mlp_training import (
 from .parts import Targets, contracted, scale_of_bias_grad
 from .path import Declared, Path
 
-BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
+NEED_ACT_GRADIENT = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients are computed from the gradient of the activation."""
 
 
-class Tokens(NamedTuple):
+class TokenFunctions(NamedTuple):
     """Functions between a layer's N tokens and its T rows.
 
     Each token has K rows, one for each of its experts; `row_of`, int32 [N, K], holds the rows of each token.
@@ -66,7 +66,7 @@ class DataPath(Path):
         reads_by_index: GEMMs can read tokens by index.
         fuses: all GEMMs of forward, or all of the data gradients, may be one launch.
         gradients_kind: class of the call whose launch computes the data gradients.
-        form: the activation, its layout and its numbers, as keywords of the operators.
+        activation_options: the activation, its layout and its numbers, as keywords of the operators.
         recompute: see `grouped_mlp`.
         tokens: functions that gather tokens into experts' rows and sum rows by token (moe); None: grouped_mlp.
         kind: class of the call, in a planned step.
@@ -77,14 +77,14 @@ class DataPath(Path):
     """
 
     inputs: ClassVar = ("x", "w1", "w2", "row_scale", "b1", "b2")
-    need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
+    need_preact: ClassVar[frozenset[str]] = NEED_ACT_GRADIENT
     copies_forward: ClassVar[bool] = True
     reads_by_index: ClassVar[bool] = True
     fuses: ClassVar[bool] = True
     gradients_kind: ClassVar[type[Call]] = GradientsCall
-    form: dict[str, Any]
+    activation_options: dict[str, Any]
     recompute: bool
-    tokens: Tokens | None
+    tokens: TokenFunctions | None
     kind: Any = None
     problem: Problem | None = None
     is_copied: bool = False
@@ -100,8 +100,8 @@ class DataPath(Path):
         is_copied = may_copy and self.copies(call.x, getattr(call, "row_of", None), call.w2)
         is_small = call.num_rows * contracted(call.w2, self.transpose_w) * call.x.element_size() <= SMALL_BYTES
         has_fused = self.fuses and not (self.transpose_w or self.in_halves)
-        settled = {"is_copied": is_copied, "is_small": is_small, "has_fused_gradients": has_fused}
-        made = dataclasses.replace(self, kind=type(call), problem=problem, **settled)
+        flags = {"is_copied": is_copied, "is_small": is_small, "has_fused_gradients": has_fused}
+        made = dataclasses.replace(self, kind=type(call), problem=problem, **flags)
         if isinstance(like, DataPath) and (like.is_copied, like.is_small) != (is_copied, is_small):
             like = None
         return super(DataPath, made).planned(call, problem, like)  # type: ignore[return-value]
@@ -128,7 +128,12 @@ class DataPath(Path):
 
         def call() -> Declared:
             trained = "w1" in wanted or "w2" in wanted
-            options = {**self.form, "step": self.problem, "is_large": not self.is_small, "trained": trained}
+            options = {
+                **self.activation_options,
+                "step": self.problem,
+                "is_large": not self.is_small,
+                "trained": trained,
+            }
             return forward_kind(self.kind), options
 
         y, preact = self.part("forward", call)(**given, out=out)
@@ -136,13 +141,13 @@ class DataPath(Path):
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         """Return whether backward reads an argument, by name; see `Path.reads`."""
-        behind = not wanted.isdisjoint(self.need_preact)
-        again = self.recompute and (behind or "w2" in wanted)
+        needs_act_gradient = not wanted.isdisjoint(self.need_preact)
+        again = self.recompute and (needs_act_gradient or "w2" in wanted)
         return {
             "x": again or "w1" in wanted,
             "w1": again or "x" in wanted,
             "b1": again,
-            "w2": behind,
+            "w2": needs_act_gradient,
             "b2": "row_scale" in wanted,
             "residual": False,
         }
@@ -245,9 +250,9 @@ class DataPath(Path):
         dx = targets.given_grad_input(d_result) if for_x else None
 
         def call() -> Declared:
-            asked = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
+            flags = {"row_scale_grad": "row_scale" in wanted, "input_grad": for_x}
             trained = "w1" in wanted or "w2" in wanted
-            return self.gradients_kind, {**self.form, **asked, "step": self.problem, "trained": trained}
+            return self.gradients_kind, {**self.activation_options, **flags, "step": self.problem, "trained": trained}
 
         made: DataGradients = self.part("gradients", call)(
             dy=dy, preact=self._take_preact(saved), w1=saved["w1"] if for_x else None, w2=saved["w2"],
@@ -288,7 +293,11 @@ class DataPath(Path):
         """Compute FC1 and its activation as the part of a given name; with `return_preact`, also return h."""
 
         def call() -> Declared:
-            return GroupedGluCall, {**self.form, "return_preact": return_preact, "transpose_w": self.transpose_w}
+            return GroupedGluCall, {
+                **self.activation_options,
+                "return_preact": return_preact,
+                "transpose_w": self.transpose_w,
+            }
 
         return self.part(part, call)(
             x=given["x"], w1=given["w1"], bias=given["b1"], row_scale=given["row_scale"], rows=given.get("rows"),
@@ -325,7 +334,7 @@ class DataPath(Path):
 
         def call() -> Declared:
             options = {"row_scale_grad": "row_scale" in wanted, "transpose_w": self.transpose_w}
-            return GroupedDgluCall, {**self.form, **options}
+            return GroupedDgluCall, {**self.activation_options, **options}
 
         dpreact, act, d_scale = self.part("dglu", call)(
             dy=dy, w2=saved["w2"], preact=self._take_preact(saved), row_scale=saved["row_scale"],
@@ -343,10 +352,11 @@ class QuantisedPath(DataPath):
     """The path of grouped_mlp and moe in MXFP8. Forward quantises each token once.
 
     Attributes:
-        form: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`: a weight requires a gradient.
+        activation_options: as in `DataPath`, and also `recipe`, the recipe's name, and `trained`: a weight requires a
+            gradient.
     """
 
-    need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # forward never has the activation in 16 bits
+    need_preact = NEED_ACT_GRADIENT | {"w2"}  # forward never has the activation in 16 bits
     copies_forward = False
     gradients_kind = PreparesColumns
 
@@ -359,7 +369,7 @@ class QuantisedPath(DataPath):
     def _rows(self, part: str, given: dict[str, Any], out: Tensor | None = None) -> Any:
         """Compute forward as the part of a given name; return the result and the preactivation h."""
         tensors = {name: given[name] for name in self.inputs}
-        made = self.part(part, lambda: (Mxfp8ForwardCall, self.form))
+        made = self.part(part, lambda: (Mxfp8ForwardCall, self.activation_options))
         return made(**tensors, rows=given.get("rows"), groups=given["groups"], out=out)
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
@@ -370,7 +380,7 @@ class QuantisedPath(DataPath):
         self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         out = targets.given_grad_input(dy) if targets is not None and "x" in wanted else None
-        options = {**self.form, "input_grad": "x" in wanted, "row_scale_grad": "row_scale" in wanted}
+        options = {**self.activation_options, "input_grad": "x" in wanted, "row_scale_grad": "row_scale" in wanted}
         made: DataGradients = self.part("gradients", lambda: (Mxfp8GradientsCall, options))(
             dy=dy, w1=saved.get("w1"), w2=saved["w2"], preact=self._take_preact(saved),
             row_scale=saved["row_scale"], rows=saved.get("rows"), groups=saved["groups"], out=out,

@@ -48,7 +48,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
 
     Args:
         call: a call of any operator.
-        key: key for keeping the planned step, see `Call.answer`. None: keep none.
+        key: key for keeping the planned step, see `Call.handle_miss`. None: keep none.
         targets: buffers of the result and gradients; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
@@ -74,14 +74,14 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             )
             call.check_plain()
             check_targets(call, targets)
-        asked = call
+        as_called = call
         if isinstance(call, Quantized) and call.is_frozen and not call.is_traced():
             call = with_parts_as_read(call)
         path = dataclasses.replace(path_of_kind(call), grouped_by=grouped_by(call))
-        result = planned.run(call, key, targets, path, asked)
+        result = planned.run(call, key, targets, path, as_called)
         return apply(call, path, targets) if result is NotImplemented else result
     except ARGUMENT_ERRORS:
-        call.judge()  # so that the error names this operator and its arguments, not those of its parts
+        call.check_after_failure()  # so that the error names this operator and its arguments, not those of its parts
         raise
 
 

@@ -26,7 +26,7 @@ from ..ops.mlp_training import DataGradients
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import FORMS
-from .data_path import BEHIND_THE_ACTIVATION, DataPath
+from .data_path import NEED_ACT_GRADIENT, DataPath
 from .mm import MmPath
 from .parts import Targets
 from .path import Declared, Path
@@ -130,7 +130,7 @@ class FrozenPath(Frozen, DataPath):
     In a layer (moe), GEMMs read a copy of each row's token, not tokens by index.
     """
 
-    need_preact = BEHIND_THE_ACTIVATION - {"w1"}
+    need_preact = NEED_ACT_GRADIENT - {"w1"}
     reads_by_index = fuses = False
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
@@ -146,7 +146,7 @@ class FrozenPath(Frozen, DataPath):
             y: Tensor = self.part("forward", self._call)(**tensors, groups=groups, out=out)
             return y, {}
         preact = self._new_preact(given)
-        act = gate(preact, given["row_scale"], **self.form)
+        act = gate(preact, given["row_scale"], **self.activation_options)
         bias = given["b2"]
         scale = None if bias is None else given["row_scale"]
         y = self.product("fc2", act, parts_of(given, "w2"), groups, bias=bias, bias_scale=scale, out=out)
@@ -154,7 +154,12 @@ class FrozenPath(Frozen, DataPath):
 
     def _call(self) -> Declared:
         absent = dict.fromkeys(QuantizedMlpCall.names)
-        return QuantizedMlpCall, {**absent, **packed(self.form), "recipe": self.recipe, "recompute": False}
+        return QuantizedMlpCall, {
+            **absent,
+            **packed(self.activation_options),
+            "recipe": self.recipe,
+            "recompute": False,
+        }
 
     def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         groups, bias = saved["groups"], saved["b1"]
@@ -169,7 +174,9 @@ class FrozenPath(Frozen, DataPath):
         groups, w1, w2 = saved["groups"], parts_of(saved, "w1"), parts_of(saved, "w2")
         d_act = self.product("activation", dy, w2, groups, over_rows=True)
         preact, row_scale, sizes = self._take_preact(saved), saved.get("row_scale"), self.sizes(groups)
-        dpreact, d_scale = gate_gradients(d_act, preact, row_scale, "row_scale" in wanted, sizes, **self.form)
+        dpreact, d_scale = gate_gradients(
+            d_act, preact, row_scale, "row_scale" in wanted, sizes, **self.activation_options
+        )
         dx = None
         if "x" in wanted:
             w1, factors = without_factors(w1)

@@ -2,7 +2,7 @@
 
 A step computes an operator's `Path`. Here the path's parts are calls of public operators, so that a backward runs, is
 traced and is checked like any other call; in kept steps they are launches (`planned`).
-Autograd takes a flat list of tensors, so a `Layout` says which flat inputs make up which argument.
+Autograd takes a flat list of tensors, so a `FlatLayout` says which flat inputs make up which argument.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def picker(*places: int) -> Callable[[Any], tuple[Any, ...]]:
 MAX_LAYOUTS = 1024
 
 
-class Layout:
+class FlatLayout:
     """The places of arguments among flat inputs, in which lists and GateUps are spread out.
 
     Args:
@@ -83,7 +83,8 @@ class Layout:
         return FunctionType(code, {"GateUp": GateUp, "__builtins__": builtins})
 
     def flat(self, values: Iterable[Any]) -> list[Any]:
-        """Return the flat inputs. `values`: the arguments, in the order of `names`."""
+        """Return the flat inputs, in which lists and GateUps are spread out. `values`: the arguments, in the order of
+        `names`."""
         inputs = [*values]
         for place, *_ in self.several:
             value = inputs[place]
@@ -99,7 +100,7 @@ class Layout:
     def flat_gradients(
         self, gradients: dict[str, Any], needs_grad: Callable[[], Sequence[bool]]
     ) -> list[Tensor | None]:
-        """Return one gradient for each flat input; None: the input needs none.
+        """Return one gradient for each flat input (a tensor of an argument); None: the input needs none.
 
         Args:
             gradients: by argument name; the gradient of a list or GateUp is packed in one tensor, or a list.
@@ -119,11 +120,11 @@ class Layout:
         return flat
 
 
-layout_of = functools.lru_cache(MAX_LAYOUTS)(Layout)
+layout_of = functools.lru_cache(MAX_LAYOUTS)(FlatLayout)
 
 
-def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[Layout, list[Any]]:
-    """Return the layout of arguments, and the flat inputs.
+def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[FlatLayout, list[Any]]:
+    """Return the layout of arguments, and the flat inputs: their tensors, with lists and GateUps spread out.
 
     Args:
         arguments: by name.
@@ -138,7 +139,7 @@ def flatten(arguments: dict[str, Any], absent: tuple[str, ...] = ()) -> tuple[La
 
 
 class Step:
-    """Forward and backward of one call, computed by calls of public operators.
+    """A step: forward and backward of one call, computed by calls of public operators.
 
     Attributes:
         op: the operator that errors name.
@@ -147,12 +148,12 @@ class Step:
         invariant: both directions must be batch-invariant.
     """
 
-    def __init__(self, op: str, path: Path, layout: Layout) -> None:
+    def __init__(self, op: str, path: Path, layout: FlatLayout) -> None:
         self.op, self.path, self.layout = op, path, layout
         self.invariant = is_on()
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, made = self.path.forward(dict(given), wanted, targets.out)

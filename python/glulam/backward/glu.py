@@ -24,19 +24,24 @@ class GluPath(Path):
     """The path (forward and gradients, see `path.Path`) of grouped_glu.
 
     Attributes:
-        form: activation, glu_layout and the activation's numbers, as keywords of the operators.
+        activation_options: activation, glu_layout and the activation's numbers, as keywords of the operators.
         return_preact: the call returns h, too.
     """
 
     inputs: ClassVar = ("x", "w1", "bias", "row_scale")
-    form: dict[str, Any]
+    activation_options: dict[str, Any]
     return_preact: bool
 
     @classmethod
     def of(cls, call: Any) -> GluPath:
         """Return the path of a GroupedGluCall."""
-        in_halves, form = isinstance(call.w1, GateUp), call.function.keywords
-        return cls(transpose_w=call.transpose_w, in_halves=in_halves, form=form, return_preact=call.return_preact)
+        in_halves, options = isinstance(call.w1, GateUp), call.function.keywords
+        return cls(
+            transpose_w=call.transpose_w,
+            in_halves=in_halves,
+            activation_options=options,
+            return_preact=call.return_preact,
+        )
 
     def forward(
         self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
@@ -45,7 +50,7 @@ class GluPath(Path):
         return (act, preact) if self.return_preact else act, {"preact": preact}
 
     def _call(self) -> Declared:
-        return GroupedGluCall, {**self.form, "return_preact": True, "transpose_w": self.transpose_w}
+        return GroupedGluCall, {**self.activation_options, "return_preact": True, "transpose_w": self.transpose_w}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         return {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False}
@@ -58,7 +63,9 @@ class GluPath(Path):
         sizes = self.sizes(groups)
         result: dict[str, Any] = {}
         of_scale = "row_scale" in wanted
-        dpreact, d_scale = gate_gradients(d_act, saved["preact"], saved["row_scale"], of_scale, sizes, **self.form)
+        dpreact, d_scale = gate_gradients(
+            d_act, saved["preact"], saved["row_scale"], of_scale, sizes, **self.activation_options
+        )
         if of_scale:
             result["row_scale"] = d_scale
         for of_preact in d_preact:

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from ..calls.autograd import without_graph
-from ..calls.checks import (
-    check_alignment,
-    check_groups,
-    check_no_overlap,
-    check_plain,
-    check_rows_like,
-    runs_kernels,
-)
-from ..calls.memory import MAX_APART
+from ..calls.checks import check_alignment, check_no_overlap, check_plain, check_rows_like, runs_kernels
+from ..calls.group_checks import check_groups
+from ..calls.memory import MAX_SEEN
 from ..choose.problem import changed
 from ..host import device as gpus
 from ..host import groups as group_sizes
@@ -85,11 +79,11 @@ def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
     options: list[Any] = [type(call)]
     layouts: list[Any] = []
     for value in (*vars(call).values(), *buffers):
-        told = _layout(value)
+        part = _layout(value)
         if isinstance(value, Tensor):
-            layouts.append(told)
-            told = Tensor
-        options.append(told)
+            layouts.append(part)
+            part = Tensor
+        options.append(part)
     return (tuple(options), *layouts)
 
 
@@ -113,16 +107,16 @@ def check_targets(call: Any, targets: Targets) -> None:
         return
     key = key_of(call, out, grad_input), torch.is_grad_enabled()
     try:
-        apart = _checked.find(key)
+        seen = _checked.find(key)
     except TypeError:  # an argument that cannot be hashed is not a tensor: the checks name it
         _check_layouts(call, targets)
         raise
     inputs = call.tensors()
-    if apart is None:
+    if seen is None:
         _check_layouts(call, targets)
-        _checked.keep(key, apart := set())
+        _checked.keep(key, seen := set())
     at = tuple([0 if t is None else t.data_ptr() for t in (out, grad_input, *(tensor for _, tensor in inputs))])
-    if at in apart:
+    if at in seen:
         return
     for name, buffer, others in (("out", out, inputs), ("grad_input", grad_input, [*inputs, ("out", out)])):
         if buffer is None:
@@ -133,13 +127,14 @@ def check_targets(call: Any, targets: Targets) -> None:
         for label, tensor in others:
             if tensor is not None and tensor.device == buffer.device:
                 check_no_overlap(call.op, name, buffer, label, tensor)
-    if len(apart) >= MAX_APART:
-        apart.clear()
-    apart.add(at)
+    if len(seen) >= MAX_SEEN:
+        seen.clear()
+    seen.add(at)
 
 
 def _check_layouts(call: Any, targets: Targets) -> None:
-    """Check the buffers by metadata alone. Raises ValueError or TypeError if a buffer does not fit the call."""
+    """Check the buffers for the result and x's gradient by metadata alone. Raises ValueError or TypeError if a buffer
+    does not fit the call."""
     op, x, grad_input = call.op, call.x, targets.grad_input
     for name in ("out", "grad_input"):
         buffer = getattr(targets, name)

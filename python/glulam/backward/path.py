@@ -29,12 +29,12 @@ from .parts import Targets, WeightGrad, contracted
 
 LISTS = (list, tuple)
 """Classes of lists of experts' tensors."""
-Part = Callable[..., Any]
+PartFunction = Callable[..., Any]
 """A function that computes one part of a step. It takes a call's tensors by name and group sizes as `groups`, and
 returns the call's results.
 """
 Declared = tuple[type[Call], dict[str, Any]]
-"""The class of a part's call, and those of the call's options that have no default."""
+"""The class of a part's call, and the call's options that have no default."""
 
 
 def grouped_by(call: Call) -> str:
@@ -53,7 +53,7 @@ def with_table(op: str, name: str, tensors: Any) -> Any:
         tensors: the list, whose shapes were checked.
     """
     kind = TABLES[name]
-    found = experts.known(kind, tensors)
+    found = experts.with_kept_table(kind, tensors)
     if found is not tensors:
         return found
     for label, tensor in tensors_of(name, tensors):
@@ -84,8 +84,9 @@ class Launches:
         self._invariant = problem.invariant
         self._like: Mapping[str, tuple[Plan, Problem]] = {} if like is None else like.plans
 
-    def first(self, part: str, declared: Callable[[], Declared]) -> Part:
-        """Return a part that has no plan yet; calling it makes the plan and runs it.
+    def first(self, part: str, declared: Callable[[], Declared]) -> PartFunction:
+        """Return a part (a function that runs one launch of the step) that has no plan yet; calling it makes the plan
+        and runs it.
 
         Args:
             part: name of the part.
@@ -194,7 +195,7 @@ class Path:
         launches = Launches(self.grouped_by, problem, None if like is None else like.launches)
         return dataclasses.replace(self, launches=launches)
 
-    def part(self, name: str, declared: Callable[[], Declared]) -> Part:
+    def part(self, name: str, declared: Callable[[], Declared]) -> PartFunction:
         """Return a part of the step: a launch, or a call of the public operator.
 
         Args:
@@ -207,7 +208,7 @@ class Path:
         return self.launches.first(name, declared) if found is None else found[0].run
 
     def _by_operator(self, declared: Callable[[], Declared], groups: Any, **tensors: Any) -> Any:
-        """Compute a part by calling the public operator."""
+        """Compute a part (one launch's share of the step) by calling the public operator."""
         kind, options = declared()
         return kind.operator(**{**options, **tensors, self.grouped_by: groups})
 
@@ -215,7 +216,7 @@ class Path:
         """Return group sizes as a keyword."""
         return {self.grouped_by: groups}
 
-    def times_w(self, part: str, transpose_w: bool) -> Part:
+    def times_w(self, part: str, transpose_w: bool) -> PartFunction:
         """Return the part of a given name that computes x w_e^T, or with transpose_w x w_e."""
         return self.part(part, lambda: (GroupedMmCall, {"transpose_w": transpose_w}))
 

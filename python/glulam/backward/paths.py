@@ -20,19 +20,21 @@ def path_of(call: Any) -> DataPath:
     It is `FrozenPath` for quantised weights, `QuantisedPath` for training in MXFP8, otherwise `DataPath`.
     """
     check_flag(call.op, "recompute", call.recompute)
-    form, common = call.function.keywords, {"recompute": call.recompute, "tokens": call.tokens}
+    options, common = call.function.keywords, {"recompute": call.recompute, "tokens": call.tokens}
     if not isinstance(call, QuantizedMlpCall):
         check_recipe(call.op, call.recipe)
         in_halves = isinstance(call.w1, GateUp)
-        return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)
+        return DataPath(activation_options=options, transpose_w=call.transpose_w, in_halves=in_halves, **common)
     if call.is_frozen:
-        # In three calls h is rounded before the activation, in one it is not: inference's bits are those of one.
-        return FrozenPath(form=form, recipe=call.recipe, **{**common, "recompute": call.recompute or call.invariant})
+        # In three calls h is rounded before the activation, in one it is not: inference has the bits of one.
+        return FrozenPath(
+            activation_options=options, recipe=call.recipe, **{**common, "recompute": call.recompute or call.invariant}
+        )
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
     of_recipe = {"recipe": call.recipe, "trained": any_requires_grad(*weights.values())}
-    return QuantisedPath(form={**form, **of_recipe}, wide=wide, wgrad_recipe=call.recipe, **common)
+    return QuantisedPath(activation_options={**options, **of_recipe}, wide=wide, wgrad_recipe=call.recipe, **common)
 
 
 def _dtype(w: Any) -> torch.dtype:

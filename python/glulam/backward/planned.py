@@ -17,14 +17,14 @@ from ..calls.autograd import taken
 from ..calls.call import Call, checking
 from ..calls.checks import ALIGNMENT_BYTES, LOWEST_ADDRESS
 from ..calls.launch import Plan
-from ..calls.memory import check_apart
+from ..calls.memory import check_unseen
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem
 from ..host import device as gpus
 from ..host.experts import GateUp
 from ..host.plans import Plans
 from ..ops.quantized_weights import with_parts_as_read
-from .function import SINGLE, Layout, Step, apply, apply_untransformed, flatten, layout_of, picker
+from .function import SINGLE, FlatLayout, Step, apply, apply_untransformed, flatten, layout_of, picker
 from .parts import ORDINARY, Targets, key_of
 from .path import LISTS, Path, with_table
 
@@ -55,11 +55,11 @@ class PlannedStep(Step):
         index: the device's index.
         only: the process sees one GPU.
         rows: T of the call.
-        extents, out_extents, apart: see `memory.check_apart`.
+        extents, out_extents, seen: see `memory.check_unseen`.
     """
 
     out_extents: tuple[int, ...] = ()
-    saved_layout: Layout | None = None
+    saved_layout: FlatLayout | None = None
 
     def __init__(self, call: Call, problem: Problem, path: Path, like: PlannedStep | None = None) -> None:
         """Make the step of a checked call.
@@ -90,9 +90,9 @@ class PlannedStep(Step):
         self.read = picker(*itertools.chain.from_iterable(spans))
         self.is_frozen = isinstance(call, Quantized) and call.is_frozen
         self.arguments = {name: getattr(call, name) for name in call.options}
-        self.index, self.only = call.lead.get_device(), gpus.is_only_one()
+        self.index, self.only = call.lead.get_device(), gpus.has_single_gpu()
         self.rows, self.extents = problem.rows, call.extents(self.present)
-        self.apart: set[tuple[Any, ...]] = set()
+        self.seen: set[tuple[Any, ...]] = set()
 
     @property
     def parts(self) -> dict[str, Plan]:
@@ -128,10 +128,10 @@ class PlannedStep(Step):
         if self.listed:
             there = tuple(self._with_tables(dict(zip(self.present, there, strict=True))).values())
         at = tuple([one.data_ptr() for one in there])
-        if at not in self.apart:
+        if at not in self.seen:
             read = dict(zip(self.present, there, strict=True))
-            self.kind.look(self.op, [], **read)
-            check_apart(self, at, [], read)
+            self.kind.check_new_addresses(self.op, [], **read)
+            check_unseen(self, at, [], read)
         flat = self.layout.flat(there) if self.layout.several else there
         if has_functorch_transforms():
             return apply(self.call_of(self.layout.named(flat)), self.general.path, targets)
@@ -145,7 +145,7 @@ class PlannedStep(Step):
         return named
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
-        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `Layout`."""
+        """Compute the result and save tensors for backward. `flat`: the flat inputs, see `FlatLayout`."""
         named = self.layout.named(flat)
         result, made = self.path.forward(self._with_tables(named) if self.listed else named, self.wanted, targets.out)
         tensors = (*self.read(flat), *made.values())
@@ -155,7 +155,7 @@ class PlannedStep(Step):
         ctx.save_for_backward(*tensors)
         return result
 
-    def _layout_saved(self, made: dict[str, Tensor]) -> Layout:
+    def _layout_saved(self, made: dict[str, Tensor]) -> FlatLayout:
         """Return the layout of saved tensors. `made`: those that forward made for backward, by name."""
         sizes = {name: size for name, size, _ in self.layout.slices if name in self.saved}
         return layout_of((*sizes, *made), (*sizes.values(), *[SINGLE] * len(made)), self.absent)
@@ -180,7 +180,7 @@ class PlannedStep(Step):
         return self.layout.flat_gradients(gradients, lambda: ctx.needs_input_grad[2:])
 
 
-def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) -> Any:
+def run(call: Call, key: Hashable, targets: Targets, path: Path, as_called: Call) -> Any:
     """Return the result of a call for which no step is kept yet, or that has targets; keep the step for later calls.
 
     Args:
@@ -188,7 +188,7 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
         key: the key for keeping the step. None: the call did not come through its operator.
         targets: buffers for the result and gradients.
         path: the call's path, without launches.
-        asked: the call to which the key belongs; its weights may not be prepared yet.
+        as_called: the call to which the key belongs; its weights may not be prepared yet.
 
     Returns:
         The result; NotImplemented if the call is not common (`is_common`), after its tensors passed `check_plain`.
@@ -199,8 +199,8 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
     may_keep = key is not None and not has_functorch_transforms()
     step = steps.find(key) if may_keep else None
     if step is None:
-        if may_keep and (settled := call.settled(key, steps)):
-            problem, like = settled
+        if may_keep and (found := call.find_resizable(key, steps)):
+            problem, like = found
             step = PlannedStep(call, problem, path, like)
         else:
             call.check_plain()
@@ -211,9 +211,10 @@ def run(call: Call, key: Hashable, targets: Targets, path: Path, asked: Call) ->
                 return NotImplemented
             call.check_addresses()
             step = PlannedStep(call, problem, path)
-            # `free` tells places in the operator's own key, which is in another order than that of a call with targets.
+            # `gathered_places` tells places in the operator's own key, which is in another order than the key of a call
+            # with targets.
             if steps is call.plans or not call.of_tokens:
-                asked.settle_rows(key, steps, problem, step)
+                as_called.keep_resizable(key, steps, problem, step)
         steps.keep(key, step)
     return step.run_into(targets, tuple([getattr(call, name) for name in call.reads]))
 

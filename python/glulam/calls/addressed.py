@@ -1,4 +1,4 @@
-"""Operators whose kernels take only addresses and numbers, such as those of hyper-connections and of the layer.
+"""Operators whose kernels take only addresses and numbers: hyper-connections' and the layer's.
 
 Fronts, plans and launches are the same as for every operator (`front`, `launch`, `call`). The annotations of the
 parameters define the arguments: "Tensor", "Tensor | None" or a number.
@@ -33,8 +33,8 @@ from .checks import (
     runs_kernels,
     shape_text,
 )
-from .definition import Before, Definition, Part
-from .launch import OWN_NAMES, Made, Plan, Shape, code_of
+from .definition import Definition, PrologueStep, ScratchPart
+from .launch import OWN_NAMES, LaunchShape, Plan, ResultTensor, code_of
 
 MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,21 +52,21 @@ Like = tuple[Sequence[int], torch.dtype]
 """A result's shape and dtype."""
 
 
-def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the float32 memory, [1, size], that the kernel needs, if the size "workspace" is not 0."""
     size = call.own_sizes.get("workspace", 0)
     return {"workspace": ((1, size), torch.float32)} if size else {}
 
 
-def _before(call: Any, problem: Problem) -> Before:
+def _prologue(call: Any, problem: Problem) -> PrologueStep:
     """Return the expressions for the stream and for absent tensors, whose addresses are 0."""
     absent = [name for name in call.reads if getattr(call, name) is None]
     if not call.own_sizes.get("workspace"):
         absent.append("workspace")
-    return Before(values={"stream": "raw_stream(index)", **dict.fromkeys(absent, "0")})
+    return PrologueStep(values={"stream": "raw_stream(index)", **dict.fromkeys(absent, "0")})
 
 
-class Serving(kernels.Fixed):
+class SingleFunction(kernels.Fixed):
     """The one function that serves calls of all numbers of rows.
 
     Attributes:
@@ -75,7 +75,7 @@ class Serving(kernels.Fixed):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.launches: dict[tuple[int, bool], tuple[Shape, CodeType]] = {}
+        self.launches: dict[tuple[int, bool], tuple[LaunchShape, CodeType]] = {}
 
 
 class AddressedCall(Call):
@@ -112,7 +112,7 @@ class AddressedCall(Call):
     on_cpu: ClassVar[Callable[..., Any]]
     numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
 
-    definition = Definition(scratch=(_scratch,), before=(_before,))
+    definition = Definition(scratch=(_scratch,), prologue=(_prologue,))
     has_torch_out = False
 
     def check_inputs(self) -> None:
@@ -173,8 +173,8 @@ class AddressedCall(Call):
         cls.options = tuple(name for name in parameters if name not in tensors)
         cls.matrices = tuple(name for name in cls.reads if name not in cls.unaligned)
         cls.scales = tuple(name for name in cls.reads if name in cls.unaligned)
-        cls.weights = cls.biases = cls.of_tokens = cls.of_any_rows = ()
-        cls.rowwise = tuple(name for name in cls.given if name not in cls.shared)
+        cls.weights = cls.biases = cls.of_tokens = cls.gathered = ()
+        cls.per_row = tuple(name for name in cls.given if name not in cls.shared)
         cls.optional = tuple(name for name in cls.given if IS_OPTIONAL[annotations[name]])
         kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
         cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
@@ -214,7 +214,7 @@ class AddressedCall(Call):
         """Return the shape and dtype of each result; None for results that are not wanted."""
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
-    def asked(self) -> list[tuple[str, bool]]:
+    def returned_results(self) -> list[tuple[str, bool]]:
         return list(zip(self.returns, self.wanted(), strict=True))
 
     def new_results(self, problem: Problem) -> list[Any]:
@@ -247,12 +247,12 @@ class AddressedCall(Call):
 
     # Launches:
 
-    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Serving:
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> SingleFunction:
         """Return the object that gives the function for any number of rows."""
-        return Serving(self.spec(gpu.arch))
+        return SingleFunction(self.spec(gpu.arch))
 
-    def made(self) -> tuple[Made, ...]:
-        """Return a `Made` for each result.
+    def result_tensors(self) -> tuple[ResultTensor, ...]:
+        """Return a `ResultTensor` for each result.
 
         Each size is a constant of its own (`<name>_0`, ...): torch takes 0.4 us less for separate numbers than for a
         tuple.
@@ -262,7 +262,7 @@ class AddressedCall(Call):
             shape, dtype = like or ((), self.lead.dtype)
             sizes = tuple(f"{name}_{place}" for place in range(len(shape)))
             other = "" if dtype is self.lead.dtype else f"{name}_dtype"
-            makes.append(Made(name, name, sizes, self.leads, other, wanted=like is not None))
+            makes.append(ResultTensor(name, name, sizes, self.leads, other, wanted=like is not None))
         return tuple(makes)
 
     def constants(self) -> dict[str, Any]:
@@ -283,39 +283,41 @@ class AddressedCall(Call):
         """Values of the definition's `of_rows` for this call, computed once."""
         return super().of_rows()
 
-    def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
+    def resized_launch_shape(
+        self, like: Plan, problem: Problem, constants: dict[str, Any]
+    ) -> tuple[LaunchShape, CodeType]:
         """Return the shape, and its code, of a launch with another number of rows.
 
         The number of rows decides whether the kernel needs a workspace, and rows may have another number of dimensions.
         """
-        key, known = (constants["rank"], bool(constants["memory"])), like.serving.launches
-        if key not in known:
+        key, launches = (constants["rank"], bool(constants["memory"])), like.serving.launches
+        if key not in launches:
             signature, names = like.serving.at(problem.rows).signature, constants.keys() - OWN_NAMES
             shape = self._shape(problem, signature, names, like.shape.checked)
-            known[key] = shape, code_of(self.op, shape)
-        return known[key]
+            launches[key] = shape, code_of(self.op, shape)
+        return launches[key]
 
     # Gradients:
 
     @staticmethod
     def with_backward(call: Any, key: Hashable = None) -> Any:
-        """Return the result of a call with a backward; keep a `Recording` for later calls under `key`."""
+        """Return the result of a call with a backward; keep a `GradientPlan` for later calls under `key`."""
         tensors = [getattr(call, name) for name in call.given]
         read = tensors[: len(call.reads)]
         if not any_requires_grad(*read) or is_transformed(*read):
-            return call.settle(None, {})  # its checks refuse the call
+            return call.run_without_gradient(None, {})  # its checks refuse the call
         if not call.differentiable:
             call.refuse_gradients()
         for name in call.outputs:
             refuse_out(call.op, getattr(call, name))
         options = [call.when_recorded.get(name, getattr(call, name)) for name in call.options]
-        recording = Recording(type(call), options, call.invariant)
+        plan = GradientPlan(type(call), options, call.invariant)
         if key is not None:
-            call.plans.keep(key, recording)
-        return recording.run(*tensors)
+            call.plans.keep(key, plan)
+        return plan.run(*tensors)
 
 
-class Recording:
+class GradientPlan:
     """Kept instead of a `Plan` for calls whose gradient is recorded; it runs the plan of the call without gradient.
 
     Attributes:
@@ -334,7 +336,7 @@ class Recording:
 
     def run(self, *tensors: Any) -> Any:
         """Return the result, differentiable. `tensors`: inputs and buffers (None)."""
-        return Recorded.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
+        return AddressedFunction.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
 
     def compute(self, tensors: tuple[Any, ...]) -> Any:
         """Return the results, by the operator's plan once there is one. `tensors`: the inputs."""
@@ -345,20 +347,20 @@ class Recording:
         call = kind(**dict.fromkeys(kind.outputs), **dict(given))
         call.invariant = self.invariant
         with held(self.invariant):
-            result = call.again()
+            result = call.call_public_operator()
         if not call.is_traced() and (plan := call.plans.find(call.key())) is not None:
             self.launch = plan.run
         return result
 
 
-class Recorded(torch.autograd.Function):
+class AddressedFunction(torch.autograd.Function):
     """The autograd function of all differentiable operators with addressed kernels."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
-        kind = ctx.kind = recording.kind
-        ctx.options, ctx.invariant = recording.options, recording.invariant
-        made = recording.compute(tensors)
+    def forward(ctx: Any, plan: GradientPlan, *tensors: Any) -> Any:
+        kind = ctx.kind = plan.kind
+        ctx.options, ctx.invariant = plan.options, plan.invariant
+        made = plan.compute(tensors)
         held = dict(zip(kind.reads, tensors, strict=True))
         held.update(zip(kind.returns, made if made.__class__ is tuple else (made,), strict=True))
         ctx.save_for_backward(*[held[name] for name in kind.saves])

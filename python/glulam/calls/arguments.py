@@ -18,15 +18,11 @@ from ..host.plans import Plans, described
 from .checks import (
     check_activation,
     check_alignment,
-    check_bias,
     check_flag,
-    check_groups,
-    check_indices,
     check_no_overlap,
     check_numbers,
     check_plain,
     check_rows_like,
-    check_scale,
     check_written,
     check_x,
     extent,
@@ -34,7 +30,9 @@ from .checks import (
     runs_kernels,
     tensors_of,
 )
+from .group_checks import check_groups, check_indices, check_scale
 from .roles import GROUPS, SUFFIXES, WEIGHTS, Kind, roles_of
+from .weight_checks import check_bias
 
 _OF_PROBLEMS = ("activation", "glu_layout", "transpose_w", "world_experts")
 
@@ -61,8 +59,8 @@ class Arguments:
         optional: the tensor parameters that may be None.
         reads: the tensor parameters that are read, in order; group sizes as "groups".
         matrices, weights, biases, scales, of_tokens: parts of `reads`, by role; `matrices` may also have the outputs.
-        rowwise: the tensors that have a dimension of T rows.
-        of_any_rows: the tensors whose number of rows is free if `rows` is given: the gathered ones, or a layer's
+        per_row: the tensors that have a dimension of T rows.
+        gathered: the tensors whose number of rows is free if `rows` is given: the gathered ones, or a layer's
             tokens.
         plans: the operator's kept plans.
         invariant: the call must be batch-invariant (`host.invariance`).
@@ -91,8 +89,8 @@ class Arguments:
     biases: ClassVar[tuple[str, ...]]
     scales: ClassVar[tuple[str, ...]]
     of_tokens: ClassVar[tuple[str, ...]]
-    rowwise: ClassVar[tuple[str, ...]]
-    of_any_rows: ClassVar[tuple[str, ...]]
+    per_row: ClassVar[tuple[str, ...]]
+    gathered: ClassVar[tuple[str, ...]]
     plans: ClassVar[Plans[Any]]
 
     if TYPE_CHECKING:  # arguments
@@ -127,8 +125,8 @@ class Arguments:
         cls.matrices = (*those(Kind.MATRIX), *written)
         of_tokens = those(Kind.OF_TOKENS)
         cls.of_tokens = ("rows", *of_tokens) if of_tokens else ()
-        cls.rowwise = (*those(Kind.MATRIX, Kind.BY_ROW, Kind.OF_TOKENS), *written)
-        cls.of_any_rows = (cls.leads, f"{cls.leads}_scale", *(("out", *of_tokens) if of_tokens else ()))
+        cls.per_row = (*those(Kind.MATRIX, Kind.BY_ROW, Kind.OF_TOKENS), *written)
+        cls.gathered = (cls.leads, f"{cls.leads}_scale", *(("out", *of_tokens) if of_tokens else ()))
         cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *sizes)
 
     @classmethod
@@ -202,9 +200,9 @@ class Arguments:
             in_features: see `Problem`.
             fields: further fields; they may replace the operator, the leading argument's dtype and the options.
         """
-        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
-        told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
-        return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
+        values: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype), "invariant": self.invariant}
+        values.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
+        return Problem(**{**values, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
     @property
     def function(self) -> Activation:
@@ -233,11 +231,11 @@ class Arguments:
         return self.indices is not None
 
     @property
-    def free(self) -> tuple[int, ...]:
-        """Indices, among the present tensors of `given`, of those whose number of rows is free (`of_any_rows`)."""
+    def gathered_places(self) -> tuple[int, ...]:
+        """Indices, among the present tensors of `given`, of those whose number of rows is free (`gathered`)."""
         if self.indices is None:
             return ()
-        return tuple(place for place, name in enumerate(self._present()) if name in self.of_any_rows)
+        return tuple(place for place, name in enumerate(self._present()) if name in self.gathered)
 
     @property
     def num_rows(self) -> int:
@@ -278,7 +276,7 @@ class Arguments:
             *[getattr(self, name) for name in self.options],
         )
 
-    def judge(self) -> None:
+    def check_after_failure(self) -> None:
         """Check everything after a launch failed, to raise an error that names the argument at fault.
 
         Raises:
@@ -347,7 +345,7 @@ class Arguments:
         return [name for name in self.given if getattr(self, name) is not None]
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the bytes that each named argument spans, as `memory.check_apart` takes them; 0: see `extent_of`."""
+        """Return the bytes that each named argument spans, as `memory.check_unseen` takes them; 0: see `extent_of`."""
         return tuple(extent_of(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:

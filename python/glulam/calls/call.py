@@ -23,8 +23,8 @@ from ..host.experts import GateUp
 from ..host.plans import Plans, unplanned
 from . import sharding
 from .checks import MAX_ROWS, any_requires_grad, check_width, refuse_out, runs_kernels
-from .launch import Made
-from .planning import Launching
+from .launch import ResultTensor
+from .planning import PlanMaker
 
 ENV_CHECK = "GLULAM_CHECK"
 
@@ -37,7 +37,7 @@ def checking() -> bool:
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
 
 
-class Call(Launching):
+class Call(PlanMaker):
     """A call of an operator.
 
     A subclass defines what the arguments mean (`check`) and has a `definition`. All else follows from the operator's
@@ -49,16 +49,16 @@ class Call(Launching):
         tabled: names of weights that kernels take as lists of experts. None: all weights.
         differentiable: the operator has a gradient.
         beside_weights: names of arguments that hold further parts of weights, such as scales.
-        tokens: for a layer, the functions between tokens and rows (`backward.data_path.Tokens`).
+        tokens: for a layer, the functions between tokens and rows (`backward.data_path.TokenFunctions`).
         operator: the operator's function.
         quantized: class of the operator's calls with quantised arguments. None: there are none.
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
             module.
         torch_types: by argument, its type in torch's schema if that differs from its role's.
-        settled_without_out: arguments that the torch operator's form without `out` fixes, by name.
-        settled_with_out: arguments that the torch operator's form with `out` fixes, by name.
+        fixed_without_out: arguments that the torch operator without `out` fixes, by name.
+        fixed_with_out: arguments that the torch operator with `out` fixes, by name.
         is_torch_op: the operator is registered with torch.
-        has_torch_out: the torch operator has forms that write a buffer.
+        has_torch_out: there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.
     """
 
@@ -74,10 +74,10 @@ class Call(Launching):
 
     # The call as an operator of torch, see `library`:
     torch_types: ClassVar[dict[str, str]] = {}
-    settled_without_out: ClassVar[dict[str, Any]] = {}
-    settled_with_out: ClassVar[dict[str, Any]] = {}
+    fixed_without_out: ClassVar[dict[str, Any]] = {}
+    fixed_with_out: ClassVar[dict[str, Any]] = {}
     is_torch_op: ClassVar[bool] = True
-    has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
+    has_torch_out: ClassVar[bool] = True  # whether there are torch operators that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
     @classmethod
@@ -118,16 +118,17 @@ class Call(Launching):
         """Return the result for T = 0 if a kernel that gets no rows would not write it; NotImplemented otherwise."""
         return NotImplemented
 
-    def again(self) -> Any:
+    def call_public_operator(self) -> Any:
         """Call the operator's public function with this call's arguments."""
         return type(self).operator(**self.keywords())
 
-    def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
+    def handle_miss(self, key: Hashable, replacements: dict[str, Any]) -> Any:
         """Return the result of a call for which the front found no plan.
 
         Args:
             key: key of the call's plan. None: the call has none, for example in a trace.
-            known: by argument, values to use instead of the arguments: `ExpertList`s for known lists, prepared weights.
+            replacements: by argument, values to use instead of the arguments: `ExpertList`s for known lists, prepared
+                weights.
         """
         if key is not None:  # another thread may have changed the setting since the key was made
             self.invariant = invariance.is_marked(key)
@@ -142,7 +143,7 @@ class Call(Launching):
                 self.refuse_gradients()
             elif any_requires_grad(*(getattr(self, name) for name in self.given if name != "groups")):
                 return self.differentiate(key)
-        return self.settle(key, known)
+        return self.run_without_gradient(key, replacements)
 
     def may_be_unfound(self) -> bool:
         """Check a call whose look-up of a plan raised an exception, and return True if the call just has no plan.
@@ -157,41 +158,41 @@ class Call(Launching):
         if self.is_traced() or not (splits is None or isinstance(splits, Tensor)):
             return True
         try:
-            self.judge()
+            self.check_after_failure()
         except Exception as wrong:
             raise wrong from None
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """Return the result of a call of which an argument requires a gradient. `key`: see `answer`."""
+        """Return the result of a call of which an argument requires a gradient. `key`: see `handle_miss`."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
                 refuse_out(self.op, getattr(self, name))
             return self.dispatch()
         return self.with_backward(self, key)
 
-    def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
-        """Return the result of a call that needs no gradient. Arguments: see `answer`."""
+    def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
+        """Return the result of a call that needs no gradient. Arguments: see `handle_miss`."""
         if key is not None:
-            ready = changed(self, **known)
-            plan = ready.plan_alike(key)
+            ready = changed(self, **replacements)
+            plan = ready.resize_kept_plan(key)
             if plan is not None:
                 return ready.run(plan)
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
         return self.execute(key)
 
-    def plan_alike(self, key: Hashable) -> Any:
+    def resize_kept_plan(self, key: Hashable) -> Any:
         """Make and keep a plan, if a call that differs only in its number of rows was checked; return it, or None."""
-        settled = self.settled(key, self.plans)
-        if settled is None:
+        found = self.find_resizable(key, self.plans)
+        if found is None:
             return None
-        problem, like = settled
+        problem, like = found
         plan = self.resized_plan(like, problem)
         self.plans.keep(key, plan)
         return plan
 
-    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+    def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
         """Return the problem and an old plan to be resized, if a call that differs only in its rows was checked.
 
         None otherwise, also for a single row, whose stride torch leaves arbitrary.
@@ -203,18 +204,20 @@ class Call(Launching):
         rows = self.num_rows
         if not 1 < rows < MAX_ROWS or checking():
             return None
-        known = plans.settled(key, self.lead_sizes)
-        return None if known is None else (changed(known[0], rows=rows), known[1])
+        found = plans.find_resizable(key, self.lead_sizes)
+        return None if found is None else (changed(found[0], rows=rows), found[1])
 
-    def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
-        """Let `settled` find this call, which passed all checks, and its plan."""
+    def keep_resizable(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
+        """Let `find_resizable` find this call, which passed all checks, and its plan."""
         if problem.rows > 1:
-            count = sum(getattr(self, name, None) is not None for name in self.rowwise)
-            free = self.free
-            plans.settle(key, self.lead_sizes, count - len(free), (problem, plan), free)
+            count = sum(getattr(self, name, None) is not None for name in self.per_row)
+            gathered = self.gathered_places
+            plans.keep_resizable(key, self.lead_sizes, count - len(gathered), (problem, plan), gathered)
 
     def execute(self, key: Hashable = None) -> Any:
-        """Check everything, then compute: on the CPU by the reference, otherwise by a new plan. `key`: see `answer`."""
+        """Check everything, then compute: on the CPU by the reference, otherwise by a new plan. `key`: see
+        `handle_miss`.
+        """
         self.check_plain()
         problem = self.check()
         self.check_addresses()
@@ -236,7 +239,7 @@ class Call(Launching):
             plan = ready.plan(problem)
             if key is not None:
                 self.plans.keep(key, plan)
-                ready.settle_rows(key, self.plans, problem, plan)
+                ready.keep_resizable(key, self.plans, problem, plan)
         return ready.run(plan)
 
     def prepared(self) -> Any:
@@ -256,7 +259,7 @@ class Call(Launching):
         return changed(self, **changes) if changes else self
 
     @classmethod
-    def optional_results(cls) -> tuple[Made, ...]:
+    def optional_results(cls) -> tuple[ResultTensor, ...]:
         """Return the results that a flag of the call can leave out.
 
         Torch's schemas have no optional results: an operator with one such result becomes two torch operators, without
@@ -270,10 +273,10 @@ class Call(Launching):
         return not cls.definition.results or len(cls.optional_results()) > 1
 
     @property
-    def form(self) -> str:
+    def torch_name(self) -> str:
         """The name of the torch operator for this call; see `library`."""
         optional = () if self.returns_list() else self.optional_results()
-        variant = "".join([made.form for made in optional if self.makes(made)])
+        variant = "".join([made.torch_suffix for made in optional if self.makes_result(made)])
         writes = self.has_torch_out and getattr(self, "out", None) is not None
         return f"{self.torch_op}{variant}" + "_out" * writes
 
@@ -293,7 +296,7 @@ class Call(Launching):
                 return next(fresh)
             return buffer if self.has_torch_out else buffer.copy_(next(fresh))
 
-        return self.returned([result(name) if is_wanted else None for name, is_wanted in self.asked()])
+        return self.returned([result(name) if is_wanted else None for name, is_wanted in self.returned_results()])
 
     def dispatch(self) -> Any:
         """Compute the call through torch's dispatcher, by its torch operator, which traces see as one node."""

@@ -16,15 +16,14 @@ from torch import Tensor
 from cute_kernels.formulas import NUMBERS
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
-from ..activations import INTERLEAVED32_BLOCK, Numbers
+from ..activations import Numbers
 from ..errors import GradientNotSupported
 from ..host import device as gpus
-from ..host.experts import ExpertList, GateUp
+from ..host.experts import ExpertList
 from ..host.groups import leading
 from .memory import ALIGNMENT_BYTES as ALIGNMENT_BYTES
 from .memory import LOWEST_ADDRESS as LOWEST_ADDRESS
 from .memory import check_alignment as check_alignment
-from .memory import check_disjoint
 from .memory import check_no_overlap as check_no_overlap
 from .memory import check_plain as check_plain
 from .memory import extent as extent
@@ -35,7 +34,6 @@ MAX_ROWS = 2**26
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: TMA needs row strides that are multiples
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
-SPLITS_DTYPES = (torch.int32, torch.int64)
 PLAIN_RECIPE = "bf16"
 """The name of the recipe that quantises nothing."""
 
@@ -137,11 +135,11 @@ def check_tensor(
         mismatch(op, name, tensor.shape, shape, why)
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{op}: {name} is on {tensor.device}, others on {like.device}; move it to {like.device}")
-    _check_contiguous(op, name, tensor)
+    check_contiguous(op, name, tensor)
     return tensor
 
 
-def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
+def check_same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
     """Raise ValueError unless a tensor is on x's device."""
     if tensor.device != x.device:
         of = leading(op)
@@ -154,7 +152,7 @@ def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wid
     if tensor.dtype not in valid:
         of, dtypes = leading(op), " or ".join(map(str, valid))
         raise TypeError(f"{op}: {name} is {tensor.dtype} but {of} is {x.dtype}; it must be {dtypes}, so cast it")
-    _same_device(op, name, tensor, x)
+    check_same_device(op, name, tensor, x)
 
 
 def _remedy(name: str) -> str:
@@ -162,21 +160,11 @@ def _remedy(name: str) -> str:
     return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
 
 
-def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+def check_contiguous(op: str, name: str, tensor: Tensor) -> None:
     """Raise ValueError unless a tensor is contiguous."""
     if not tensor.is_contiguous():
         strides = shape_text(tensor.stride())
         raise ValueError(f"{op}: {name} is not contiguous (strides {strides}); {_remedy(name)}")
-
-
-def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
-    """Raise ValueError if weights are a transposed view: a contiguous copy may not be the matrix the caller means."""
-    if not weights.is_contiguous() and weights.mT.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} is a transposed view (strides {shape_text(weights.stride())}); give the tensor without .mT: "
-            "as it is where torch's grouped_mm takes its .mT, since rows are multiplied by an expert's transpose here, "
-            "or with transpose_w=True where its experts are [inputs, outputs]"
-        )
 
 
 def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
@@ -256,212 +244,6 @@ def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | N
     return width
 
 
-def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
-    """Check experts' tensors, packed [E, ...] or a list of E, and return the packed shape.
-
-    Args:
-        op, name: the operator and the argument, for errors.
-        value: the argument.
-        x: the leading operand; experts must have its dtype and device.
-        letters: names of the packed dimensions, for example "E 2I H".
-        wide: float32 is also allowed if x is 16-bit.
-    """
-    if isinstance(value, ExpertList):
-        check_like_x(op, name, value, x, wide)
-        return tuple(value.shape[1:])
-    dims = letters.split()
-    packed, one = shape_text(dims), shape_text(dims[1:])
-    if not isinstance(value, (list, tuple)):
-        tensor = check_is_tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
-        _check_expert(op, name, tensor, x, dims, is_weight=len(dims) == 3, wide=wide)
-        if tensor.shape[0] == 0:
-            raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
-        return tuple(tensor.shape)
-    if not value:
-        raise ValueError(f"{op}: {name} is an empty list (E = 0); give at least one expert")
-    for index, tensor in enumerate(value):
-        label = f"{name}[{index}]"
-        _check_expert(
-            op, label, check_is_tensor(op, label, tensor, f"a tensor {one}"), x, dims[1:], len(dims) == 3, wide
-        )
-        if tensor.shape != value[0].shape:
-            raise ValueError(
-                f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(value[0].shape)}; "
-                "all experts have one shape"
-            )
-    return (len(value), *value[0].shape)
-
-
-def _check_expert(
-    op: str, name: str, tensor: Tensor, x: Tensor, dims: Sequence[str], is_weight: bool, wide: bool
-) -> None:
-    """Check a packed tensor, or a tensor of a list. `dims`: the names of its dimensions."""
-    if tensor.dim() != len(dims):
-        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
-    check_like_x(op, name, tensor, x, wide)
-    if empty := next((dim for dim, size in zip(dims, tensor.shape, strict=True) if not size and dim != "E"), None):
-        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}, so {empty} = 0; give at least one")
-    if is_weight and not name.startswith("out"):
-        _refuse_transposed(op, name, tensor)
-    _check_contiguous(op, name, tensor)
-    # torch calls a tensor contiguous whatever the stride of a dimension with one element; kernels divide it by `unit`.
-    unit = min(ALIGNMENT_ELEMENTS, ALIGNMENT_BYTES // tensor.itemsize)
-    if is_weight and runs_kernels(tensor) and any(stride % unit for stride in tensor.stride()[:-1]):
-        raise ValueError(
-            f"{op}: {name} has strides {shape_text(tensor.stride())}; all but the last must be multiples of "
-            f"{unit}, so rebuild the view, as {name}.flatten().view({name}.shape) does"
-        )
-
-
-def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
-    """Check a GateUp and return the shape of either tensor. `letters`: names of the dimensions, as "E I H"."""
-    for part, tensor in value._asdict().items():
-        check_is_tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
-    gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
-    if gate != up:
-        mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")
-    return gate
-
-
-def check_contraction(
-    op: str, name: str, shape: tuple[int, ...], columns: int, transpose_w: bool, over_rows: bool
-) -> int:
-    """Check that [T, columns] can be multiplied with an expert's weight, and return the columns of the product.
-
-    Args:
-        op, name: the operator and the weight, for errors.
-        shape: [E, N, K].
-        columns: columns of the leading operand.
-        transpose_w: the call's argument, for the error's advice.
-        over_rows: True: rows are multiplied with w_e; False: with its transpose.
-    """
-    experts, n, k = shape
-    contracted, width = (n, k) if over_rows else (k, n)
-    if contracted != columns:
-        wanted = (experts, columns, k) if over_rows else (experts, n, columns)
-        other = f", or give transpose_w={not transpose_w}" if width == columns else ""
-        mismatch(op, name, shape, wanted, f"{leading(op)} has {columns} columns{other}")
-    return width
-
-
-def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:
-    """Check biases [E, width], packed or a list. None: no bias, allowed."""
-    if bias is None:
-        return
-    shape = check_experts(op, name, bias, x, "E N")
-    if shape != (experts, width):
-        mismatch(op, name, shape, (experts, width), "there is one bias for each expert and weight row")
-
-
-def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
-    """Check buffers of weight gradients [E, N, K], packed or a list of E: x's dtype, or float32 if x is 16-bit."""
-    got = check_experts(op, "out", out, x, "E N K", wide=True)
-    if got != shape:
-        mismatch(op, "out", got, shape, "that is the result's shape")
-    if isinstance(out, (list, tuple)):
-        if other := next((tensor.dtype for tensor in out if tensor.dtype != out[0].dtype), None):
-            raise TypeError(f"{op}: out holds {out[0].dtype} and {other}; give all experts one dtype")
-        check_disjoint(op, out)
-
-
-def _check_numbers(
-    op: str, name: str, value: Any, what: str, x: Tensor, dtypes: Sequence[torch.dtype], count: int | None, why: str,
-    cast: str = "cast it",
-) -> Tensor:  # fmt: skip
-    """Check a contiguous tensor of numbers on x's device and return it.
-
-    Args:
-        op, name: the operator and the argument, for errors.
-        value: the argument.
-        what: the error asks for this if `value` is not a tensor.
-        x: a tensor on the required device.
-        dtypes: the allowed dtypes.
-        count: the required number of elements of a vector. None: any shape.
-        why: the error's reason for the count.
-        cast: the error's advice for a wrong dtype.
-    """
-    shape = None if count is None else (count,)
-    tensor = check_tensor(op, name, value, what, dtypes=dtypes, cast=cast, shape=shape, why=why)
-    _same_device(op, name, tensor, x)
-    return tensor
-
-
-def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
-    """Check a scale [T] in float32, or also float64 if x is float64. None: no scale, allowed."""
-    if scale is not None:
-        dtypes = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
-        why = f"it holds a number for each row of {leading(op)}"
-        _check_numbers(op, name, scale, "a float32 tensor [T]", x, dtypes, x.shape[0], why, "call .float()")
-
-
-def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "x", count: int | None = None) -> None:
-    """Check indices, int32 [T]: row t of an operand is x[rows[t]]. The values are not checked.
-
-    Args:
-        op: the operator.
-        rows: the indices. None: no indices, allowed.
-        x: the matrix whose rows are selected.
-        name: the indices' name in errors.
-        of: x's name in errors.
-        count: T. None: any number.
-    """
-    if rows is None:
-        return
-    why = "the other operand has so many rows"
-    rows = _check_numbers(op, name, rows, "an int32 tensor [T]", x, (torch.int32,), count, why)
-    if rows.dim() != 1:
-        raise ValueError(f"{op}: {name} has shape {shape_text(rows.shape)}; give [T]")
-    if rows.shape[0] and not x.shape[0]:
-        raise ValueError(f"{op}: {name} has {rows.shape[0]} indices, but {of} has no row")
-
-
-def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
-    """Check a mask, bool [E], on x's device. None: no mask, allowed."""
-    if mask is not None:
-        why, cast = "there is one flag for each expert", "cast it: whether to add to each group's out"
-        _check_numbers(op, "mask", mask, "a bool tensor [E]", x, (torch.bool,), experts, why, cast)
-
-
-def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
-    """Check group sizes and return E, for operators in which no other argument has E."""
-    groups = offs if splits is None else splits
-    count = len(groups) if isinstance(groups, (list, tuple)) else 0
-    if isinstance(groups, Tensor) and groups.dim():
-        count = int(groups.shape[0])
-    check_groups(op, offs, splits, x, count)
-    if not count:
-        raise ValueError(f"{op}: {'offs' if splits is None else 'splits'} has 0 groups (E = 0); give at least one")
-    return count
-
-
-def check_groups(
-    op: str, offs: Any, splits: Any, x: Tensor, experts: int, counted: str = "", name: str = "offs"
-) -> None:
-    """Check that exactly one of offs and splits is given, for `experts` groups. The values are not checked.
-
-    Args:
-        op: the operator.
-        offs, splits: the group sizes.
-        x: the leading operand.
-        experts: E.
-        counted: the argument that has E experts, for errors. Empty: E comes from the groups themselves.
-        name: the name of offs in errors.
-    """
-    if (offs is None) == (splits is None):
-        got = "neither offs nor splits" if offs is None else "both offs and splits"
-        raise ValueError(f"{op}: got {got}; give offs (cumulative ends, int32 [E]) or splits (row counts), not both")
-    why = "there is one number for each expert" + (f" of {counted}" if counted else "")
-    if splits is None:
-        _check_numbers(op, name, offs, "a tensor [E]", x, (torch.int32,), experts, why)
-    elif isinstance(splits, (list, tuple)):
-        if len(splits) != experts:
-            mismatch(op, "splits", (len(splits),), (experts,), why)
-    else:
-        on_host = isinstance(splits, Tensor) and splits.device.type == "cpu"
-        like = splits if on_host else x
-        _check_numbers(op, "splits", splits, "a tensor [E] or a list", like, SPLITS_DTYPES, experts, why)
-
-
 def check_choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:
     """Raise ValueError unless an option is one of the valid strings."""
     if not isinstance(got, str) or got not in valid:
@@ -503,65 +285,3 @@ def check_numbers(op: str, numbers: Numbers) -> None:
             raise ValueError(f"{op}: {name} is NaN; give a number")
         if not number.is_valid(value):
             raise ValueError(f"{op}: {name} is {value}; {number.remedy}")
-
-
-def check_w1(
-    op: str, w1: Any, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
-) -> tuple[int, int, int]:  # fmt: skip
-    """Check w1 against x, which has H columns.
-
-    Args:
-        op: the operator.
-        w1: [E, 2I, H], or [E, I, H] without a gate; with `transpose_w` [E, H, 2I] or [E, H, I]; or a GateUp of two
-            tensors [E, I, H].
-        x: the leading operand.
-        activation, glu_layout, transpose_w: the call's options.
-
-    Returns:
-        E; 2I, or I without a gate; I.
-    """
-    columns, in_halves = x.shape[1], isinstance(w1, GateUp)
-    name = "w1.gate" if in_halves else "w1"
-    if in_halves:
-        _check_goes_in_halves(op, activation, glu_layout, transpose_w)
-        shape = check_halves(op, "w1", w1, x, "E I H")
-    else:
-        shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
-    experts, rows, hidden = (shape[0], shape[2], shape[1]) if transpose_w else shape
-    if hidden != columns:
-        wanted = (experts, columns, rows) if transpose_w else (experts, rows, columns)
-        other = f", or give transpose_w={not transpose_w}" if rows == columns and not in_halves else ""
-        mismatch(op, name, shape, wanted, f"x has {columns} columns{other}")
-    rows = 2 * rows if in_halves else rows
-    width = intermediate_width(op, "w1", rows, activation, glu_layout, "columns" if transpose_w else "rows")
-    check_width(op, "w1 (I)", width, runs_kernels(x))
-    return experts, rows, width
-
-
-def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w: bool) -> None:
-    """Raise ValueError unless the options allow w1 to be a GateUp."""
-    if activation not in GATED:
-        raise ValueError(
-            f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
-        )
-    if glu_layout != "concat":
-        raise ValueError(f"{op}: w1 is a GateUp, in two halves, and glu_layout is {glu_layout!r}; leave it out")
-    if transpose_w:
-        raise ValueError(f"{op}: w1 is a GateUp, which is not transposed; leave out transpose_w, or give one tensor")
-
-
-def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
-    """Return I: w1's rows, or half of them if the activation has a gate. `of`: the rows' name in errors."""
-    if activation not in GATED:
-        return rows
-    if rows % 2:
-        raise ValueError(
-            f"{op}: {name} has {rows} {of} an expert; {activation} has a gate, so it needs 2I, an even number"
-        )
-    width = rows // 2
-    if glu_layout == "interleaved32" and width % INTERLEAVED32_BLOCK:
-        raise ValueError(
-            f"{op}: {name} has 2I = {rows} {of} an expert, so I = {width}; glu_layout 'interleaved32' needs I to be a "
-            f"multiple of {INTERLEAVED32_BLOCK}; use another layout or pad I with zeros"
-        )
-    return width

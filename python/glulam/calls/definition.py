@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..choose.problem import Problem
-from .launch import Line, Made
+from .launch import Line, ResultTensor
 
-Part = tuple[tuple[int, int], torch.dtype] | int
+ScratchPart = tuple[tuple[int, int], torch.dtype] | int
 """Memory of a workspace: a shape and a dtype, passed as a tensor; or bytes, passed as an address."""
 
 
-class Before(NamedTuple):
+class PrologueStep(NamedTuple):
     """A line that a launch runs before it calls the kernel's function.
 
     Attributes:
@@ -42,11 +42,11 @@ def no_reference(call: Any, problem: Problem, *results: Any) -> None:
 class Definition:
     """The results of an operator and how they are made.
 
-    The functions take a call; those in `scratch` and `before` also take the call's problem.
+    The functions take a call; those in `scratch` and `prologue` also take the call's problem.
 
     Attributes:
         results: tensors that a call makes, in the order in which they are returned. Empty: each call has its own
-            (`Launching.made`).
+            (`PlanMaker.result_tensors`).
         returns: function that takes the results (None for a result that is not made) and makes the call's return value.
             None: a single result is returned alone, several as a tuple, without those that are not made.
         constants: functions that return values by name, as kernels and `results` use them, besides the problem's
@@ -54,9 +54,9 @@ class Definition:
         of_rows: functions that return further values by name, which may depend on the number of rows.
         scratch: functions that return the memory that a launch takes from the workspace, by the kernel's argument
             names.
-        before: functions that return a `Before`, or None.
-        looks: checks of tensors at addresses that a plan has not seen, for properties other than alignment that
-            metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
+        prologue: functions that return a `PrologueStep`, or None.
+        address_checks: checks of tensors at addresses that a plan has not seen, for properties other than alignment
+            that metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
             read.
         cuts: words after "it cuts" in `glulam.explain`: how sums, other than a GEMM's, are cut into partial sums, and
             by which numbers of the call or GPU, for example "columns into slices, by the numbers of tokens and of SMs".
@@ -64,13 +64,13 @@ class Definition:
         reference: function that computes on the CPU. It takes the call, the problem and the results, which it writes.
     """
 
-    results: tuple[Made, ...] = ()
+    results: tuple[ResultTensor, ...] = ()
     returns: Callable[..., Any] | None = None
     constants: tuple[Callable[[Any], Mapping[str, Any]], ...] = ()
     of_rows: tuple[Callable[[Any], Mapping[str, Any]], ...] = ()
-    scratch: tuple[Callable[[Any, Problem], Mapping[str, Part]], ...] = ()
-    before: tuple[Callable[[Any, Problem], Before | None], ...] = ()
-    looks: tuple[Callable[[Any, list[Any], dict[str, Any]], None], ...] = ()
+    scratch: tuple[Callable[[Any, Problem], Mapping[str, ScratchPart]], ...] = ()
+    prologue: tuple[Callable[[Any, Problem], PrologueStep | None], ...] = ()
+    address_checks: tuple[Callable[[Any, list[Any], dict[str, Any]], None], ...] = ()
     cuts: str = ""
     reference: Callable[..., None] = no_reference
 

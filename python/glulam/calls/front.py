@@ -2,7 +2,7 @@
 
 A decorated function declares the parameters, their defaults and the docstring; the names of arguments (`arguments`) and
 the `Call` class define the arguments' meaning. The body is generated and compiled when the module is imported: it finds
-the plan of the call (a kept launch) and runs it; if there is none, it leaves the call to `Call.answer`. `text_of`
+the plan of the call (a kept launch) and runs it; if there is none, it leaves the call to `Call.handle_miss`. `text_of`
 returns the body.
 """
 
@@ -71,7 +71,7 @@ def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
 
 
 def text_of(kind: type[Call]) -> list[str]:
-    """Return the lines of Python that find the plan of a call and run it, or leave the call to `Call.answer`.
+    """Return the lines of Python that find the plan of a call and run it, or leave the call to `Call.handle_miss`.
 
     The lines use the arguments by the names in `kind.names`.
     """
@@ -88,12 +88,12 @@ def text_of(kind: type[Call]) -> list[str]:
     find = []
     for name, what in lists.items():
         if name not in prepared:
-            find += [f"if {name}.__class__ is list:", f"    {name}_ = known({what!r}, {name})"]
+            find += [f"if {name}.__class__ is list:", f"    {name}_ = with_kept_table({what!r}, {name})"]
     if prepared:
         find.append("ready_dtype, ready_rank = ready_as[recipe]")
     for name, parts in prepared.items():
-        told = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
-        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(told)})"
+        takes = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
+        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(takes)})"
         scale = f"{name}_scale"
         is_made = f"{scale} is None or {name}.dtype is not ready_dtype or {scale}.dim() != ready_rank"
         find += [f"if {is_made}:", f"    {found}"]
@@ -108,10 +108,12 @@ def text_of(kind: type[Call]) -> list[str]:
     check = indented(wrapped("if not kind(", everything, ").may_be_unfound():"))
     lines += ["except ARGUMENT_ERRORS:", *check, "        raise", "    key = plan = None"]
     run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
-    run += ["except ARGUMENT_ERRORS:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
+    run += ["except ARGUMENT_ERRORS:", *indented(wrapped("kind(", everything, ").check_after_failure()")), "    raise"]
     lines += ["if plan is not None:", *indented(run)]
     lines += wrapped("call = kind(", everything, ")")
-    lines.append(f"return call.answer(key, {{{', '.join(f'{name!r}: {other}' for name, other in renamed.items())}}})")
+    lines.append(
+        f"return call.handle_miss(key, {{{', '.join(f'{name!r}: {other}' for name, other in renamed.items())}}})"
+    )
     return lines
 
 
@@ -163,7 +165,7 @@ def _names(kind: type[Call]) -> dict[str, Any]:
         "dispatch_modes": dispatch_modes,
         "is_grad_enabled": torch.is_grad_enabled,
         "any_requires_grad": any_requires_grad,
-        "known": experts.known,
+        "with_kept_table": experts.with_kept_table,
         "ready": getattr(kind, "ready", None),
         "ready_as": getattr(kind, "ready_as", None),
         "look_up": kind.plans.look_up,

@@ -1,9 +1,9 @@
 """Launches: generated Python that passes a call's arguments to a kernel's exported function.
 
-A `Shape` says which arguments are present, which are lists, which arguments the function takes and which results are
-made. From a Shape a few lines of Python without loops are generated and compiled once. A `Plan` is this code together
-with the constants of one signature (the metadata of all arguments): widths, the function, memory. `text_of` returns the
-lines.
+A `LaunchShape` says which arguments are present, which are lists, which arguments the function takes and which results
+are made. From a LaunchShape a few lines of Python without loops are generated and compiled once. A `Plan` is this code
+together with the constants of one signature (the metadata of all arguments): widths, the function, memory. `text_of`
+returns the lines.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..host import tickets, workspace
 from ..host.experts import ExpertList
 from .checks import ALIGNMENT_ELEMENTS
 from .generated import compiled_one_of_many
-from .memory import check_apart, tensors_of
+from .memory import check_unseen, tensors_of
 
 LINE = 116
 
 
-class Made(NamedTuple):
+class ResultTensor(NamedTuple):
     """A tensor that a call makes, unless the caller gave a buffer for it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Made(NamedTuple):
     wanted: bool = True
 
     @property
-    def form(self) -> str:
+    def torch_suffix(self) -> str:
         """The part of a torch operator's name that says it makes this optional result."""
         return f"_{self.kernel.removeprefix('d_')}"
 
@@ -92,7 +92,7 @@ class Line(NamedTuple):
     addresses: tuple[str, ...] = ()
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """All that the code of a launch depends on. The code is a Python function, `run`, that calls the kernel's function.
 
     Attributes:
@@ -100,13 +100,13 @@ class Shape(NamedTuple):
         present: the arguments of `run` that are not None.
         lists: the arguments that are ExpertLists.
         halves: the arguments that are GateUps.
-        loose: the arguments that are plain lists of tensors, whose addresses are not read.
+        unpacked_lists: the arguments that are plain lists of tensors, whose addresses are not read.
         unpacks: the argument that is a list of buffers for all results. Empty: there is none.
         arguments: arguments of the kernel's function.
         values: the source of each of these arguments.
-        makes: tensors that the call makes.
+        result_tensors: tensors that the call makes.
         scratch: names of the parts of the plan's memory.
-        before: lines before the call of the kernel's function.
+        prologue: lines before the call of the kernel's function.
         checked: addresses that the plan has not seen are checked.
         single_gpu: the process sees one GPU.
         aligned: a matrix may have a single row, with any stride.
@@ -117,13 +117,13 @@ class Shape(NamedTuple):
     present: frozenset[str]
     lists: frozenset[str]
     halves: frozenset[str]
-    loose: frozenset[str]
+    unpacked_lists: frozenset[str]
     unpacks: str
     arguments: tuple[Argument, ...]
     values: tuple[Source, ...]
-    makes: tuple[Made, ...]
+    result_tensors: tuple[ResultTensor, ...]
     scratch: tuple[str, ...]
-    before: tuple[Line, ...]
+    prologue: tuple[Line, ...]
     checked: bool
     single_gpu: bool
     aligned: bool
@@ -150,12 +150,12 @@ class Shape(NamedTuple):
         return str(argument.absent) if kind == ABSENT else name
 
     def addresses(self) -> set[str]:
-        """Return the names of `run`'s arguments whose addresses the lines `before` or the function's call use."""
+        """Return the names of `run`'s arguments whose addresses the lines of `prologue` or the function's call use."""
         pairs = zip(self.arguments, self.values, strict=True)
         used = {source.name for argument, source in pairs if source.kind == GIVEN and argument.kind == ADDRESS}
-        return used.union(*[line.addresses for line in self.before])
+        return used.union(*[line.addresses for line in self.prologue])
 
-    def returned(self, made: Made) -> str:
+    def returned(self, made: ResultTensor) -> str:
         """Return the Python expression that `run` returns for a result: a list's tensors instead of its ExpertList."""
         return f"{made.name}.tensors" if made.name in self.lists else made.name
 
@@ -185,12 +185,12 @@ def indented(lines: list[str]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def text_of(shape: Shape) -> str:
+def text_of(shape: LaunchShape) -> str:
     """Return the Python source of a plan's function `run`."""
     passed = list(map(shape.text_of, shape.arguments, shape.values))
-    returned = ", ".join(shape.returned(made) for made in shape.makes if made.returned)
+    returned = ", ".join(shape.returned(made) for made in shape.result_tensors if made.returned)
     lines = [
-        *_on_its_device(shape), *_looks(shape), *_makes(shape), *[line.text for line in shape.before],
+        *_on_its_device(shape), *_address_lines(shape), *_memory_lines(shape), *[line.text for line in shape.prologue],
         *wrapped("function(", passed, ")"),
         f"return {shape.result}({returned})" if shape.result else f"return {returned}",
     ]  # fmt: skip
@@ -198,18 +198,18 @@ def text_of(shape: Shape) -> str:
     return "\n".join([*wrapped("def run(", takes, "):"), *indented(lines)])
 
 
-def _on_its_device(shape: Shape) -> list[str]:
+def _on_its_device(shape: LaunchShape) -> list[str]:
     """Return lines that make the plan's device current, unless the process sees only one."""
     if shape.single_gpu:
         return []
     return ["if gpus.current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
 
 
-def _looks(shape: Shape) -> list[str]:
+def _address_lines(shape: LaunchShape) -> list[str]:
     """Return lines that read addresses and, for tensors that came from the caller, check addresses not seen before."""
-    outs = [made.name for made in shape.makes if made.name in shape.present]
+    outs = [made.name for made in shape.result_tensors if made.name in shape.present]
     read = [name for name in shape.takes if name in shape.present and name not in (*outs, shape.unpacks)]
-    names = [name for name in read if name not in shape.loose] + outs
+    names = [name for name in read if name not in shape.unpacked_lists] + outs
     if not shape.checked:
         used = shape.addresses()
         names = [name for name in names if name in used]
@@ -218,14 +218,14 @@ def _looks(shape: Shape) -> list[str]:
     if shape.checked:
         looked_at = ["at", f"[{', '.join(outs)}]", *[f"{name}={name}" for name in read]]
         lines += wrapped("at = (", [f"{name}_at" for name in names], ")" if len(names) > 1 else ",)")
-        lines += ["if at not in apart:", *indented(wrapped("check_apart(", looked_at, ")"))]
+        lines += ["if at not in seen:", *indented(wrapped("check_unseen(", looked_at, ")"))]
     return lines
 
 
-def _makes(shape: Shape) -> list[str]:
+def _memory_lines(shape: LaunchShape) -> list[str]:
     """Return lines that allocate results and take scratch memory."""
     lines = []
-    for made in shape.makes:
+    for made in shape.result_tensors:
         if not made.wanted:
             lines.append(f"{made.name} = None")
         elif made.name not in shape.present:
@@ -240,7 +240,7 @@ def _makes(shape: Shape) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def code_of(op: str, shape: Shape) -> CodeType:
+def code_of(op: str, shape: LaunchShape) -> CodeType:
     """Return the compiled function `run` of a shape. `op`: the operator's name, for tracebacks."""
     return compiled_one_of_many(text_of(shape), f"glulam launch of {op}")
 
@@ -264,7 +264,7 @@ _NAMES: dict[str, Any] = {
 }
 
 
-OWN_NAMES = frozenset((*_NAMES, "apart", "check_apart", "run"))
+OWN_NAMES = frozenset((*_NAMES, "seen", "check_unseen", "run"))
 """Names that a plan adds to its constants."""
 OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
 """Constants that depend on the number of rows."""
@@ -293,15 +293,15 @@ class Plan:
 
     Attributes:
         op: the operator's name, for messages.
-        shape: the Shape from which the code was generated.
+        shape: the LaunchShape from which the code was generated.
         constants: the objects that the code uses by name; `run` sees nothing else.
         serving: finds the kernel's function for another number of rows.
-        extents, out_extents, apart: see `memory.check_apart`.
+        extents, out_extents, seen: see `memory.check_unseen`.
         look: checks, for arguments at new addresses, properties that metadata does not show.
     """
 
     def __init__(
-        self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
+        self, op: str, shape: LaunchShape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
         """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape;
@@ -309,12 +309,12 @@ class Plan:
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
-        self.apart: set[tuple[int, ...]] = set()
+        self.seen: set[tuple[int, ...]] = set()
         self.constants = constants
         constants.update(_NAMES)
         self.run = FunctionType(code or code_of(op, shape), constants, "run", (None,) * len(shape.takes))
         if shape.checked:  # otherwise omitted: the reference cycle would need the garbage collector
-            constants.update(apart=self.apart, check_apart=self.check_apart)
+            constants.update(seen=self.seen, check_unseen=self.check_unseen)
         if not shape.single_gpu:
             constants["run"] = self.run
 
@@ -339,7 +339,7 @@ class Plan:
             memory.append(tensor)
             return tensor
 
-        def take(layouts: workspace.Layouts) -> workspace.Several:
+        def take(layouts: workspace.MatrixLayouts) -> workspace.Several:
             return layouts.tensors(kept(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device)))
 
         names = {
@@ -354,7 +354,7 @@ class Plan:
         results = tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
         return Bare(self.constants["function"], self.shape.arguments, passed[0], results, tuple(memory))
 
-    def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
-        """Check arguments at addresses that were not seen before; see `memory.check_apart`."""
+    def check_unseen(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
+        """Check arguments at addresses that were not seen before; see `memory.check_unseen`."""
         self.look(self.op, outs, **read)
-        check_apart(self, at, outs, read)
+        check_unseen(self, at, outs, read)

@@ -3,8 +3,8 @@
 Fake tensors have no memory: callers pass only real tensors, or the check skips fake ones.
 
 A plan (a kept launch, see `launch`) serves calls of equal metadata, which is checked once; addresses are checked
-whenever they are new (`check_apart`). Allocators return the same addresses again and again: finding them in a set takes
-0.1 us, checking all tensors 2 us.
+whenever they are new (`check_unseen`). Allocators return the same addresses again and again: finding them in a set
+takes 0.1 us, checking all tensors 2 us.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class FreedStorage(RuntimeError):
     """A tensor has no memory, or too little; the slow path names the tensor."""
 
 
-MAX_APART = 1024
+MAX_SEEN = 1024
 """Tuples of addresses that a plan remembers; one takes about 0.3 KiB."""
 
 
@@ -184,7 +184,7 @@ def is_near(
     return near
 
 
-def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
+def check_unseen(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
     """Check addresses that a plan has not seen: storages hold all their tensors, and no output overlaps an argument.
 
     Tensors of a list are checked when its table is made, or when they are prepared. A storage that is resized moves, so
@@ -192,7 +192,7 @@ def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappin
 
     Args:
         plan: has `op`; `extents`, the bytes of each argument that is read, from its first element to the end of its
-            last, or 0 if it is absent, empty or an ExpertList; `out_extents`, the bytes of given outputs; and `apart`,
+            last, or 0 if it is absent, empty or an ExpertList; `out_extents`, the bytes of given outputs; and `seen`,
             the set that `at` is added to.
         at: addresses of the arguments that are read, in the order of `extents`, then of the outputs; for an ExpertList
             its mark.
@@ -212,9 +212,9 @@ def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappin
         begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
         if is_near(plan.op, begins, plan.extents, begin, size, lists):
             check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
-    if len(plan.apart) >= MAX_APART:
-        plan.apart.clear()
-    plan.apart.add(at)
+    if len(plan.seen) >= MAX_SEEN:
+        plan.seen.clear()
+    plan.seen.add(at)
 
 
 def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from ..host import device as gpus
 from ..host import groups, workspace
 from ..host.experts import ExpertList, GateUp
 from .arguments import Arguments
-from .definition import Before, Definition, Part
+from .definition import Definition, PrologueStep, ScratchPart
 from .launch import (
     ABSENT,
     BYTES,
@@ -28,16 +28,16 @@ from .launch import (
     TICKETS,
     UP,
     Bare,
-    Made,
+    LaunchShape,
     Plan,
-    Shape,
+    ResultTensor,
     Source,
     launch_nothing,
 )
 from .memory import check_alignment, tensors_of
 
 
-class Launching(Arguments):
+class PlanMaker(Arguments):
     """A call's arguments, and the launch that passes them to a kernel.
 
     Attributes:
@@ -48,24 +48,24 @@ class Launching(Arguments):
     sources: ClassVar[dict[str, str]] = {}
     definition: ClassVar[Definition]
 
-    def made(self) -> tuple[Made, ...]:
+    def result_tensors(self) -> tuple[ResultTensor, ...]:
         """Return the tensors that this call makes.
 
-        Results whose flag is unset, or whose model (`Made.like`) is absent, are left out or, if the definition's
-        `returns` takes all results, marked as not wanted.
+        Results whose flag is unset, or whose model (`ResultTensor.like`) is absent, are left out or, if the
+        definition's `returns` takes all results, marked as not wanted.
         """
         results, is_none = self.definition.results, self.definition.returns is not None
-        made = [one if self.makes(one) else one._replace(wanted=False) for one in results]
+        made = [one if self.makes_result(one) else one._replace(wanted=False) for one in results]
         return tuple([one for one in made if one.wanted or is_none])
 
-    def makes(self, made: Made) -> bool:
-        """Return True if this call makes `made`, a result of its definition."""
-        has_model = not made.like or getattr(self, made.like) is not None
-        return has_model and (not made.when or bool(getattr(self, made.when)))
+    def makes_result(self, result: ResultTensor) -> bool:
+        """Return True if this call makes `result`, a result of its definition."""
+        has_model = not result.like or getattr(self, result.like) is not None
+        return has_model and (not result.when or bool(getattr(self, result.when)))
 
-    def asked(self) -> list[tuple[str, bool]]:
+    def returned_results(self) -> list[tuple[str, bool]]:
         """Return the names of the results that are returned, and whether each is made."""
-        return [(made.name, made.wanted) for made in self.made() if made.returned]
+        return [(result.name, result.wanted) for result in self.result_tensors() if result.returned]
 
     @property
     def gpu(self) -> gpus.Gpu:
@@ -80,17 +80,18 @@ class Launching(Arguments):
         """Return a launch's further values by name, which may depend on the number of rows."""
         return _merged([part(self) for part in self.definition.of_rows])
 
-    def scratch(self, problem: Problem) -> dict[str, Part]:
+    def scratch(self, problem: Problem) -> dict[str, ScratchPart]:
         """Return the memory that a launch takes from the workspace, by the kernel's names of arguments."""
         return _merged([part(self, problem) for part in self.definition.scratch])
 
-    def before(self, problem: Problem) -> list[Before]:
+    def prologue(self, problem: Problem) -> list[PrologueStep]:
         """Return the steps before the function's call."""
-        return [one for part in self.definition.before if (one := part(self, problem)) is not None]
+        return [one for part in self.definition.prologue if (one := part(self, problem)) is not None]
 
     def values(
-        self, names: tuple[str, ...], constants: Collection[str], texts: Mapping[str, str], scratch: Mapping[str, Part]
-    ) -> dict[str, Source]:
+        self, names: tuple[str, ...], constants: Collection[str], texts: Mapping[str, str],
+        scratch: Mapping[str, ScratchPart],
+    ) -> dict[str, Source]:  # fmt: skip
         """Return the sources of kernel arguments by the kernel's names.
 
         Args:
@@ -102,7 +103,7 @@ class Launching(Arguments):
         Raises:
             TypeError: two sources give one argument.
         """
-        made = [made for made in self.made() if made.kernel in names]
+        made = [made for made in self.result_tensors() if made.kernel in names]
         renamed, results = {of: name for name, of in self.sources.items()}, {made.name for made in made}
         stated = [(name, Source(TEXT, text)) for name, text in texts.items()]
         stated += [(name, Source(BYTES if isinstance(part, int) else MATRIX, name)) for name, part in scratch.items()]
@@ -123,7 +124,7 @@ class Launching(Arguments):
         return found
 
     @classmethod
-    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+    def check_new_addresses(cls, op: str, outs: list[Any], **read: Any) -> None:
         """Check arguments at new addresses for alignment, as `check_addresses` does, and with the definition's checks.
 
         The exported function checks the alignment of tensors, but not of arguments that it takes by address. Lists were
@@ -134,7 +135,7 @@ class Launching(Arguments):
         for name, value in given:
             for label, tensor in () if value.__class__ is ExpertList else tensors_of(name, value):
                 check_alignment(op, label, tensor)
-        for check in cls.definition.looks:
+        for check in cls.definition.address_checks:
             check(cls, outs, read)
 
     def results(self, problem: Problem) -> Any:
@@ -144,7 +145,7 @@ class Launching(Arguments):
     def new_results(self, problem: Problem) -> list[Any]:
         """Return the results that the call returns, one by one and uninitialised; None: the result is not wanted."""
         known = {**problem.dims, **self.of_rows(), **self.constants()}
-        return [self._result(one, known) for one in self.made() if one.returned]
+        return [self._result(one, known) for one in self.result_tensors() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
         """Return results as the call returns them: one alone, several as a tuple, or as `Definition.returns` says."""
@@ -152,7 +153,7 @@ class Launching(Arguments):
             return self.definition.returns(*results)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _result(self, made: Made, known: dict[str, Any]) -> Any:
+    def _result(self, made: ResultTensor, known: dict[str, Any]) -> Any:
         if not made.wanted:
             return None
         if made.name in self.outputs and (given := getattr(self, made.name)) is not None:
@@ -171,7 +172,7 @@ class Launching(Arguments):
 
         Args:
             problem: the call's problem.
-            checked: see `launch.Shape`.
+            checked: see `launch.LaunchShape`.
             serving: `kernels.Fixed`, to use a particular kernel. None: the kernel that the dispatcher chooses.
             gpu: the GPU, if the leading argument is on none. None: the leading argument's.
         """
@@ -181,7 +182,7 @@ class Launching(Arguments):
         constants = {
             "index": index,
             "device": self.lead.device,
-            "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
+            "group_form": 0 if self.groups is None else groups.code_of(self.groups, is_offs=self.offs is not None),
             "num_sms": gpu.sm_count,
             **({} if self.definition.returns is None else {"result": self.definition.returns}),
             **problem.dims,
@@ -198,10 +199,12 @@ class Launching(Arguments):
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
         """Return a plan like `like` for the number of rows of `problem`."""
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
-        shape, code = self.resized_shape(like, problem, constants)
+        shape, code = self.resized_launch_shape(like, problem, constants)
         return self._plan(shape, constants, like.serving, code)
 
-    def resized_shape(self, like: Plan, problem: Problem, constants: dict[str, Any]) -> tuple[Shape, CodeType]:
+    def resized_launch_shape(
+        self, like: Plan, problem: Problem, constants: dict[str, Any]
+    ) -> tuple[LaunchShape, CodeType]:
         """Return the shape, and its code, of a launch with another number of rows."""
         return like.shape, like.run.__code__
 
@@ -210,13 +213,13 @@ class Launching(Arguments):
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
         except ARGUMENT_ERRORS:
-            self.judge()
+            self.check_after_failure()
             raise
 
-    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+    def _plan(self, shape: LaunchShape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
         """Return a plan with this call's extents. `code`: see `Plan`."""
         extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
-        return Plan(self.op, shape, constants, serving, *extents, self.look, code)
+        return Plan(self.op, shape, constants, serving, *extents, self.check_new_addresses, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         """Return the constants of a plan that may depend on the number of rows."""
@@ -225,55 +228,55 @@ class Launching(Arguments):
             "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
             "function": served.function if problem.rows else launch_nothing,
             "memory": self._layouts(memory) if memory else None,
-            **self.of_rows(), **_merged([one.names for one in self.before(problem)]),
+            **self.of_rows(), **_merged([one.names for one in self.prologue(problem)]),
         }  # fmt: skip
 
-    def _layouts(self, parts: Collection[Part]) -> workspace.Layouts:
+    def _layouts(self, parts: Collection[ScratchPart]) -> workspace.MatrixLayouts:
         where = self.lead.device, self.lead.get_device()
-        layouts: list[Any] = [one if isinstance(one, int) else workspace.Layout(*one, *where) for one in parts]
-        return workspace.Layouts(*layouts)
+        layouts: list[Any] = [one if isinstance(one, int) else workspace.MatrixLayout(*one, *where) for one in parts]
+        return workspace.MatrixLayouts(*layouts)
 
     def _read_extents(self) -> tuple[int, ...]:
-        loose = self._loose()
-        return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in loose))
+        unpacked_lists = self._unpacked_lists()
+        return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in unpacked_lists))
 
-    def _loose(self) -> frozenset[str]:
+    def _unpacked_lists(self) -> frozenset[str]:
         """Return the lists that a launch does not read directly: weights that are prepared first."""
         plain = (list, tuple)
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
-    def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> Shape:
+    def _shape(self, problem: Problem, signature: Signature, constants: Collection[str], checked: bool) -> LaunchShape:
         """Return the shape of this call's launch.
 
         Args:
             problem: the call's problem.
             signature: the arguments of the kernel's function.
             constants: names of the plan's constants.
-            checked: see `launch.Shape`.
+            checked: see `launch.LaunchShape`.
         """
         values = {name: getattr(self, name) for name in self._present()}
-        makes = tuple(made for made in self.made() if made.kernel in signature.names or not made.wanted)
-        scratch, before = self.scratch(problem), self.before(problem)
-        texts = {name: text for one in before for name, text in one.values.items()}
+        results = tuple(one for one in self.result_tensors() if one.kernel in signature.names or not one.wanted)
+        scratch, prologue = self.scratch(problem), self.prologue(problem)
+        texts = {name: text for one in prologue for name, text in one.values.items()}
         sources = self.values(signature.names, constants, texts, scratch)
         unpacks = "out" if values.get("out").__class__ is list else ""
         kinds = {
             kind: frozenset(name for name, v in values.items() if v.__class__ is kind) for kind in (ExpertList, GateUp)
         }
-        return Shape(
+        return LaunchShape(
             takes=self.given,
-            present=frozenset([*values, *[made.name for made in makes if unpacks]]),
+            present=frozenset([*values, *[one.name for one in results if unpacks]]),
             lists=kinds[ExpertList],
             halves=kinds[GateUp],
-            loose=self._loose(),
+            unpacked_lists=self._unpacked_lists(),
             unpacks=unpacks,
             arguments=signature.arguments,
             values=tuple(self._source(argument, sources) for argument in signature.arguments),
-            makes=makes,
+            result_tensors=results,
             scratch=tuple(scratch),
-            before=tuple([one.line for one in before if one.line is not None]),
+            prologue=tuple([one.line for one in prologue if one.line is not None]),
             checked=checked,
-            single_gpu=gpus.is_only_one(),
+            single_gpu=gpus.has_single_gpu(),
             aligned=checked and (problem.rows == 1 or self.may_read_fewer),
             result="" if self.definition.returns is None else "result",
         )

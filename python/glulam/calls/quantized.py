@@ -18,7 +18,8 @@ from ..activations import packed
 from ..errors import GradientNotSupported
 from ..reference import take_rows
 from .call import Call
-from .checks import any_requires_grad, check_indices, refuse_rows
+from .checks import any_requires_grad, refuse_rows
+from .group_checks import check_indices
 from .roles import SUFFIXES
 
 
@@ -29,7 +30,7 @@ class Quantized(Call):
         in_parts: names of arguments that are split, with the number of parts of each (see SUFFIXES).
         unwraps: names of the call's arguments that `unwrap` returns, in their order.
         unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
-        settles: names of public arguments that `unwrap` uses up: calls do not have them.
+        uses_up: names of public arguments that `unwrap` uses up: calls do not have them.
         recipes: recipes by name.
         classes: classes of arguments by which the public operator recognises such a call. Empty: not by class.
     """
@@ -37,7 +38,7 @@ class Quantized(Call):
     in_parts: ClassVar[dict[str, int]]
     unwraps: ClassVar[tuple[str, ...]]
     unwrap_takes: ClassVar[tuple[str, ...]]
-    settles: ClassVar[tuple[str, ...]] = ("transpose_w",)
+    uses_up: ClassVar[tuple[str, ...]] = ("transpose_w",)
     classes: ClassVar[frozenset[type]] = frozenset()
 
     @classmethod
@@ -101,7 +102,7 @@ class Quantized(Call):
         others = [name for name in (*cls.unwraps, "recipe") if name not in names]
         cls.beside_weights = tuple(f"{n}{part}" for n, count in cls.in_parts.items() for part in SUFFIXES[1:count])
         cls.unwrap_takes = tuple(inspect.signature(cls.unwrap).parameters)[1:]
-        cls.declare([name for name in (*names, *others) if name not in cls.settles])
+        cls.declare([name for name in (*names, *others) if name not in cls.uses_up])
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Split(NamedTuple):
     """A way in which one dimension of a mesh splits a call.
 
     Attributes:
-        dims: by argument, the dimension that is cut, or SUM. For lists of experts the dimensions are those of the
+        dims: by argument, the dimension that is cut, or SUM. For lists of experts, dimensions count as in the
             packed tensor. Arguments that are not listed are replicated.
         result: the dimension in which each result is cut, or SUM. None: results are replicated.
         multiples: by argument, a number that divides a rank's size of the cut dimension. Default: 1.
@@ -143,7 +143,7 @@ def run(call: Any) -> Any:
     _check_parts(call, splits, mesh)
     _check_sums(call, splits)
     local = {name: _local(getattr(call, name), name, splits) for name in call.names}
-    return _global(changed(call, **local).again(), mesh, splits)
+    return _global(changed(call, **local).call_public_operator(), mesh, splits)
 
 
 def _mesh(call: Any) -> Any:

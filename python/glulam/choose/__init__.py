@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.specs import Spec
 
 from . import known, records, shipped
@@ -37,14 +37,14 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
         choice = choose(problem.expected, arch, gpu)
         return replace(choice, why=f"{_expected_in_words(problem)}{choice.why}")
     ships = shipped.shipped_choice(problem, arch)
-    advice = room(arch).advice(problem)
+    suggestions = policy_of(arch).suggestions(problem)
     spec = known.preferred(problem, ships.spec)
     if spec and keeps_order(spec, problem, arch):
-        return Choice(spec, "glulam.compile made it the preferred kernel of this form", advice)
+        return Choice(spec, "glulam.compile made it the preferred kernel of this form", suggestions)
     if spec:
         ships = replace(ships, why_not=(f"{spec.name}, which is preferred: {BY_SWITCH}", *ships.why_not))
     if (layer := known.tuned(problem, gpu)) and (found := known.fastest(layer, problem, ships.spec)):
-        return Choice(found.spec, _tuned_in_words(found, ships.spec), advice, is_tuned=True)
+        return Choice(found.spec, _tuned_in_words(found, ships.spec), suggestions, is_tuned=True)
     return replace(ships, why_not=(*ships.why_not, *known.ignored(gpu)))
 
 
@@ -85,7 +85,7 @@ class Chooser:
         preferred = known.preferred(problem, ships)
         self._only = preferred if preferred and keeps_order(preferred, problem, arch) else None
         self._layer = None if self._only else known.tuned(problem, gpu)
-        if self._layer is None and not room(arch).rows_decide(problem):
+        if self._layer is None and not policy_of(arch).rows_decide(problem):
             self._only = self._only or ships
 
     def spec(self, rows: int) -> Spec:

@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.tiles import TileConfig
 
-from .problem import Part
+from .problem import ProblemGemm
 
 MODELLED = "by the cost model"
 
@@ -52,7 +52,9 @@ class Curve(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape (`Part.key`)."""
+    """One architecture's measurements: the GPU that they come from, and a curve for each GEMM shape
+    (`ProblemGemm.key`).
+    """
 
     gpu: str
     curves: dict[tuple[str, int, int, int], Curve]
@@ -61,7 +63,7 @@ class Measured(NamedTuple):
 @functools.cache
 def measured(arch: str) -> Measured:
     """Return the shipped measurements of an architecture; without curves if there is no file."""
-    path = room(arch).MEASURED
+    path = policy_of(arch).MEASURED
     if not path.is_file():
         return Measured("", {})
     held: dict[str, Any] = json.loads(path.read_text())
@@ -84,14 +86,14 @@ class Estimate(NamedTuple):
     source: str
 
 
-def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> float | None:
+def _measured_us(parts: Sequence[ProblemGemm], tile: TileConfig, known: Measured) -> float | None:
     """Return a tile's measured time, summed over the parts (the problem's GEMMs); None if a part was not measured."""
     curves = [known.curves.get(part.key) for part in parts]
     times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
     return sum(us for us in times if us) if all(times) else None
 
 
-def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
+def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
     """Return each tile's time, summed over the parts (the problem's GEMMs), the fastest tile first.
 
     If any time was not measured, all times come from the architecture's cost model, so that they are comparable.
@@ -99,7 +101,7 @@ def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> 
     known = measured(arch)
     times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"
     if None in times:
-        model = room(arch).time_us
+        model = policy_of(arch).time_us
         times, source = [sum(model(part.gemm, tile) for part in parts) for tile in tiles], MODELLED
     found = [Estimate(us, tile, source) for us, tile in zip(times, tiles, strict=True) if us is not None]
     return sorted(found, key=lambda estimate: estimate.us)

@@ -8,7 +8,7 @@ out, and the next wider tile in order serves instead.
 from __future__ import annotations
 
 from cute_kernels.accumulation import Accumulation
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.specs import Spec
 from cute_kernels.stages import accumulations_of
 from cute_kernels.tiles import TileConfig
@@ -24,20 +24,21 @@ BY_SWITCH = f"{SWITCH} leaves out kernels that add in another order"
 
 
 def orders_by_tile(problem: Problem, arch: str) -> dict[TileConfig, Orders]:
-    """Return, for each shipped tile of a problem, the accumulation order of each of its GEMMs."""
-    tiles = room(arch).tiles(problem)
+    """Return, for each shipped tile of a problem, the accumulation order (how products are added) of each of its
+    GEMMs."""
+    tiles = policy_of(arch).tiles(problem)
     return {tile: accumulations_of(spec_on(problem, arch, tile)) for tile in tiles}
 
 
 def order_of(problem: Problem, arch: str) -> Orders:
-    """Return the accumulation order that a problem's GEMMs must have: in training it is that of inference."""
+    """Return the accumulation order that a problem's GEMMs must have: training has the order of inference."""
     plain = changed(problem, save_preact=False, adapted=False) if problem.save_preact else problem
     tiles = orders_by_tile(plain, arch)
     return tiles[max(tiles, key=lambda tile: tile.m)]
 
 
 def is_invariant(problem: Problem, arch: str) -> bool:
-    """Return True if every tile that ships for a problem adds in the problem's one order (`order_of`)."""
+    """Return True if every tile that ships for a problem adds products in the order that `order_of` returns."""
     return set(orders_by_tile(problem, arch).values()) == {order_of(problem, arch)}
 
 

@@ -47,7 +47,7 @@ def find(spec: Spec) -> Kernel:
         raise
 
 
-class Served(NamedTuple):
+class ServingFunction(NamedTuple):
     """The function that serves a problem.
 
     Attributes:
@@ -61,23 +61,24 @@ class Served(NamedTuple):
     signature: Signature
 
 
-class Serving:
+class FunctionChooser:
     """The functions for problems that differ only in their number of rows; `at(rows)` returns one of them."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
         self._chooser = Chooser(problem, gpu.arch, gpu.name)
-        self._found: dict[int, tuple[Spec, Served]] = {}  # by ids of specs, which take 1 us to hash
+        self._found: dict[int, tuple[Spec, ServingFunction]] = {}  # by ids of specs, which take 1 us to hash
 
-    def at(self, rows: int) -> Served:
+    def at(self, rows: int) -> ServingFunction:
         spec = self._chooser.spec(rows)
         found = self._found.get(id(spec))
         if found is None:
-            found = self._found[id(spec)] = spec, Served(find(spec).function, draws_tickets(spec), signature_of(spec))
+            served = ServingFunction(find(spec).function, draws_tickets(spec), signature_of(spec))
+            found = self._found[id(spec)] = spec, served
         return found[1]
 
 
 class Fixed:
-    """Stand-in for a `Serving` that returns one function for any number of rows.
+    """Stand-in for a `FunctionChooser` that returns one function for any number of rows.
 
     Args:
         spec: the function's spec.
@@ -85,25 +86,25 @@ class Fixed:
     """
 
     def __init__(self, spec: Spec, function: Function | None = None) -> None:
-        self._served = Served(function or find(spec).function, draws_tickets(spec), signature_of(spec))
+        self._served = ServingFunction(function or find(spec).function, draws_tickets(spec), signature_of(spec))
 
-    def at(self, rows: int) -> Served:
+    def at(self, rows: int) -> ServingFunction:
         return self._served
 
 
-_serving: Plans[Serving] = Plans()
+_serving: Plans[FunctionChooser] = Plans()
 
 
-def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
+def serving(problem: Problem, gpu: gpus.Gpu) -> FunctionChooser:
     """Return the functions for a problem on a GPU, with any number of rows. Only the tile may depend on the rows.
 
     Raises:
         BundleError: see `find`.
     """
-    key = gpu, problem.but_rows
+    key = gpu, problem.key_without_rows
     found = _serving.find(key)
     if found is None:
-        found = Serving(problem, gpu)
+        found = FunctionChooser(problem, gpu)
         _serving.keep(key, found)
     return found
 

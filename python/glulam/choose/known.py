@@ -34,7 +34,7 @@ from .table import Layer, Point, Section
 
 ENV_TUNED = "GLULAM_TUNED"
 FOLDER, FILE = "preferred", "kernels.json"
-NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # the second is that of earlier versions
+NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # earlier versions: the second
 CLEAR = "run `glulam cache clear --preferred`"
 NOT_OURS = "`glulam compile` did not write it"
 DISTRUSTED = "belongs to another user, or others can write it (`chmod go-w` mends that if it is yours)"
@@ -98,7 +98,7 @@ def _opened(make: bool = False) -> Iterator[Path]:
         yield Path(f"/proc/self/fd/{at}")
 
 
-def _told(text: str) -> str:
+def _by_folder_name(text: str) -> str:
     """Return a message with the folder's own name in place of the /proc/self/fd path that `_opened` yields."""
     return _REACHED.sub(lambda _: records.shown(folder()), text)
 
@@ -161,7 +161,7 @@ def read_preferences() -> Held:
         why = str(error.strerror)
     else:
         layers = {key: (layer, folder() / path.name) for key, (layer, path) in held.layers.items()}
-        return Held(layers, tuple(map(_told, held.ignored)))
+        return Held(layers, tuple(map(_by_folder_name, held.ignored)))
     return Held({}, (f"the preferences in {records.shown(folder())} are ignored: {why}; remove the folder",))
 
 
@@ -185,8 +185,8 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
     Args:
         paths: the files.
         gpu: the GPU's name; "" for preferences.
-        remedies: advice, as text, for a file that is no table, for a table of another GPU or version, and for a table
-            that is wrong in part.
+        remedies: suggestions, as text, for a file that is no table, for a table of another GPU or version, and for a
+            table that is wrong in part.
     """
     here = table.stamp_of(gpu)
     layers: dict[str, tuple[Layer, Path]] = {}
@@ -277,7 +277,7 @@ def prefer(spec: Spec, keep: bool = True) -> None:
 
 
 def write_preference(spec: Spec) -> None:
-    """Let `spec` serve every problem of its family in later processes.
+    """Let `spec` serve every problem of its family (its spec without the tiles) in later processes.
 
     Raises:
         OSError: the preferences cannot be written, and stay as they were.
@@ -295,7 +295,7 @@ def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
         with _opened(make=True) as place:
             table.write(place / name, added, functools.partial(_sections, dropped=dropped))
     except (BundleForeign, OSError, NotImplementedError) as error:  # the last: a file system without locks
-        why = getattr(error, "strerror", None) or _told(str(error))
+        why = getattr(error, "strerror", None) or _by_folder_name(str(error))
         if isinstance(error, BundleForeign):
             why = f"its folder {DISTRUSTED}"
         elif os.path.islink(folder()):
@@ -370,7 +370,7 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
 
 
 def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
-    """Yield the preferred kernels of these families that can be loaded without compiling."""
+    """Yield the preferred kernels of these families (specs without tiles) that can be loaded without compiling."""
     for spec in [spec for family in families if (spec := _preferred.get(family)) is not None]:
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
@@ -397,7 +397,8 @@ class Tuned(NamedTuple):
 
 
 def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
-    """Return the layer that tuned tables have for a problem with any number of rows, and the table's file.
+    """Return the layer (times of one problem's kernels) that tuned tables have for a problem with any number of rows,
+    and the table's file.
 
     Args:
         gpu: the GPU's name. "": no table holds.
@@ -409,15 +410,15 @@ def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
     return layers.get(table.layer_key(problem)) if layers else None
 
 
-def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
+def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
     """Return a layer's fastest kernel for its problem; None if no kernel that it names can be loaded without compiling.
 
     Args:
-        told: the layer and its file (`tuned`).
+        found: the layer and its file (`tuned`).
         problem: the problem, with its rows.
         shipped: the spec that serves the problem otherwise.
     """
-    layer, path = told
+    layer, path = found
     ranked = _ranked(layer, shipped.name, max(problem.rows, 1) / problem.experts)
     for name, us in ranked:
         otherwise = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.specs import (
     ACTIVATIONS,
     GLU_LAYOUTS,
@@ -25,12 +25,12 @@ def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | 
     Args:
         tile: the tile; for a grouped_mlp the tile of FC1.
         second: the tile of a grouped_mlp's FC2, of the data gradient that follows a grouped_dglu, or of a grouped_mm.
-            None: the one that ships beside `tile` (`Room.second_tile`).
+            None: the one that ships beside `tile` (`ArchPolicy.second_tile`).
 
     Raises:
         SpecError: there is no such kernel.
     """
-    p, second = problem, second or room(arch).second_tile(tile)
+    p, second = problem, second or policy_of(arch).second_tile(tile)
     if p.op == "grouped_mm":
         return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves, p.adapted)
     if p.op == "grouped_glu":
@@ -50,7 +50,7 @@ def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | 
 def _glu(p: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
     require("activation", p.activation, ACTIVATIONS)
     require("glu_layout", p.glu_layout, GLU_LAYOUTS)
-    activation, layout = room(arch).glu_form(
+    activation, layout = policy_of(arch).glu_form(
         p.activation, p.glu_layout, p.intermediate, p.operands, tile, p.save_preact, p.transpose_w
     )
     form = activation, layout, p.save_preact

@@ -29,7 +29,7 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Part(NamedTuple):
+class ProblemGemm(NamedTuple):
     """One GEMM of a problem.
 
     Attributes:
@@ -115,16 +115,16 @@ class Problem:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Return sizes of tensors by the names that the shapes of results use (`launch.Made`)."""
+        """Return sizes of tensors by the names that the shapes of results use (`launch.ResultTensor`)."""
         return {
             "num_rows": self.rows, "num_groups": self.experts, "in_features": self.in_features,
             "intermediate": self.intermediate, "out_features": self.out_features, "preact_width": self.w1_rows,
         }  # fmt: skip
 
     @property
-    def but_rows(self) -> tuple[Any, ...]:
+    def key_without_rows(self) -> tuple[Any, ...]:
         """Return the values of all fields except `rows`."""
-        return _BUT_ROWS(self)
+        return _WITHOUT_ROWS(self)
 
     @property
     def w1_rows(self) -> int:
@@ -140,19 +140,19 @@ class Problem:
         return (w1, (self.out_features, self.intermediate)) if self.out_features else (w1,)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ProblemGemm, ...]:
         """Return the GEMMs of a grouped_mm, grouped_glu or grouped_mlp, in order."""
         depth = self.intermediate or self.in_features
-        mm = Part(
+        mm = ProblemGemm(
             "nn" if self.transpose_w else "nt",
             Gemm(self.rows, self.experts, self.out_features, depth, self.out_features),
         )
         stored = self.intermediate + (self.w1_rows if self.save_preact else 0)
-        glu = Part("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
+        glu = ProblemGemm("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
         return {"grouped_mm": (mm,), "grouped_glu": (glu,), "grouped_mlp": (glu, mm)}[self.op]
 
 
-_BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
+_WITHOUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
 
 
 class TrainingParts(NamedTuple):

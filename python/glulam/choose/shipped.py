@@ -1,7 +1,7 @@
 """Choose among the shipped kernels: a pure function of what the host knows, which never reads device data.
 
 Group sizes are not known to the host, so a captured graph replays the kernel that eager mode would choose. The tiles
-that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.Room`).
+that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.ArchPolicy`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-from cute_kernels.arch import room, rows_in_words, three_digits
+from cute_kernels.arch import policy_of, rows_in_words, three_digits
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     BLOCK_ROWS,
@@ -68,7 +68,7 @@ def family_of(spec: Spec) -> Spec:
         return spec
     if isinstance(spec, GroupedMmSpec) and spec.transpose_w and OPERANDS[spec.operands].decodes:
         return spec  # which has one tile
-    # Depth and schedule are those of the operands and of the architecture.
+    # The operands and the architecture determine depth and schedule.
     if spec.tile.by_warps or spec.tile.in_tensor_memory:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
     else:
@@ -86,7 +86,7 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
     Raises:
         SpecError: no kernel serves the problem.
     """
-    return families_like(spec_on(problem, arch, room(arch).tiles(problem)[0]), problem)
+    return families_like(spec_on(problem, arch, policy_of(arch).tiles(problem)[0]), problem)
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
@@ -107,7 +107,8 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the forms (keys) that serve the activation or layout `name`, the form that serves the fewest first.
+    """Return the forms (sets for which a kernel is compiled) that have the activation or layout `name`, the smallest
+    first.
 
     Args:
         forms: for each form, the activations or layouts that it serves.
@@ -135,17 +136,17 @@ def size_of(problem: Problem, arch: str) -> Hashable:
     Problems that differ only in rows, and have equal keys, get the same shipped tile.
     """
     check_served(problem.operands, arch)
-    return room(arch).ruled(problem) or estimated_rows(problem)
+    return policy_of(arch).fixed_tile(problem) or estimated_rows(problem)
 
 
 def shipped_choice(problem: Problem, arch: str) -> Choice:
     """Choose among the shipped kernels, by the architecture's rule if it has one, else by the tiles' times."""
     check_served(problem.operands, arch)
-    here = room(arch)
-    if tile := here.ruled(problem):
+    here = policy_of(arch)
+    if tile := here.fixed_tile(problem):
         usable = invariance.tile_in_order(problem, arch, tile) if problem.invariant else tile
         why, why_not = here.reasons(problem, tile) if usable == tile else (in_order_in_words(tile, usable), ())
-        return Choice(spec_on(problem, arch, usable), why, (*why_not, *here.advice(problem)))
+        return Choice(spec_on(problem, arch, usable), why, (*why_not, *here.suggestions(problem)))
     parts = changed(problem, rows=estimated_rows(problem)).parts
     tiles = invariance.tiles_in_order(problem, arch) if problem.invariant else here.tiles(problem)
     best, *others = times.estimates(parts, tiles, arch)
@@ -153,7 +154,7 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
     why_not = tuple(
         f"{one.tile.name}: about {microseconds(one.us)}, {one.us / best.us:.2f} times as long" for one in others
     )
-    return Choice(spec_on(problem, arch, best.tile), why, (*why_not, *here.advice(problem)))
+    return Choice(spec_on(problem, arch, best.tile), why, (*why_not, *here.suggestions(problem)))
 
 
 def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
@@ -163,5 +164,5 @@ def in_order_in_words(tile: TileConfig, usable: TileConfig) -> str:
 
 def shipped_specs(problem: Problem, arch: str) -> list[Spec]:
     """Return all specs that ship for a problem, the one that serves it first."""
-    others = (spec_on(problem, arch, tile) for tile in room(arch).tiles(problem))
+    others = (spec_on(problem, arch, tile) for tile in policy_of(arch).tiles(problem))
     return list(dict.fromkeys([shipped_choice(problem, arch).spec, *others]))

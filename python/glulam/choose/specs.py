@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from cute_kernels.arch import room
+from cute_kernels.arch import policy_of
 from cute_kernels.architectures import ARCHS
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
 from cute_kernels.tiles import SpecError, TileConfig, require
@@ -54,7 +54,7 @@ def _described_by(op: Any) -> Any:
 
 def check(spec: Spec) -> None:
     """Raise SpecError if a spec's kernel cannot run on its architecture; making a spec does not check this."""
-    room(spec.arch).check(spec)
+    policy_of(spec.arch).check(spec)
 
 
 def described(data: Any) -> Spec:
@@ -135,7 +135,7 @@ def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
         make: returns the kernel's spec on a tile.
         bits: size of the operands' elements.
     """
-    return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]
+    return [tile for tile in policy_of(arch).all_tiles(bits) if _is_valid(make, tile)]
 
 
 def _distance(
@@ -169,7 +169,7 @@ def _tile_for(
     """
     require("arch", arch, ARCHS)
     try:
-        wanted = room(arch).tile_of(shape, cluster, schedule)
+        wanted = policy_of(arch).tile_of(shape, cluster, schedule)
         check(make(wanted))
         return wanted
     except SpecError as error:

@@ -28,7 +28,7 @@ from . import records, shipped, specs
 from .problem import Problem
 
 FORMAT, SCHEMA = "glulam-tuned", 3
-FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions
+FORMATS = (FORMAT, "glulam-preferred")  # earlier versions wrote the second into preferences
 ALIGNMENT = 8
 LARGEST_SIZE = 2**31 - 1
 MOST_ROWS = 2.0**26
@@ -130,7 +130,7 @@ class Layer:
 
     Attributes:
         problem: the fields that identify the problem (`layer_of`); of a preference, the description of a family.
-        kernels: the specs behind the kernels' names.
+        kernels: the specs, by the kernels' names.
         points: ascending by rows.
         unfinished: None: no run was interrupted.
         others: descriptions of kernels that only another version knows.
@@ -219,8 +219,8 @@ def read(path: Path) -> list[Section]:
     """
     sections, wrong = content(path)
     if wrong:
-        told = f"holds what `glulam tune` does not write: {first_of(wrong)}"
-        raise ValueError(f"the tuned table {records.shown(path)} {told}")
+        message = f"holds what `glulam tune` does not write: {first_of(wrong)}"
+        raise ValueError(f"the tuned table {records.shown(path)} {message}")
     return sections
 
 

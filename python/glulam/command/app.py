@@ -151,23 +151,23 @@ def count(help: str, default: Any = None, least: int = 1) -> Row:
     return row(help, int | None, default, min=least)
 
 
-def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
-    """Declare an option whose text `parse` converts. `form`: describes valid text, for the error "... is not ..."."""
+def parsed(help: str, valid: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
+    """Declare an option whose text `parse` converts. `valid`: describes valid text, for the error "... is not ..."."""
 
     def parser(text: str) -> Any:
         try:
             return parse(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is not {form}") from None
+            raise typer.BadParameter(f"{text!r} is not {valid}") from None
 
     return row(help, Any, default, parser=parser, metavar=metavar)
 
 
-def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", told: str = "") -> Row:
-    """Declare an option that takes one of `words`. `told`: the words as the error lists them. Empty: all words."""
+def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", listed: str = "") -> Row:
+    """Declare an option that takes one of `words`. `listed`: the words as the error lists them. Empty: all words."""
     choices = list(words)
     return parsed(
-        help, f"one of {told or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
+        help, f"one of {listed or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
         lambda text: choices[choices.index(text)], default,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def megabytes(size: int) -> str:
 def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
     """Return registers, and KB of shared memory, of the device kernels that a function launches, as text.
 
-    A function of several stages has no kernels of its own: the kernels are those of its stages.
+    A function of several stages has no kernels of its own: its stages have the kernels.
 
     Args:
         functions: a manifest's functions.

@@ -13,7 +13,8 @@ from cute_kernels.arch import serving
 from ffi_bridge import build as builder
 from ffi_bridge import host, hub, profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
-from ffi_bridge.manifest import Function, verify
+from ffi_bridge.manifest import Function
+from ffi_bridge.verification import verify
 
 from ..choose import records
 from ..host.device import prefer_tried
@@ -39,7 +40,7 @@ def archs_here() -> list[str]:
 @command(
     "build",
     arch=ARCHS,
-    profile=word(f"{IN_WORDS}.", PROFILES, "bf16", told=IN_WORDS),
+    profile=word(f"{IN_WORDS}.", PROFILES, "bf16", listed=IN_WORDS),
     only=row("Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.", list[str] | None),
     jobs=count("Compile processes; default: one a CPU."),
     out=row("Bundle folder; default: inside the installed package.", Path | None),

@@ -220,8 +220,8 @@ def explain(
     asked = asked if gpu is None else asked._replace(name=gpu)
     for problem in entry.problems_of("explain", entry.shape_of(op, **_given(op, layer)), training):
         for total in rows or [each * problem.experts for each in rows_per_expert or Options.rows_per_expert]:
-            told = explanation.of_problem(changed(problem, rows=total), asked.name or asked.arch, asked)
-            show(f"{total} rows: {told}")
+            answer = explanation.of_problem(changed(problem, rows=total), asked.name or asked.arch, asked)
+            show(f"{total} rows: {answer}")
 
 
 @command(

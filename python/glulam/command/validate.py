@@ -12,7 +12,8 @@ import typer
 from cute_kernels.specs import from_dict
 from ffi_bridge import profiles, stamps, toolchain
 from ffi_bridge.loader import bundle_root
-from ffi_bridge.manifest import Manifest, verify
+from ffi_bridge.manifest import Manifest
+from ffi_bridge.verification import verify
 
 from ..host import device as gpus
 from ..validate.report import Machine, passes, report

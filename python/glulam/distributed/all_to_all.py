@@ -23,7 +23,7 @@ from ..layer.rows import combine_rows
 from .exchange import COMBINE, DISPATCH, Exchange, PeerError
 from .headers import Headers
 from .owners import Owners
-from .tokens import FORM, Tokens, status_of
+from .tokens import SENT_AS, Tokens, status_of
 from .turn import Turn
 
 
@@ -149,7 +149,7 @@ class _Rows(Exchange):
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
-        return MXFP8Tensor.unchecked(data, scale, *FORM)
+        return MXFP8Tensor.unchecked(data, scale, *SENT_AS)
 
     def forth(self, d_out: Tensor) -> Tensor:
         phase = f"backward of {COMBINE}"

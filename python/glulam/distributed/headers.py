@@ -55,7 +55,7 @@ class Header(NamedTuple):
         return self.identity, self.number, self.phase, self.answers
 
     @property
-    def form(self) -> str:
+    def row_format(self) -> str:
         weights = " with gradients of weights" if self.has_weights else ""
         return f"rows of {self.width} {DTYPES[self.dtype]}{weights}"
 
@@ -107,12 +107,12 @@ class Headers:
             self.tell(phase, "failed", answers)
             self.end(SHARED)
             raise RuntimeError(SHARED)
-        form = DTYPES.index(like.dtype), like.shape[1], int(has_weights)
-        mine, theirs = self._exchange(phase, rows, answers, status, form)
-        for judge in (_silent, _elsewhere, _other_status, _other_form):
+        row_format = DTYPES.index(like.dtype), like.shape[1], int(has_weights)
+        mine, theirs = self._exchange(phase, rows, answers, status, row_format)
+        for complaint in (_silent, _elsewhere, _other_status, _other_row_format):
             for rank, header in enumerate(theirs):
-                if why := judge(rank, header, mine):
-                    if judge is _elsewhere:
+                if why := complaint(rank, header, mine):
+                    if complaint is _elsewhere:
                         self.end(f"{phase}: {why}")
                     raise PeerError(f"{phase}: {why}")
         received = [header.rows for header in theirs]
@@ -122,7 +122,8 @@ class Headers:
         return received
 
     def tell(self, phase: str, status: str, answers: int = 0) -> None:
-        """Send status "refused" or "failed" instead of doing an operation; the other ranks then raise a PeerError."""
+        """Send a header with status "refused" or "failed" instead of doing an operation; the other ranks then raise a
+        PeerError."""
         if self._ended:
             return
         try:
@@ -135,14 +136,14 @@ class Headers:
                 self.end(f"{phase}: {why}")
 
     def _exchange(
-        self, phase: str, rows: list[int], answers: int, status: str, form: tuple[int, int, int]
+        self, phase: str, rows: list[int], answers: int, status: str, row_format: tuple[int, int, int]
     ) -> tuple[Header, list[Header]]:
-        """Return this rank's header and the headers from all ranks. form: dtype, width and has_weights of
+        """Return this rank's header and the headers from all ranks. row_format: dtype, width and has_weights of
         the header.
         """
         self.number += 1
         place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)
-        mine = [Header(*place, said, *form, count) for count in rows]
+        mine = [Header(*place, said, *row_format, count) for count in rows]
         theirs = self._swap(phase, torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
         return mine[0], [Header(*values) for values in theirs]
 
@@ -172,7 +173,8 @@ def _other_status(rank: int, header: Header, mine: Header) -> str:
     return WHY["other form"].format(rank) if header.status != mine.status else ""
 
 
-def _other_form(rank: int, header: Header, mine: Header) -> str:
-    if header.form == mine.form:
+def _other_row_format(rank: int, header: Header, mine: Header) -> str:
+    if header.row_format == mine.row_format:
         return ""
-    return f"rank {rank} sends {header.form}, this rank {mine.form}; give the same dtypes and widths on all ranks"
+    theirs, ours = header.row_format, mine.row_format
+    return f"rank {rank} sends {theirs}, this rank {ours}; give the same dtypes and widths on all ranks"

@@ -22,12 +22,12 @@ from ..layer.rows import combine
 from ..names import Transport
 from ..recipes import Recipe
 from .all_to_all import AllToAll
-from .beside import Beside
 from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
+from .side_stream import SideStreamWork
 from .symmetric import MAX_TOKENS, Symmetric
-from .tokens import FORM, Tokens, as_read, check_tokens, in_mxfp8, quantizes, refuse_gradients
+from .tokens import SENT_AS, Tokens, as_read, check_tokens, in_mxfp8, quantizes, refuse_gradients
 from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
@@ -180,7 +180,7 @@ class ExpertParallel:
             ValueError, TypeError: an argument is invalid; other ranks get a PeerError.
             GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
             PeerError: another rank's arguments are invalid, or in another format than here, or it does not come. With
-                the symmetric transport the error can be that of an earlier call.
+                the symmetric transport, an earlier call's error may be raised here.
         """
         return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
 
@@ -305,7 +305,7 @@ class ExpertParallel:
             shared: function that computes the residual from x while rows are on their way; None: `residual` is used.
         """
         with self._way.turn:
-            beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
+            beside = None if shared is None else SideStreamWork(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
             tokens = functools.partial(self._tokens_of_layer, op, recipe, experts, given, x, routing)
             x_here, here, handle = self._dispatch(tokens, routing.ids, routing.weights)
             with _telling(handle.exchange.fail):
@@ -347,7 +347,7 @@ class ExpertParallel:
         key = isinstance(x, Tensor), torch.is_grad_enabled(), *map(_kind, given.values())
         if key in self._tried:
             return
-        nobody = x[:0] if isinstance(x, Tensor) else MXFP8Tensor.unchecked(x.data[:0], x.scale[:0], *FORM)
+        nobody = x[:0] if isinstance(x, Tensor) else MXFP8Tensor.unchecked(x.data[:0], x.scale[:0], *SENT_AS)
         ids = routing.ids.new_empty(0, self.top_k, dtype=torch.int32)
         weights = routing.weights.new_empty(0, self.top_k, dtype=torch.float32)
         here = Routing.from_topk(ids, weights, self.num_local, self.first)

@@ -109,7 +109,7 @@ class Symmetric:
             raise RuntimeError(SHARED)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Slots:
-        """Begin an exchange of tokens x with choices ids [N, K]; nothing is sent yet."""
+        """Begin an exchange (a dispatch and its combine) of tokens x with choices ids [N, K]; nothing is sent yet."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty
@@ -181,8 +181,8 @@ class _Slots(Exchange):
         self.transport.refuse()
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        """Send tokens; return the received ones as views of the window, which the next dispatch overwrites, or copies
-        if `keeps`.
+        """Send tokens; return the received ones as views of the window (memory that all ranks can access), which the
+        next dispatch overwrites, or copies if `keeps`.
         """
         weights = weights.contiguous()
         self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())

@@ -17,7 +17,7 @@ from ..ops.quantized_mlp import rows_as_read, want_16_bits
 from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
-FORM = ("row", "1x128", "plain")
+SENT_AS = ("row", "1x128", "plain")
 """Axis, block and scale layout of tokens in MXFP8: those that FC1's kernels read."""
 WIDE = BLOCK_SIZES["1x128"]
 """H of tokens in MXFP8 must be a multiple of this: a row's scales are then whole 4-byte words, aligned in every row."""
@@ -41,7 +41,7 @@ def check_tokens(op: str, x: Any, hidden_size: int, max_tokens: int, dtype: torc
 
 
 def _check_form(op: str, x: MXFP8Tensor, dtype: torch.dtype) -> None:
-    if (x.axis, x.block, x.scale_layout) != FORM:
+    if (x.axis, x.block, x.scale_layout) != SENT_AS:
         raise ValueError(
             f"{op}: x is {x!r}; it must have axis 'row', block '1x128' and plain scales, as "
             "quantize_mxfp8(x, block='1x128') makes it, or glulam.formats.mxfp8.rebase_mxfp8(x.plain()) of another by "
@@ -84,4 +84,4 @@ def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -
         ValueError, TypeError: the recipe does not take such tokens.
     """
     data, scale, _ = rows_as_read(op, x, recipes.find(op, recipe), dtype)
-    return data if scale is None else MXFP8Tensor.unchecked(data, scale, *FORM)
+    return data if scale is None else MXFP8Tensor.unchecked(data, scale, *SENT_AS)

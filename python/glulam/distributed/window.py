@@ -14,7 +14,7 @@ from cute_kernels.windows import REGIONS, WORD_BYTES, WORDS
 from ..formats.mxfp8 import MXFP8Tensor
 from ..formats.mxfp8.layout import DATA_DTYPE, num_blocks
 from ..formats.scaled import SCALE_DTYPE
-from .tokens import FORM
+from .tokens import SENT_AS
 
 ALIGNMENT = 256
 
@@ -35,7 +35,8 @@ class Sizes(NamedTuple):
         return self.world * self.max_tokens
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return (dtype, shape) of each region of a window, in the order of `windows.REGIONS`."""
+        """Return (dtype, shape) of each region of a window (memory that all ranks of the host can access), in the order
+        of `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
             "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),
@@ -77,7 +78,7 @@ class Window:
             setattr(self, name, buffer[offsets[name] : offsets[name] + size].view(dtype).view(shape))
         shape = sizes.rows, sizes.hidden_size
         data = self.rows.view(DATA_DTYPE).flatten()[: math.prod(shape)].view(shape)
-        self.in_mxfp8 = MXFP8Tensor.unchecked(data, self.scales.view(SCALE_DTYPE), *FORM)
+        self.in_mxfp8 = MXFP8Tensor.unchecked(data, self.scales.view(SCALE_DTYPE), *SENT_AS)
         self.addresses = torch.tensor(
             [[base + offsets[name] for base in bases] for name in REGIONS], dtype=torch.int64, device=buffer.device
         )

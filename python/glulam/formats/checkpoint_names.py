@@ -131,5 +131,5 @@ def prefixes(keys: Iterable[object]) -> list[str]:
 
 
 def dialects_of(part_names: Collection[str]) -> list[Dialect]:
-    """Return the dialects whose part names are exactly these."""
+    """Return the dialects (ways in which checkpoints store a weight) whose part names are exactly these."""
     return [dialect for dialect in DIALECTS if dialect.parts.keys() == set(part_names)]

@@ -144,7 +144,7 @@ def _projections(names: ExpertNames) -> tuple[str, str, str]:
 
 
 def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
-    """Return the dialect whose part names and dtypes are those of the experts.
+    """Return the dialect whose part names and dtypes the experts' tensors have.
 
     Args:
         state: the checkpoint's tensors by name.
@@ -174,7 +174,7 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
-    """Raise ValueError for part names that match no dialect exactly."""
+    """Raise ValueError for part names that match no dialect (way in which checkpoints store a weight) exactly."""
     known = {name for dialect in DIALECTS for name in dialect.parts}
     if unknown := [key for part, key in part_names.items() if part not in known]:
         raise ValueError(

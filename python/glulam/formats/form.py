@@ -56,7 +56,8 @@ class Form:
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form for a gated 16-bit w1 in layout "concat" with `num_rows` rows; by default this form."""
+        """Return the form (layout that kernels read) for a gated 16-bit w1 in layout "concat" with `num_rows` rows; by
+        default this form."""
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:

@@ -236,12 +236,13 @@ class PreparedWeights:
             is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
             return prepare(form, parts, report=not trained), sample_of(tensors) if is_sampled else None
 
-        prepared, sample = gpus.apart(make)
+        prepared, sample = gpus.on_own_thread(make)
         weight.entries[form] = _Entry(tensors, prepared, weight.trains, sample=sample)
         return prepared
 
     def _of_graph(self, form: Form, parts: Parts) -> Parts:
-        """Return the parts that the graph being captured prepares of this version of a weight.
+        """Return the prepared parts (data, scales) of this version of a weight, which the graph being captured
+        prepares.
 
         The first use in a capture records this work.
         """
@@ -336,7 +337,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
 
 
 def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return shapes and dtypes of a weight's tensors: of a list, those of the first and the last."""
+    """Return shapes and dtypes of a weight's tensors; for a list, of its first and its last tensor."""
     first, last = tensors[0], tensors[-1]
     return first.shape, first.dtype, last.shape, last.dtype
 

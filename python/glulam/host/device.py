@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.arch import serving
 from cute_kernels.architectures import ARCHS, capability
-from ffi_bridge import BundleError, ToolchainError, loader, manifest
+from ffi_bridge import BundleError, ToolchainError, loader, manifest, verification
 
 from ..errors import UnsupportedDevice
 
@@ -76,10 +76,10 @@ def capture_id() -> Any:
     return object()
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def apart(make: Callable[[], Made]) -> Made:
+def on_own_thread(make: Callable[[], Result]) -> Result:
     """Return make(), called on a separate thread with the current device and stream: for memory that outlives the call.
 
     A memory pool of torch takes all that a thread allocates while the pool is in use. Pools are in use under
@@ -90,7 +90,7 @@ def apart(make: Callable[[], Made]) -> Made:
         return make()
     stream = torch.cuda.current_stream()
 
-    def made() -> Made:
+    def made() -> Result:
         with torch.cuda.stream(stream):
             return make()
 
@@ -154,7 +154,7 @@ def state_of(arch: str, gpu: str) -> str:
     from ffi_bridge import stamps
 
     with contextlib.suppress(BundleError, ToolchainError):
-        library = manifest.check(loader.bundle_root() / arch, arch).sha256
+        library = verification.check(loader.bundle_root() / arch, arch).sha256
         return VALIDATED if stamps.is_there(arch, gpu, library) else NEVER_RUN
     return NEVER_RUN
 
@@ -223,7 +223,9 @@ def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
 
 
 def why_passed_over(best: str, arch: str) -> tuple[str, str]:
-    """Return why the kernels of `arch` serve instead of those of `best`, and the commands that would try `best`."""
+    """Return why the kernels of `arch` serve instead of the kernels of `best`, and the commands that would try
+    `best`.
+    """
     validate = f"`{ENV_ARCH}={best} glulam validate`"
     if has_bundle(best):
         return f"the {best} kernels were {NEVER_RUN} here; the {arch} kernels serve", f"{validate} tries them"
@@ -285,6 +287,6 @@ def is_watched() -> bool:
     return not is_dynamo_compiling() and (dispatch_modes() > 0 or _jit_trace() is not None)
 
 
-def is_only_one() -> bool:
+def has_single_gpu() -> bool:
     """Return True if there is one GPU, so that the current device need not be asked."""
     return torch.cuda.device_count() == 1

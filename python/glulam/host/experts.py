@@ -194,11 +194,12 @@ class ExpertList:
         return self.index
 
     def data_ptr(self) -> int:
-        """Return the mark of the list instead of an address."""
+        """Return the list's mark, a number that no other list of addresses has, where a packed tensor has its
+        address."""
         return self.mark
 
 
-def known(kind: str, tensors: Sequence[Tensor]) -> Any:
+def with_kept_table(kind: str, tensors: Sequence[Tensor]) -> Any:
     """Return an ExpertList, ready for the current stream, if tensors at these addresses passed the checks before.
 
     Args:
@@ -222,7 +223,8 @@ def known(kind: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
-    """Return an ExpertList with a known or a new table, ready for the current stream.
+    """Return an ExpertList with a table of the tensors' addresses, the kept one or a new one, ready for the current
+    stream.
 
     Args:
         kind: "weight", "bias" or "gradient".
@@ -236,7 +238,7 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
-    """Return the table for addresses, known or new, ready for the current stream."""
+    """Return the table for these addresses, the kept one or a new one, ready for the current stream."""
     if table := _tables.get((kind, addresses)):
         table.use()
         return table
@@ -245,7 +247,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
-    made = Table(gpus.apart(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
+    made = Table(gpus.on_own_thread(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
     with _lock:
         table = _tables.get((kind, addresses))  # another thread may have been faster
         if table is None:

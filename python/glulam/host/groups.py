@@ -1,4 +1,4 @@
-"""Group sizes in their forms: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
+"""Group sizes as they are given: `offs` (ends) on the device, `splits` (row counts) on the device or on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""Codes by which kernels know the form of group sizes; OFFS_OF_CALL: offs that a kernel of the same call writes."""
+"""Codes by which kernels know how group sizes are given; OFFS_OF_CALL: offs that a kernel of the same call writes."""
 
 Splits = Tensor | Sequence[int]
 
@@ -97,12 +97,12 @@ def leading(op: str) -> str:
 
 
 def _after_groups(op: str) -> str:
-    """Return the operator's text for `declare` on rows after the last group; empty: do not warn."""
+    """Return what becomes of rows after the last group, as `declare` got it for the operator; empty: do not warn."""
     return _operators[op].after_groups if op in _operators else ""
 
 
-def form(groups: Tensor, is_offs: bool) -> int:
-    """Return the code of group sizes' form. `is_offs`: they are offs, not splits."""
+def code_of(groups: Tensor, is_offs: bool) -> int:
+    """Return the code by which kernels know how group sizes are given. `is_offs`: they are offs, not splits."""
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32
@@ -128,20 +128,20 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
     values = _ends(op, offs, splits, rows)
     is_suspect = not hasattr(splits if offs is None else offs, _SPARE_ROWS)
     if values and values[-1] < rows and is_suspect and _after_groups(op) and _caller.op != OF_A_TRACE:
-        _warn_of_rows_behind(op, offs is not None, values, rows)
+        _warn_of_rows_after(op, offs is not None, values, rows)
     return values
 
 
 def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     """Return the end row of each group as a checked list; errors as in `ends`."""
     if offs is not None:
-        told, values = "offs end at", offs.tolist()
+        what, values = "offs end at", offs.tolist()
     else:
         sizes = splits.tolist() if isinstance(splits, Tensor) else [_integer(op, s) for s in splits or ()]
         for expert, size in enumerate(sizes):
             if size < 0:
                 raise ValueError(f"{op}: splits[{expert}] is {size}; a group has 0 rows or more")
-        told, values = "splits sum to", list(itertools.accumulate(sizes))
+        what, values = "splits sum to", list(itertools.accumulate(sizes))
     for expert, (before, end) in enumerate(itertools.pairwise((0, *values))):
         if end < before:
             raise ValueError(
@@ -150,7 +150,7 @@ def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> lis
             )
     if values and values[-1] > rows:
         raise ValueError(
-            f"{op}: {told} {values[-1]}, but {leading(op)} has {rows} rows; every group must lie within them"
+            f"{op}: {what} {values[-1]}, but {leading(op)} has {rows} rows; every group must lie within them"
         )
     return values
 
@@ -185,7 +185,7 @@ def with_spare_rows(groups: Tensor) -> Tensor:
     return groups
 
 
-def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
+def _warn_of_rows_after(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
     """Warn that groups end before the last row, once in this process for each operator and likely cause."""
     if not is_offs:
         cause, hint = "splits", "Check that splits count every row"

@@ -46,9 +46,9 @@ class batch_invariant:
     batch-invariance.md lists these cases, and the cases in which a call is invariant without the switch.
 
     As a statement the setting holds from then on; as a context manager until the block ends. Either way it is a setting
-    of the process: all threads' calls read it, those of autograd included. The block entered last decides, whichever
-    thread entered it; if no block is active, the last statement decides. The gradient of a call has the setting of its
-    forward.
+    of the process: all threads' calls read it, including calls in autograd's threads. The block entered last decides,
+    whichever thread entered it; if no block is active, the last statement decides. The gradient of a call has the
+    setting of its forward.
 
         glulam.batch_invariant(True)  # for the process
         with glulam.batch_invariant():  # for a block

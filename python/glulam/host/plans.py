@@ -6,8 +6,8 @@ keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a ten
 with lists of experts, are found by a key made of the same metadata, whose making and hashing takes 0.35 us a tensor.
 
 A call with a new number of rows has no plan. If a call that is identical except for its rows has passed all checks
-(`settled`), its plan is copied and only the values that depend on rows are recomputed. Only one check remains: all
-tensors with a dimension of rows must have the same number of rows.
+(`find_resizable`), its plan is copied and only the values that depend on rows are recomputed. Only one check remains:
+all tensors with a dimension of rows must have the same number of rows.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class _Guarded(NamedTuple):
     plan: Any
 
 
-def _shape(told: Any) -> tuple[Any, ...]:
-    """Return the shape in the result of `described`; empty for a list of tensors."""
-    shape: tuple[Any, ...] = told[1] if isinstance(told[0], type) else ()
+def _shape(part: Any) -> tuple[Any, ...]:
+    """Return the shape in a part of a key (a result of `described`); empty for a list of tensors."""
+    shape: tuple[Any, ...] = part[1] if isinstance(part[0], type) else ()
     return shape
 
 
@@ -108,8 +108,8 @@ class Plans(Generic[PlanType]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
-        self._rowwise: dict[Hashable, tuple[bool | None, ...]] = {}
-        self._settled: dict[Hashable, Any] = {}
+        self._per_row: dict[Hashable, tuple[bool | None, ...]] = {}
+        self._resizable: dict[Hashable, Any] = {}
         self._misses = 0
         self._lock = threading.Lock()
         self.find = self._plans.get
@@ -151,7 +151,7 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Let a guard find a plan from now on."""
+        """Let a guard (torch's check of metadata, faster than a key) find a plan from now on."""
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1
@@ -170,36 +170,40 @@ class Plans(Generic[PlanType]):
         """Keep a plan under a key; if there are too many plans, the oldest quarter is dropped."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
-    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, free: tuple[int, ...] = ()) -> None:
-        """Remember that a call passed all checks, for `settled` calls that differ from it only in their number of rows.
+    def keep_resizable(
+        self, key: Any, lead: tuple[int, ...], count: int, found: Any, any_rows: tuple[int, ...] = ()
+    ) -> None:
+        """Remember that a call passed all checks, for `find_resizable` of calls that differ from it only in rows.
 
         If other tensors happen to have a dimension of that size, nothing is remembered.
 
         Args:
             key: the call's key.
             lead: the sizes of the rows' dimensions, with which the shapes of tensors with rows begin.
-            count: the number of these tensors, without those in `free`.
-            found: what `settled` returns for such calls.
-            free: indices, among the call's tensors, of those that may have any number of rows.
+            count: the number of these tensors, without those in `any_rows`.
+            found: what `find_resizable` returns for such calls.
+            any_rows: indices, among the call's tensors, of those that may have any number of rows.
         """
-        rowwise: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
-        for place in free:
-            rowwise[place] = None
+        per_row: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
+        for place in any_rows:
+            per_row[place] = None
         if (
-            rowwise.count(True) == count
+            per_row.count(True) == count
         ):  # else there are as many rows as experts, say: another call will tell them apart
-            self._keep(self._rowwise, MAX_PLANS, key[0], tuple(rowwise))
-            self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
+            self._keep(self._per_row, MAX_PLANS, key[0], tuple(per_row))
+            self._keep(self._resizable, MAX_PLANS, self._signature(key, lead), found)
 
-    def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
-        """Return what `settle` remembered for a call that differs from this one only in its rows; None: nothing."""
-        return self._settled.get(self._signature(key, lead))
+    def find_resizable(self, key: Any, lead: tuple[int, ...]) -> Any:
+        """Return what `keep_resizable` remembered for a call that differs from this one only in its rows; None:
+        nothing.
+        """
+        return self._resizable.get(self._signature(key, lead))
 
     def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
         """Return the key without the number of rows; None if tensors have different numbers of rows."""
         options, *given = key
         signature = [options]
-        for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
+        for one, has_rows in zip(given, self._per_row.get(options, ()), strict=False):
             if has_rows is not False:
                 kind, shape, *rest = one
                 if shape[: len(lead)] != lead if has_rows else not (shape and shape[0]):
@@ -221,8 +225,8 @@ class Plans(Generic[PlanType]):
         with self._lock:
             self._plans.clear()
             self._guarded.clear()
-            self._rowwise.clear()
-            self._settled.clear()
+            self._per_row.clear()
+            self._resizable.clear()
 
 
 def forget_plans() -> None:

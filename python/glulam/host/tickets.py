@@ -115,14 +115,14 @@ def prepare(device: torch.device, index: int) -> None:
 
     with _lock:
         if index not in _of_graphs:
-            _of_graphs[index] = gpus.apart(make)
+            _of_graphs[index] = gpus.on_own_thread(make)
 
 
 def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
     """Return the address and memory of counters for calls on a stream outside of captures."""
     prepare(device, index)
     make_room(_kept.eager, index)
-    memory = gpus.apart(lambda: new_counters(device))
+    memory = gpus.on_own_thread(lambda: new_counters(device))
     found = _kept.eager[index, stream] = memory.data_ptr(), memory
     return found
 

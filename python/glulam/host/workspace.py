@@ -31,7 +31,7 @@ GRANULE = 2 << 20
 """Buffers grow in steps of this many bytes, the unit in which torch's allocator takes memory from the driver."""
 
 
-class Layout:
+class MatrixLayout:
     """A row-major matrix that lies in a buffer. An object equals only itself, which makes looking it up cheap.
 
     Args:
@@ -66,12 +66,12 @@ class Layout:
         return view
 
 
-class Layouts:
+class MatrixLayouts:
     """Several matrices and raw pieces of memory, one after the other in one buffer.
 
-    `take` hands out all of a stream's memory, so everything that a call needs at the same time is one Layouts. A raw
-    piece is memory that kernels take by address; only its address is returned, since making a matrix takes 3 us. The
-    memory of the addresses lives as long as the matrices returned with them.
+    `take` hands out all of a stream's memory, so everything that a call needs at the same time is one MatrixLayouts. A
+    raw piece is memory that kernels take by address; only its address is returned, since making a matrix takes 3 us.
+    The memory of the addresses lives as long as the matrices returned with them.
 
     Args:
         first: the first matrix.
@@ -80,7 +80,7 @@ class Layouts:
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
 
-    def __init__(self, first: Layout, *others: Layout | int) -> None:
+    def __init__(self, first: MatrixLayout, *others: MatrixLayout | int) -> None:
         self.parts = parts = first, *others
         self.device, self.index = first.device, first.index
         sizes = [part if isinstance(part, int) else part.num_bytes for part in parts]
@@ -89,27 +89,27 @@ class Layouts:
 
     def view(self, buffer: Tensor) -> Several:
         """Return the parts in a buffer, matrices in the type that kernels take."""
-        return self._placed(buffer, Layout.view)
+        return self._placed(buffer, MatrixLayout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
         """Return the parts in a buffer, matrices as tensors."""
-        return self._placed(buffer, Layout.tensor)
+        return self._placed(buffer, MatrixLayout.tensor)
 
-    def _placed(self, buffer: Tensor, matrix: Callable[[Layout, Tensor, int], Any]) -> Several:
+    def _placed(self, buffer: Tensor, matrix: Callable[[MatrixLayout, Tensor, int], Any]) -> Several:
         """Return the parts in a buffer, matrices as `matrix` makes them."""
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
 
 Several = tuple[Any, ...]
-"""A matrix or an address for each part of a `Layouts`."""
+"""A matrix or an address for each part of a `MatrixLayouts`."""
 
 
 class _Kept(threading.local):
     """The calling thread's buffers by (device, stream), and views of them by (layout, stream)."""
 
     def __init__(self) -> None:
-        self.views: dict[tuple[Layout | Layouts, int], Any] = {}
+        self.views: dict[tuple[MatrixLayout | MatrixLayouts, int], Any] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
 
 
@@ -134,8 +134,8 @@ def forget() -> None:
     _kept.buffers.clear()
 
 
-def take(layout: Layout | Layouts) -> Any:
-    """Return a matrix, or the parts of a `Layouts`, uninitialised.
+def take(layout: MatrixLayout | MatrixLayouts) -> Any:
+    """Return a matrix, or the parts of a `MatrixLayouts`, uninitialised.
 
     The memory is the caller's until its work on the current stream is done.
     """
@@ -158,7 +158,7 @@ def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
         del kept[mine[0]]
 
 
-def _view(layout: Layout | Layouts, stream: int) -> Any:
+def _view(layout: MatrixLayout | MatrixLayouts, stream: int) -> Any:
     """Return a new view of the stream's buffer, and keep it."""
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
@@ -167,7 +167,7 @@ def _view(layout: Layout | Layouts, stream: int) -> Any:
     return view
 
 
-def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
+def _buffer(layout: MatrixLayout | MatrixLayouts, stream: int) -> Tensor:
     """Return the buffer of this device and stream, enlarged if it is too small."""
     key = (layout.index, stream)
     buffers = _kept.buffers
@@ -179,6 +179,6 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     del buffer  # before the larger buffer is allocated, so that its memory can be reused
     make_room(buffers, layout.index)
     size = -(-layout.num_bytes // GRANULE) * GRANULE
-    fresh = gpus.apart(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device))
+    fresh = gpus.on_own_thread(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device))
     buffers[key] = fresh
     return fresh

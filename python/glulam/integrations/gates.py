@@ -55,12 +55,12 @@ def activation_of(function: Function, device: torch.device) -> Activation | None
     return _equal(function, (Activation.named(name) for name in UNGATED), device)
 
 
-def _equal(function: Function, forms: Iterable[Activation], device: torch.device) -> Activation | None:
+def _equal(function: Function, candidates: Iterable[Activation], device: torch.device) -> Activation | None:
     probes = _probes(device)
     values = [function(h) for h in probes]
-    for form in forms:
-        if all(_is_value(got, h, form) for h, got in zip(probes, values, strict=True)):
-            return form
+    for candidate in candidates:
+        if all(_is_value(got, h, candidate) for h, got in zip(probes, values, strict=True)):
+            return candidate
     return None
 
 
@@ -79,14 +79,14 @@ def _probes(device: torch.device) -> list[Tensor]:
     return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
 
 
-def _is_value(got: Tensor, h: Tensor, form: Activation) -> bool:
-    """Return True if `got` are the values of activation `form` at the preactivations h, within the tolerance."""
-    wanted = activate(h, *form)
+def _is_value(got: Tensor, h: Tensor, candidate: Activation) -> bool:
+    """Return True if `got` are the values of activation `candidate` at the preactivations h, within the tolerance."""
+    wanted = activate(h, *candidate)
     if got.shape != wanted.shape:
         return False
     scale = torch.ones_like(wanted)
-    if form.name in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
-        scale = (split_halves(h, form.glu_layout)[1].abs() / UP_OF_ONE).clamp(min=1.0)
+    if candidate.name in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
+        scale = (split_halves(h, candidate.glu_layout)[1].abs() / UP_OF_ONE).clamp(min=1.0)
     return torch.allclose(got.to(wanted.dtype) / scale, wanted / scale, TOLERANCE, TOLERANCE)
 
 

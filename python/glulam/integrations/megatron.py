@@ -78,11 +78,11 @@ class GlulamMLP(MegatronModule):
         self.num_local_experts, self.packed, self.name = num_local_experts, packed, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.sizes = {"fc1": config.moe_ffn_hidden_size * (1 + config.gated_linear_unit), "fc2": config.hidden_size}
-        form = _form_of(config)
+        function = _activation_of(config)
         recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         self.mlp = GroupedMLP(
             num_local_experts, config.hidden_size, divide(config.moe_ffn_hidden_size, self.tp_group.size()),
-            bias=config.add_bias_linear, **form.keywords, packed=packed, recompute=recompute,
+            bias=config.add_bias_linear, **function.keywords, packed=packed, recompute=recompute,
             delay_wgrad=config.delay_wgrad_compute, device="meta", dtype=config.params_dtype,
         ).to_empty(device="cpu" if config.use_cpu_initialization else torch.cuda.current_device())  # fmt: skip
         self._initialise()
@@ -191,7 +191,7 @@ def _check(config: Any) -> None:
         raise NotImplementedError(f"glulam: {INTERLEAVE_SIZE} is {size}; Glulam has 1 and 32, and halves without it")
 
 
-def _form_of(config: Any) -> Activation:
+def _activation_of(config: Any) -> Activation:
     """Return the activation that a Megatron config describes. Raises NotImplementedError if Glulam has no such
     activation.
     """
@@ -205,11 +205,11 @@ def _form_of(config: Any) -> Activation:
         return found
 
     cpu = torch.device("cpu")
-    form = gate_of(glu, cpu) if config.gated_linear_unit else activation_of(act, cpu)
-    if form is None:
+    function = gate_of(glu, cpu) if config.gated_linear_unit else activation_of(act, cpu)
+    if function is None:
         raise NotImplementedError(f"glulam: activation_func {getattr(act, '__name__', act)} is none that Glulam has")
     layout = INTERLEAVED[getattr(config, INTERLEAVE_SIZE, None)]
-    return form._replace(glu_layout=layout) if config.gated_linear_unit else form
+    return function._replace(glu_layout=layout) if config.gated_linear_unit else function
 
 
 def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
     torchtitan ... --override.imports glulam.integrations.torchtitan.grouped_experts
 
 Gate and up-projection stay two parameters, `w1_EFD` and `w3_EFD`, which kernels read in place; so state dicts,
-state-dict adapters, initialisation and sharding are those of torchtitan's module. Importing this file imports
+state-dict adapters, initialisation and sharding stay as in torchtitan's module. Importing this file imports
 torchtitan.
 """
 

@@ -288,13 +288,13 @@ def _new_plan(experts: Any) -> Plan:
 
 
 def _found_plan(experts: Any) -> Plan:
-    form, weights, fp8 = _form_of(experts), weight_names(experts), None
+    function, weights, fp8 = _activation_of(experts), weight_names(experts), None
     recipe = getattr(experts, "glulam_recipe", BF16)
     if fp8_experts.is_fp8(experts):
-        fp8 = fp8_experts.fp8_of(experts, is_in_halves(form.name, form.glu_layout))
+        fp8 = fp8_experts.fp8_of(experts, is_in_halves(function.name, function.glu_layout))
         recipe = fp8_experts.recipe_of(experts, fp8)
     options = {
-        **form.keywords, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
+        **function.keywords, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
     }  # fmt: skip
     biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
     given = biases if experts.has_bias else ()
@@ -344,15 +344,15 @@ def _post_of(experts: Any) -> str:
         return "" if getattr(experts, name)(row) is row else name
 
 
-def _form_of(experts: Any) -> Activation:
+def _activation_of(experts: Any) -> Activation:
     """Return the activation of a module's experts, recognised by its values. Raises the errors of `experts_forward`."""
     device = experts.down_proj.device
     with torch.no_grad():
-        form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)
-    if form is None:
+        function = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)
+    if function is None:
         what = "_apply_gate" if experts.has_gate else "act_fn"
         raise NotImplementedError(
             f"glulam: {type(experts).__name__}.{what} is no activation that Glulam has; choose another "
             "experts_implementation for this model, as 'grouped_mm'"
         )
-    return form
+    return function

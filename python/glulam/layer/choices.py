@@ -14,7 +14,7 @@ from cute_kernels.chains import SORTED_EXPERTS
 from ..activations import NamedNumbers, Numbers, named_numbers
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
-from ..calls.definition import Definition, Part
+from ..calls.definition import Definition, ScratchPart
 from ..calls.front import operator, passed_to
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
@@ -104,7 +104,7 @@ def _constants(call: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a call: rows of the experts, the routing's offs, and each row's token, weight and
     choice.
     """
@@ -188,5 +188,5 @@ def layer_of_choices(
     w1: Any, w2: Any, b1: Any, b2: Any, activation: str, glu_layout: str, numbers: Numbers, recipe: Any,
     transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """Sort the choices, and compute `moe`, in one call; arguments are those of `moe_of_choices`."""
+    """Sort the choices, and compute `moe`, in one call; arguments: see `moe_of_choices`."""
     raise NotImplementedError  # `front` writes the body

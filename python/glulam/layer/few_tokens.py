@@ -126,7 +126,7 @@ def router_tokens(
     x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
     score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
 ) -> Any:  # fmt: skip
-    """Return the tensors of `RouterCall.returns`; arguments are those of `route_few`.
+    """Return the tensors of `RouterCall.returns`; arguments: see `route_few`.
 
     in_float32: logits are float32; False: they have x's dtype.
     """

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..backward.data_path import Tokens
+from ..backward.data_path import TokenFunctions
 from ..calls.addressed import check_like
 from ..calls.checks import check_alignment, mismatch, shape_text
 from ..calls.definition import Definition
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
 from ..choose.problem import Problem
 from .checks import check_row_of
 from .expert_rows import OP, OfWorld
@@ -67,8 +67,8 @@ def of_tokens(rows: Definition) -> Definition:
         rows.reference(call, problem, made)
         _sums(made, call.row_of, call.residual, out)
 
-    sums = Made("out", "out", ("tokens", "out_features"), dtype=y.dtype)
-    own = rows.extended(of_rows=(_sizes,), looks=(_look,), reference=reference)
+    sums = ResultTensor("out", "out", ("tokens", "out_features"), dtype=y.dtype)
+    own = rows.extended(of_rows=(_sizes,), address_checks=(_look,), reference=reference)
     return dataclasses.replace(own, results=(y._replace(name="y", returned=False), sums))
 
 
@@ -96,7 +96,7 @@ class OfTokens(OfWorld):
         **OfWorld.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
         "row_scale": "weights (routing.weight_of_row)",
     }  # fmt: skip
-    tokens = Tokens(_copies, _rows, _sums)
+    tokens = TokenFunctions(_copies, _rows, _sums)
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:

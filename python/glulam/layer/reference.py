@@ -34,7 +34,7 @@ def route(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return ids, weights, offs, token_of_row, row_of and weight_of_row of a Routing; arguments are those of
+    """Return ids, weights, offs, token_of_row, row_of and weight_of_row of a Routing; arguments: see
     `layer.route`.
     """
     values = wide(logits)

@@ -181,11 +181,11 @@ class LayerCall(AddressedCall):
     family = "layer"
     trailing = 1
 
-    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+    def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
         """Find the plan of a signature, as any call does; None if the leading tensor has another rank: checks will
         refuse it.
         """
-        return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
+        return super().find_resizable(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, arch=arch)
@@ -339,7 +339,7 @@ def route_tokens(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
     num_groups: int, top_groups: int, scale: float,
 ) -> Any:  # fmt: skip
-    """Return the six tensors of `RouteCall.returns`; arguments are those of `route`."""
+    """Return the six tensors of `RouteCall.returns`; arguments: see `route`."""
 
 
 @operator(RouteBackwardCall)
@@ -354,7 +354,7 @@ def route_backward(d_weights: Tensor, logits: Tensor, ids: Tensor, score: str, n
 def sort_choices(
     ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, expert_map: Tensor | None, num_experts: int, first: int
 ) -> Any:  # fmt: skip
-    """Return the four tensors of `SortCall.returns`; arguments are those of `Routing.from_topk`.
+    """Return the four tensors of `SortCall.returns`; arguments: see `Routing.from_topk`.
 
     id_weights: from_topk's `weights`; num_tokens: see `route`.
     """

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..activations import DEFAULTS, Numbers
-from ..calls.checks import check_experts, mismatch
+from ..calls.checks import mismatch
 from ..calls.front import operator
 from ..calls.sharding import refuse_dtensors
+from ..calls.weight_checks import check_experts
 from ..choose.problem import Problem
 from ..ops.grouped_mlp import GroupedMlpCall
 
@@ -48,11 +49,11 @@ class AdaptedMlpCall(GroupedMlpCall):
             why = f"E = {problem.experts} and w{name[-1]} has so many {'columns' if is_a else 'rows'}"
             mismatch(self.op, label, shape, wanted, why)
 
-    def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
+    def handle_miss(self, key: Hashable, replacements: dict[str, Any]) -> Any:
         refuse_dtensors(self, "lora is given")
-        return super().answer(key, known)
+        return super().handle_miss(key, replacements)
 
-    def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
+    def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
         """Run a call without a gradient: by a planned step, or part by part if `out=` or `rows=` is given."""
         if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()

@@ -159,7 +159,7 @@ def _check(call: Any, lora: ExpertLora) -> None:
         call.check_addresses()
         lora.check_memory(call.op, call.out)
     if torch._C._are_functorch_transforms_active():
-        call.judge()
+        call.check_after_failure()
 
 
 def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Tensor:
@@ -172,17 +172,17 @@ def rows_with_lora(call: Any, lora: ExpertLora, kept: Rows | None = None) -> Ten
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     if isinstance(call, Quantized) and not call.is_traced():
         call = with_parts_as_read(call)
-    scale, form = without_tail(call.row_scale, lambda: groups), (call.activation, call.glu_layout, call.numbers)
+    scale, activation = without_tail(call.row_scale, lambda: groups), (call.activation, call.glu_layout, call.numbers)
     preact = times_w1(call, groups)
     if lora.a1 is not None and lora.b1 is not None:
         preact.add_(low_rank(call.op, call.x, lora.a1, lora.b1, lora.scale, groups, call.rows, kept))
-    act = gate_rows(preact, scale, *form)
+    act = gate_rows(preact, scale, *activation)
     y = times_w2(call, act, scale, groups, call.out)
     if lora.a2 is None or lora.b2 is None:
         return y
     # A buffer keeps its rows after the last group: adding -0.0 changes no number.
     added = None if call.out is None else torch.full_like(y, -0.0)
-    again = Rows(preact, scale, form)
+    again = Rows(preact, scale, activation)
     return y.add_(low_rank(call.op, act, lora.a2, lora.b2, lora.scale, groups, kept=again, out=added))
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..backward.data_path import BEHIND_THE_ACTIVATION, DataPath
+from ..backward.data_path import NEED_ACT_GRADIENT, DataPath
 from ..backward.entry import PATHS
 from ..backward.parts import Targets, contracted, tensor_groups
 from ..backward.path import grouped_by
@@ -34,14 +34,20 @@ class AdaptedPath(DataPath):
     """The forward and backward steps of an MLP with adapters. lora_scale: s, the factor of the adapters' products."""
 
     inputs: ClassVar[Any] = (*DataPath.inputs, *MATRICES)
-    need_preact = BEHIND_THE_ACTIVATION | {"w2", *MATRICES}
+    need_preact = NEED_ACT_GRADIENT | {"w2", *MATRICES}
     fuses = False
     lora_scale: float
 
     @classmethod
     def of(cls, call: Any) -> AdaptedPath:
-        form, scale = call.function.keywords, call.lora_scale
-        return cls(form=form, transpose_w=call.transpose_w, recompute=False, tokens=call.tokens, lora_scale=scale)
+        options, scale = call.function.keywords, call.lora_scale
+        return cls(
+            activation_options=options,
+            transpose_w=call.transpose_w,
+            recompute=False,
+            tokens=call.tokens,
+            lora_scale=scale,
+        )
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
         return {**super().reads(wanted), "x": not wanted.isdisjoint(("w1", "lora_a1"))}
@@ -62,11 +68,11 @@ class AdaptedPath(DataPath):
             "groups": groups,
         }  # fmt: skip
         if given["lora_a1"] is None:
-            act, kept["preact"] = self._make("glu", GroupedGluCall, glu, return_preact=True, **self.form)
+            act, kept["preact"] = self._make("glu", GroupedGluCall, glu, return_preact=True, **self.activation_options)
         else:
             kept["low1"] = self._low("low1", groups, given["x"], given["lora_a1"], rows)
             glu.update(low=kept["low1"], low_w=self._as_weight(given["lora_b1"]))
-            act, kept["preact"] = self._make("glu", AdaptedGluCall, glu, **self.form)
+            act, kept["preact"] = self._make("glu", AdaptedGluCall, glu, **self.activation_options)
         bias = given["b2"]
         scale = None if bias is None else given["row_scale"]
         fc2 = {"x": act, "w": given["w2"], "bias": bias, "bias_scale": scale, "groups": groups, "out": out}
@@ -85,13 +91,13 @@ class AdaptedPath(DataPath):
             "dy": dy, "w2": saved["w2"], "preact": self._take_preact(saved), "rows": rows,
             "row_scale": saved["row_scale"], "groups": groups,
         }  # fmt: skip
-        form = {**self.form, "row_scale_grad": "row_scale" in wanted}
+        options = {**self.activation_options, "row_scale_grad": "row_scale" in wanted}
         if saved["lora_a2"] is None:
-            dpreact, act, d_scale = self._make("dglu", GroupedDgluCall, dglu, **form)
+            dpreact, act, d_scale = self._make("dglu", GroupedDgluCall, dglu, **options)
         else:
             d_low = self._low_gradient("dlow2", groups, dy, saved["lora_b2"], rows)
             dglu.update(low=d_low, low_w=self._as_weight(saved["lora_a2"]))
-            dpreact, act, d_scale = self._make("dglu", AdaptedDgluCall, dglu, **form)
+            dpreact, act, d_scale = self._make("dglu", AdaptedDgluCall, dglu, **options)
             if "lora_a2" in wanted:
                 made["lora_a2"] = self._of_matrix("lora_a2", groups, d_low, act)
             if "lora_b2" in wanted:

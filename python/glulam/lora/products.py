@@ -37,19 +37,19 @@ class Rows(NamedTuple):
     Attributes:
         matrix: tokens [N, H], or a preactivation [T, 2I or I].
         beside: int32 [T], the token of each row; or the row scale [T].
-        form: None: matrix holds tokens. Of a preactivation: the activation, the layout of its gate, and the numbers of
-            all formulas.
+        activation: None: matrix holds tokens. Of a preactivation: the activation, the layout of its gate, and the
+            numbers of all formulas.
     """
 
     matrix: Tensor
     beside: Tensor | None
-    form: tuple[Any, ...] | None = None
+    activation: tuple[Any, ...] | None = None
 
-    def again(self) -> tuple[Tensor, Tensor | None]:
+    def recomputed(self) -> tuple[Tensor, Tensor | None]:
         """Recompute the rows; return (a matrix, indices of its rows). Indices None: all rows, in order."""
-        if self.form is None:
+        if self.activation is None:
             return self.matrix, self.beside
-        return gate_rows(self.matrix, self.beside, *self.form), None
+        return gate_rows(self.matrix, self.beside, *self.activation), None
 
 
 class _Narrow(torch.autograd.Function):
@@ -59,10 +59,10 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: str, grouped_by: str, form: Any, x: Tensor, a: Tensor, sizes: Tensor, matrix: Tensor,
+        ctx: Any, op: str, grouped_by: str, activation: Any, x: Tensor, a: Tensor, sizes: Tensor, matrix: Tensor,
         beside: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.op, ctx.grouped_by, ctx.form = op, grouped_by, form
+        ctx.op, ctx.grouped_by, ctx.activation = op, grouped_by, activation
         ctx.save_for_backward(a, sizes, matrix, beside)
         ctx.invariant = is_on()
         groups: Groups = {grouped_by: sizes}
@@ -87,7 +87,7 @@ def _narrow_gradients(ctx: Any, d_narrow: Tensor) -> tuple[Tensor | None, ...]:
     with held(ctx.invariant):
         if ctx.needs_input_grad[3]:
             dx = grouped_mm(d_narrow, a, **groups, transpose_w=True)
-        x, rows = Rows(matrix, beside, ctx.form).again()
+        x, rows = Rows(matrix, beside, ctx.activation).recomputed()
         return dx, grouped_wgrad(d_narrow, x, x_rows=rows, **groups)
 
 
@@ -110,7 +110,7 @@ def low_rank(
     a, b = as_multiplied(a, x, 1), as_multiplied(b, x, 2)
     if kept is not None and torch.is_grad_enabled() and a.requires_grad:
         ((grouped_by, sizes),) = groups.items()
-        narrow: Tensor = _Narrow.apply(op, grouped_by, kept.form, x, a, sizes, kept.matrix, kept.beside)  # type: ignore[no-untyped-call]
+        narrow: Tensor = _Narrow.apply(op, grouped_by, kept.activation, x, a, sizes, kept.matrix, kept.beside)  # type: ignore[no-untyped-call]
     else:
         narrow = grouped_mm(x, a, rows=rows, **groups)
     return grouped_mm(narrow.mul_(scale), b, **groups, out=out)

@@ -47,10 +47,10 @@ class Source(NamedTuple):
     in_blocks: bool = False
 
 
-Form = dict[str, Source]
+Naming = dict[str, Source]
 
 
-def _projections(prefix: str, gate: str, up: str, down: str) -> Form:
+def _projections(prefix: str, gate: str, up: str, down: str) -> Naming:
     return {
         "fc1.weight": Source((f"{prefix}.{gate}.weight", f"{prefix}.{up}.weight")),
         "fc2.weight": Source((f"{prefix}.{down}.weight",)),
@@ -58,17 +58,17 @@ def _projections(prefix: str, gate: str, up: str, down: str) -> Form:
 
 
 QWEN = ("gate_proj", "up_proj", "down_proj")
-STACKED: Form = {
+STACKED: Naming = {
     "fc1.weight": Source(("experts.gate_up_proj",), packed=True, glu_layout="concat"),
     "fc2.weight": Source(("experts.down_proj",), packed=True),
 }
-GPT_OSS: Form = {
+GPT_OSS: Naming = {
     "fc1.weight": Source(("experts.gate_up_proj",), packed=True, glu_layout="interleaved", transposed=True),
     "fc1.bias": Source(("experts.gate_up_proj_bias",), packed=True, glu_layout="interleaved"),
     "fc2.weight": Source(("experts.down_proj",), packed=True, transposed=True),
     "fc2.bias": Source(("experts.down_proj_bias",), packed=True),
 }
-GPT_OSS_IN_MXFP4: Form = {
+GPT_OSS_IN_MXFP4: Naming = {
     "fc1.weight": Source(("experts.gate_up_proj_blocks",), packed=True, glu_layout="interleaved", in_blocks=True),
     "fc1.weight_scale": Source(("experts.gate_up_proj_scales",), packed=True, glu_layout="interleaved"),
     "fc1.bias": GPT_OSS["fc1.bias"],
@@ -76,7 +76,7 @@ GPT_OSS_IN_MXFP4: Form = {
     "fc2.weight_scale": Source(("experts.down_proj_scales",), packed=True),
     "fc2.bias": GPT_OSS["fc2.bias"],
 }
-FORMS: dict[str, tuple[Form, ...]] = {
+NAMINGS: dict[str, tuple[Naming, ...]] = {
     # Qwen2, Qwen3 and DeepSeek; Mixtral; all of these in transformers 5; gpt-oss, in 16 bits and as it ships.
     "experts": (
         _projections("experts.{}", *QWEN),
@@ -110,40 +110,40 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
         has_one = getattr(getattr(block, path) if path else block, last, None) is not None
         if has_one and prefix + theirs in keys and prefix + ours not in keys:
             yield [Move([prefix + theirs], [prefix + ours], list)]
-    for part, forms in FORMS.items():
+    for part, namings in NAMINGS.items():
         if (mlp := getattr(block, part)) is not None:
             for theirs in QUANTIZED[part]:
                 if move := _of_quantized(keys, prefix, part, theirs, mlp):
                     yield [move]
-            found = [moves for form in forms if (moves := _of_form(keys, prefix, part, form, mlp))]
+            found = [moves for naming in namings if (moves := _moves_of_naming(keys, prefix, part, naming, mlp))]
             if len(found) == 1:
                 yield found[0]
 
 
-def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
-    """Return the moves for one library's naming, `form`; []: the state dict does not have exactly the keys of this
+def _moves_of_naming(keys: Collection[str], prefix: str, part: str, naming: Naming, mlp: Any) -> list[Move]:
+    """Return the moves for one library's naming, `naming`; []: the state dict does not have exactly the keys of this
     naming.
 
     Args:
         part: "experts" or "shared", the child of nn.MoE. mlp: this child, a GroupedMLP.
-        form: for each parameter of the child, its place in the other library's state dict.
+        naming: for each parameter of the child, its place in the other library's state dict.
     """
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
     scales = {name for name in own if name.endswith("_scale")}  # layers make scales themselves from weights in 16 bits
-    if form.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
+    if naming.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
         return []
     found = []
-    for name, source in form.items():
+    for name, source in naming.items():
         rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed) + source.in_blocks
         for expert in range(1 if source.packed else mlp.fc1.num_experts):
             old = [prefix + key.format(expert) for key in source.keys]
             new = f"{prefix}{part}.{name}" + ("" if source.packed else str(expert))
             make: Any = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
-            if form is GPT_OSS_IN_MXFP4 and not name.endswith("bias"):
+            if naming is GPT_OSS_IN_MXFP4 and not name.endswith("bias"):
                 dtypes = (torch.uint8,) if source.in_blocks else SCALE_DTYPES
                 make = partial(_joined_bytes, key=old[0], dtypes=dtypes, make=make)
             found.append(Move(old, [new], make))
-    spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
+    spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *naming["fc2.weight"].keys))
     there = {key for key in keys if isinstance(key, str) and key.startswith(spaces)}
     return found if there == {key for move in found for key in move.old} else []
 

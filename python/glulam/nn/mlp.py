@@ -16,8 +16,9 @@ from cute_kernels.specs import GATED
 from .. import recipes
 from ..activations import Activation, NamedNumbers, is_in_halves, packed, packer, with_numbers
 from ..backward.parts import tensor_groups
-from ..calls.checks import check_activation, check_numbers, intermediate_width, runs_kernels
+from ..calls.checks import check_activation, check_numbers, runs_kernels
 from ..calls.sharding import is_dtensor
+from ..calls.weight_checks import intermediate_width
 from ..choose.problem import dtype_name
 from ..host.groups import Splits
 from ..names import ActivationName, GluLayout, RecipeName

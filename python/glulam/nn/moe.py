@@ -310,7 +310,7 @@ class MoE(Converts):
             part.backward_dw()
 
     def add_lora(self, r: int, **options: Any) -> Lora:
-        """Add adapters to the routed experts; arguments are those of `GroupedMLP.add_lora`.
+        """Add adapters to the routed experts; arguments: see `GroupedMLP.add_lora`.
 
         `shared.add_lora` adds adapters to the shared expert. The router's `requires_grad` does not change.
         """

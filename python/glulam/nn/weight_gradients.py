@@ -305,7 +305,7 @@ def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @functools.lru_cache(1024)  # each layer may train different experts
 def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return gpus.apart(lambda: torch.tensor(values, dtype=dtype, device=device))
+    return gpus.on_own_thread(lambda: torch.tensor(values, dtype=dtype, device=device))
 
 
 def _dummies(experts: Experts) -> Any:

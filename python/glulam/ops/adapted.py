@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import ALIGNMENT_ELEMENTS, check_experts, check_rows_like, runs_kernels, shape_text
+from ..calls.checks import ALIGNMENT_ELEMENTS, check_rows_like, runs_kernels, shape_text
 from ..calls.front import operator
+from ..calls.weight_checks import check_experts
 from ..choose.problem import Problem, changed
 from ..host.experts import GateUp
 from ..reference import take_rows
@@ -131,7 +132,7 @@ def adapted_mm(
 ) -> Tensor:  # fmt: skip
     """Compute grouped_mm with low low_w_e^T (with transpose_w low low_w_e) added to y.
 
-    low, low_w: see the module's docstring. The other arguments are those of `grouped_mm`.
+    low, low_w: see the module's docstring. For the other arguments, see `grouped_mm`.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -144,7 +145,7 @@ def adapted_glu(
 ) -> Any:  # fmt: skip
     """Compute grouped_glu with return_preact, and with low low_w_e^T (with transpose_w low low_w_e) added to h.
 
-    low, low_w: see the module's docstring. The other arguments are those of `grouped_glu`.
+    low, low_w: see the module's docstring. For the other arguments, see `grouped_glu`.
     """
     raise NotImplementedError  # `front` writes the body
 
@@ -158,6 +159,6 @@ def adapted_dglu(
 ) -> GluGradients:  # fmt: skip
     """Compute grouped_dglu with low low_w_e (with transpose_w low low_w_e^T) added to dm.
 
-    low, low_w: see the module's docstring. The other arguments are those of `grouped_dglu`.
+    low, low_w: see the module's docstring. For the other arguments, see `grouped_dglu`.
     """
     raise NotImplementedError  # `front` writes the body

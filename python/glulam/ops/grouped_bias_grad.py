@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.checks import (
-    check_alignment,
-    check_indices,
-    check_out_dtype,
-    check_plain,
-    check_scale,
-    check_x,
-    count_groups,
-    refuse_gradients,
-    runs_kernels,
-)
+from ..calls.checks import check_alignment, check_out_dtype, check_plain, check_x, refuse_gradients, runs_kernels
+from ..calls.group_checks import check_indices, check_scale, count_groups
 from ..errors import ARGUMENT_ERRORS
 from ..host import groups
 from ..host.groups import Splits, part_of

@@ -11,18 +11,11 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import (
-    check_contraction,
-    check_experts,
-    check_rows_like,
-    check_width,
-    intermediate_width,
-    mismatch,
-    runs_kernels,
-)
-from ..calls.definition import Definition, Part
+from ..calls.checks import check_rows_like, check_width, mismatch, runs_kernels
+from ..calls.definition import Definition, ScratchPart
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_contraction, check_experts, intermediate_width
 from ..choose.problem import Problem
 from ..host.groups import UNINITIALISED, Splits
 from ..names import ActivationName, GluLayout
@@ -54,15 +47,15 @@ def _reference(call: Any, problem: Problem, dpreact: Tensor, act: Tensor, d_row_
     reference.grouped_dglu(*given, dpreact, act, d_row_scale, call.transpose_w)
 
 
-DPREACT = Made("dpreact", "dpreact", ("num_rows", "preact_width"))
-ACT = Made("act", "act", ("num_rows", "intermediate"))
-D_ROW_SCALE = Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True, when="row_scale_grad")
+DPREACT = ResultTensor("dpreact", "dpreact", ("num_rows", "preact_width"))
+ACT = ResultTensor("act", "act", ("num_rows", "intermediate"))
+D_ROW_SCALE = ResultTensor("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True, when="row_scale_grad")
 
 
-def partial_sums(call: Any, problem: Problem) -> dict[str, Part]:
+def partial_sums(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch for partial sums of d_row_scale: one for each tile, of any width."""
     shape = -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
-    return {"partials": (shape, torch.float32)} if call.makes(D_ROW_SCALE) and problem.rows else {}
+    return {"partials": (shape, torch.float32)} if call.makes_result(D_ROW_SCALE) and problem.rows else {}
 
 
 class GroupedDgluCall(Call):

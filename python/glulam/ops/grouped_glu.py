@@ -10,11 +10,11 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_w1
 from ..calls.definition import Definition, numbers_of_activation
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
 from ..calls.sharding import Split, split_of_width
+from ..calls.weight_checks import check_w1
 from ..choose.problem import Problem
 from ..host.experts import Biases
 from ..host.groups import UNINITIALISED, Splits
@@ -40,8 +40,8 @@ class GroupedGluCall(Call):
     sources = {"w": "w1", "scale": "row_scale"}
     definition = Definition(
         results=(
-            Made("out", "act", ("num_rows", "intermediate")),
-            Made("preact", "preact", ("num_rows", "preact_width"), when="return_preact"),
+            ResultTensor("out", "act", ("num_rows", "intermediate")),
+            ResultTensor("preact", "preact", ("num_rows", "preact_width"), when="return_preact"),
         ),
         constants=(numbers_of_activation,),
         reference=_reference,

@@ -10,11 +10,12 @@ from torch import Tensor
 from .. import reference
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_experts, check_recipe, check_w1, check_width, mismatch, runs_kernels
-from ..calls.definition import Definition, Part, numbers_of_activation
+from ..calls.checks import check_recipe, check_width, mismatch, runs_kernels
+from ..calls.definition import Definition, ScratchPart, numbers_of_activation
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
 from ..calls.sharding import SUM, Split, split_of_width
+from ..calls.weight_checks import check_experts, check_w1
 from ..choose.problem import Problem
 from ..expert_lora import ExpertLora
 from ..formats.mxfp8 import MXFP8Tensor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Weights = Tensor | Sequence[Tensor] | Scaled
 
 
-def mid(call: Any, problem: Problem) -> dict[str, Part]:
+def mid(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch for the activation between the two GEMMs, [T, I], by its name."""
     return {"mid": ((problem.rows, problem.intermediate), call.lead.dtype)}
 
@@ -53,7 +54,7 @@ class GroupedMlpCall(Call):
     differentiable = True
     sources = {"scale": "row_scale"}
     definition = Definition(
-        results=(Made("out", "y", ("num_rows", "out_features")),),
+        results=(ResultTensor("out", "y", ("num_rows", "out_features")),),
         constants=(numbers_of_activation,),
         scratch=(mid,),
         reference=_reference,
@@ -68,9 +69,9 @@ class GroupedMlpCall(Call):
             raise ValueError(f"{cls.op}: lora is given, and such a call is several operators; leave out lora")
         return public
 
-    def again(self) -> Any:
+    def call_public_operator(self) -> Any:
         check_recipe(self.op, self.recipe)
-        return super().again()
+        return super().call_public_operator()
 
     def check(self) -> Problem:
         for name in ("x", "w1", "w2"):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .. import reference
 from ..calls.call import Call
-from ..calls.checks import check_contraction, check_experts, check_halves, check_width, runs_kernels
+from ..calls.checks import check_width, runs_kernels
 from ..calls.definition import Definition
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
 from ..calls.sharding import SUM, Split
+from ..calls.weight_checks import check_contraction, check_experts, check_halves
 from ..choose.problem import Problem
 from ..formats.scaled import Stored
 from ..host.experts import Biases, GateUp
@@ -37,7 +38,7 @@ class GroupedMmCall(Call):
     after_groups = UNINITIALISED
     differentiable = True
     sources = {"scale": "bias_scale"}
-    definition = Definition(results=(Made("out", "y", ("num_rows", "out_features")),), reference=_reference)
+    definition = Definition(results=(ResultTensor("out", "y", ("num_rows", "out_features")),), reference=_reference)
 
     def check(self) -> Problem:
         columns, like = self.check_lead()

@@ -10,19 +10,12 @@ from torch import Tensor
 
 from .. import recipes, reference
 from ..calls.call import Call
-from ..calls.checks import (
-    check_gradient_buffers,
-    check_indices,
-    check_mask,
-    check_out_dtype,
-    check_rows_like,
-    check_x,
-    count_groups,
-    runs_kernels,
-)
-from ..calls.definition import Definition, Part
+from ..calls.checks import check_out_dtype, check_rows_like, check_x, runs_kernels
+from ..calls.definition import Definition, ScratchPart
 from ..calls.front import operator
-from ..calls.launch import Made
+from ..calls.group_checks import check_indices, check_mask, count_groups
+from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_gradient_buffers
 from ..choose.problem import Problem, changed, dtype_name
 from ..formats.mxfp8.layout import DATA_DTYPE, band_bytes
 from ..host.experts import ExpertList
@@ -44,14 +37,14 @@ def _reference(call: Any, problem: Problem, out: Tensor | Sequence[Tensor]) -> N
     reference.grouped_wgrad(dy, x, call.host_ends(), adds, out, **rounded)
 
 
-def _in_mxfp8(call: Any, problem: Problem) -> dict[str, Part]:
+def _in_mxfp8(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch for dy and x in MXFP8, with blocks along the rows of each group.
 
     Empty unless the recipe multiplies in MXFP8.
     """
     if problem.operands == recipes.BF16.wgrad_operands:
         return {}
-    found: dict[str, Part] = {}
+    found: dict[str, ScratchPart] = {}
     for name, width in (("dy8", call.dy.shape[1]), ("x8", call.x.shape[1])):
         found[name] = (problem.rows, width), DATA_DTYPE
         found[f"{name}_scale"] = band_bytes(problem.rows, problem.experts, width)
@@ -65,10 +58,10 @@ class GroupedWgradCall(Call):
     explains = True
     after_groups = REACH_NO_RESULT
     gradients = ("out",)
-    settled_without_out = {"accumulate": False, "mask": None}
-    settled_with_out = {"out_dtype": None}
+    fixed_without_out = {"accumulate": False, "mask": None}
+    fixed_with_out = {"out_dtype": None}
     definition = Definition(
-        results=(Made("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),),
+        results=(ResultTensor("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),),
         constants=(_constants,),
         scratch=(_in_mxfp8,),
         reference=_reference,
@@ -131,7 +124,7 @@ class GroupedWgradCall(Call):
         return self.x_rows
 
     @property
-    def free(self) -> tuple[int, ...]:
+    def gathered_places(self) -> tuple[int, ...]:
         return tuple(place for place, rows in enumerate((self.dy_rows, self.x_rows)) if rows is not None)
 
     def _check_contradictions(self) -> None:

@@ -20,10 +20,11 @@ from cute_kernels.formats import OPERANDS
 from .. import recipes
 from ..activations import NamedNumbers
 from ..calls.call import Call
-from ..calls.checks import check_rows_like, intermediate_width, mismatch
-from ..calls.definition import Before, Definition, Part, numbers_of_activation
+from ..calls.checks import check_rows_like, mismatch
+from ..calls.definition import Definition, PrologueStep, ScratchPart, numbers_of_activation
 from ..calls.front import operator
-from ..calls.launch import Line, Made
+from ..calls.launch import Line, ResultTensor
+from ..calls.weight_checks import intermediate_width
 from ..choose.problem import Problem, changed, training_parts
 from ..formats import mlp_reference, prepared
 from ..formats.form import Form
@@ -41,7 +42,7 @@ from .quantized_weights import check_weight
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
+PREACT = ResultTensor("preact", "preact", ("num_rows", "preact_width"))
 
 
 class DataGradients(NamedTuple):
@@ -87,7 +88,7 @@ def _form(recipe: str, which: str) -> Form:
     return form
 
 
-def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
+def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> PrologueStep:
     """Return the step of a launch that calls `prepare` on the weights and hands their data and scales to the kernels.
 
     Args:
@@ -96,7 +97,7 @@ def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
         w1: the first weight as a Python expression, "None" if it is not read.
     """
     name = prepare.__name__
-    return Before(
+    return PrologueStep(
         Line(f"read_w1, read_w2 = {name}({call.recipe!r}, {w1}, w2, trained)"),
         {
             "w1": "read_w1.data", "w1_scale": "read_w1.scale.data_ptr()",
@@ -106,11 +107,11 @@ def _read(call: Any, prepare: Callable[..., Any], w1: str = "w1") -> Before:
     )  # fmt: skip
 
 
-def _reads_rows(call: Any, problem: Problem) -> Before:
+def _reads_rows(call: Any, problem: Problem) -> PrologueStep:
     return _read(call, weights_forward)
 
 
-def _reads_columns(call: Any, problem: Problem) -> Before:
+def _reads_columns(call: Any, problem: Problem) -> PrologueStep:
     return _read(call, weights_backward, "w1" if call.input_grad else "None")
 
 
@@ -118,10 +119,10 @@ SMALL_BYTES = workspace.GRANULE
 """Largest activation of forward, in bytes, that lies in the kept workspace; memory of a larger one is freed after the
 call.
 """
-LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
+LARGE = ResultTensor("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
 
 
-def _small_mid(call: Any, problem: Problem) -> dict[str, Part]:
+def _small_mid(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     return {} if call.is_large else mid(call, problem)
 
 
@@ -146,7 +147,7 @@ def forward_kind(kind: Any) -> Any:
     """Return a class of calls that does what `kind`, a call class of an MLP or a layer, does, and also returns h."""
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
-        own = kind.definition.extended(results=(PREACT,), before=(_reads_rows,))
+        own = kind.definition.extended(results=(PREACT,), prologue=(_reads_rows,))
     else:
         how = KeepsPreact
         own = dataclasses.replace(kind.definition.extended(results=(PREACT, LARGE)), scratch=(_small_mid,))
@@ -169,7 +170,7 @@ class Mxfp8ForwardCall(PreparesRows, QuantizedMlpCall):
     torch_op = "grouped_mlp_mxfp8_preact"
     differentiable = False
     definition = QuantizedMlpCall.definition.extended(
-        results=(PREACT,), before=(_reads_rows,), reference=_forward_reference
+        results=(PREACT,), prologue=(_reads_rows,), reference=_forward_reference
     )  # fmt: skip
     recompute = False
 
@@ -198,7 +199,7 @@ def forward(
     raise NotImplementedError  # `front` writes the body
 
 
-DX = Made("out", "dx", ("num_rows", "out_features"), zeros=True, when="input_grad")
+DX = ResultTensor("out", "dx", ("num_rows", "out_features"), zeros=True, when="input_grad")
 
 
 def _tokens(call: Any) -> dict[str, int]:
@@ -231,16 +232,16 @@ class GradientsCall(Call):
     def check(self) -> Problem:
         return training_parts(self.step, self.input_grad).data_gradients
 
-    def made(self) -> tuple[Made, ...]:
-        made = super().made()
+    def result_tensors(self) -> tuple[ResultTensor, ...]:
+        made = super().result_tensors()
         if self.row_of is None:
             return made
         dpreact, act, dx, d_row_scale = made  # dx of rows is not returned, the sums by token are
-        sums = Made("out", "dx_tokens", ("tokens", "out_features"))
+        sums = ResultTensor("out", "dx_tokens", ("tokens", "out_features"))
         return dpreact, act, dx._replace(name="dx", returned=False), sums, d_row_scale
 
 
-def _quantised(call: Any, problem: Problem) -> dict[str, Part]:
+def _quantised(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch for dy in MXFP8 and, if dx is wanted, for the gradient of h in MXFP8."""
     rows = OPERANDS[problem.operands].x
     dy8 = quantised(rows, "dy8", (call.dy.shape[0], problem.in_features))
@@ -252,7 +253,7 @@ class PreparesColumns(GradientsCall):
 
     tabled = ()
     definition = dataclasses.replace(
-        GradientsCall.definition, scratch=(_quantised, partial_sums), before=(_reads_columns,)
+        GradientsCall.definition, scratch=(_quantised, partial_sums), prologue=(_reads_columns,)
     )  # fmt: skip
 
 

@@ -14,9 +14,10 @@ from cute_kernels.formats import BITS, DECODED, OPERANDS, Format
 from cute_kernels.specs import QuantizeMxfp8Spec
 
 from .. import recipes
-from ..calls.checks import any_requires_grad, intermediate_width, mismatch, runs_kernels
-from ..calls.definition import Before, Definition, Part, numbers_of_activation
-from ..calls.launch import Line, Made, launch_nothing
+from ..calls.checks import any_requires_grad, mismatch, runs_kernels
+from ..calls.definition import Definition, PrologueStep, ScratchPart, numbers_of_activation
+from ..calls.launch import Line, ResultTensor, launch_nothing
+from ..calls.weight_checks import intermediate_width
 from ..choose import kernels
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
@@ -76,7 +77,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
         others: the argument `dtype` and 16-bit arguments, which determine the result's dtype if x is in MXFP8.
 
     Returns:
-        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is that of x.
+        x, or its elements; its scales, None if kernels read x in 16 bits; the result's dtype, None if it is x's.
 
     Raises:
         ValueError, TypeError: the recipe does not take such an x in MXFP8.
@@ -102,7 +103,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
-def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part]:
+def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch for quantised rows: {name: elements, name_scale: bytes of the scales}.
 
     Args:
@@ -115,7 +116,7 @@ def quantised(rows: Format, name: str, shape: tuple[int, int]) -> dict[str, Part
     return {name: (shape, DATA_DTYPE), f"{name}_scale": scales}
 
 
-def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
+def _scratch(call: Any, problem: Problem) -> dict[str, ScratchPart]:
     """Return the temporary memory of a launch: for the activation, and for x as the GEMM reads it.
 
     x is quantised, or rounded to values of MXFP8, or copied, or read as it is.
@@ -125,7 +126,7 @@ def _scratch(call: Any, problem: Problem) -> dict[str, Part]:
     if operands.has_scaled_rows:
         x8 = {} if problem.quantized else quantised(operands.x, "x8", x)
         return {**x8, **quantised(operands.x, "mid", mid)}
-    found: dict[str, Part] = {"mid": (mid, dtype)}
+    found: dict[str, ScratchPart] = {"mid": (mid, dtype)}
     if _rounds(problem):
         found["rounded"] = x, dtype
     if _copies(call, problem):
@@ -143,7 +144,7 @@ def _copies(call: Any, problem: Problem) -> bool:
     return bool(call.of_tokens) and not OPERANDS[problem.operands].has_scaled_rows
 
 
-def _rounding(call: Any, problem: Problem) -> Before | None:
+def _rounding(call: Any, problem: Problem) -> PrologueStep | None:
     """Return the step before a launch that rounds x to values of MXFP8; None if x is not rounded.
 
     If rows lie in order and offs are given, x is rounded only up to the last group's end.
@@ -151,7 +152,9 @@ def _rounding(call: Any, problem: Problem) -> Before | None:
     if not _rounds(problem):
         return None
     until = call.offs is not None and call.rows is None
-    return Before(_line_that_rounds(until), {"x": "rounded_memory"}, {"round": _function_that_rounds(call, problem)})
+    return PrologueStep(
+        _line_that_rounds(until), {"x": "rounded_memory"}, {"round": _function_that_rounds(call, problem)}
+    )
 
 
 @functools.cache
@@ -170,14 +173,14 @@ def _function_that_rounds(call: Any, problem: Problem) -> Callable[..., None]:
     return found
 
 
-def _copying(call: Any, problem: Problem) -> Before | None:
+def _copying(call: Any, problem: Problem) -> PrologueStep | None:
     """Return the step before a launch that makes x contiguous for the kernel that copies rows; None: no copy."""
     if not _copies(call, problem):
         return None
     if _rounds(problem):
-        return Before(values={"x": "copied_memory", "x_tokens": "rounded_memory.data_ptr()"})
+        return PrologueStep(values={"x": "copied_memory", "x_tokens": "rounded_memory.data_ptr()"})
     line = Line("x = x if x.is_contiguous() else x.contiguous()")
-    return Before(line, {"x": "copied_memory", "x_tokens": "x.data_ptr()"})
+    return PrologueStep(line, {"x": "copied_memory", "x_tokens": "x.data_ptr()"})
 
 
 def _look_at_x_scale(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
@@ -212,11 +215,11 @@ class QuantizedMlpCall(ReadsQuantized):
     torch_op = "grouped_mlp_mxfp8"
     sources = {"scale": "row_scale"}
     definition = Definition(
-        results=(Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),),
+        results=(ResultTensor("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),),
         constants=(lambda call: {"out_dtype": call.result_dtype}, numbers_of_activation, global_counts),
         scratch=(_scratch,),
-        before=(_rounding, _copying),
-        looks=(look_at_scales, _look_at_x_scale),
+        prologue=(_rounding, _copying),
+        address_checks=(look_at_scales, _look_at_x_scale),
         reference=_reference,
     )
     on_device = staticmethod(recipes.on_device)

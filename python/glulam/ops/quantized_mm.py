@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import recipes, reference
-from ..calls.checks import check_contraction, runs_kernels
+from ..calls.checks import runs_kernels
 from ..calls.definition import Definition
-from ..calls.launch import Made
+from ..calls.launch import ResultTensor
+from ..calls.weight_checks import check_contraction
 from ..choose.problem import Problem, dtype_name
 from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
@@ -36,16 +37,16 @@ class QuantizedMmCall(ReadsQuantized):
 
     in_parts: ClassVar = {"w": 3}
     unwraps = "x", "w", "w_scale", "w_global_scale"
-    settles = ("rows",)
+    uses_up = ("rows",)
     classes = frozenset((MXFP8Tensor, FP8BlockTensor, MXFP4Tensor, NVFP4Tensor))
 
     op = "grouped_mm"
     torch_op = "grouped_mm_mxfp4"
     sources = {"scale": "bias_scale"}
     definition = Definition(
-        results=(Made("out", "y", ("num_rows", "out_features")),),
+        results=(ResultTensor("out", "y", ("num_rows", "out_features")),),
         constants=(global_counts,),
-        looks=(look_at_scales,),
+        address_checks=(look_at_scales,),
         reference=_reference,
     )
 

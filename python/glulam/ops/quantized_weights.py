@@ -12,9 +12,10 @@ from cute_kernels.formats import OPERANDS
 
 from .. import recipes
 from ..activations import is_in_halves
-from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
+from ..calls.checks import check_width, mismatch, runs_kernels
 from ..calls.quantized import Quantized
 from ..calls.roles import SUFFIXES
+from ..calls.weight_checks import check_experts
 from ..choose.problem import changed
 from ..formats import prepared
 from ..formats.form import Form

@@ -84,7 +84,7 @@ class GpuBench:
         return call
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
-        """Return the specs whose results agree with those of `first`, on skewed routing.
+        """Return the specs whose results agree with the results of `first`, on skewed routing.
 
         Args:
             functions: the specs with their functions.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from cute_kernels.arch import Gemm, room
+from cute_kernels.arch import Gemm, policy_of
 from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 def works(problem: Problem, arch: str) -> tuple[Work, ...]:
     """Return the work of each tile of the problem's specs, in the order of `tiles_of`."""
-    here, rows, experts, inner = room(arch), problem.rows, problem.experts, problem.intermediate
+    here, rows, experts, inner = policy_of(arch), problem.rows, problem.experts, problem.intermediate
     if problem.op == "grouped_wgrad":  # groups have N rows each; the contraction is ragged
         depth = max(rows // experts, 1)
         return (Work(tuple(Gemm(experts * n, experts, k, depth, k) for n, k in problem.weights), here.even_us),)
@@ -54,7 +54,7 @@ def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
     """Yield every valid spec for a problem, the fastest in the cost model first."""
     if problem.operands != "16bit":  # kernels that decode weights exist only with shipped tiles
         return
-    timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]
+    timed = [[(work.us(tile), tile) for tile in policy_of(arch).all_tiles(16)] for work in works(problem, arch)]
     for chosen in sorted(itertools.product(*timed), key=lambda chosen: sum(us for us, _ in chosen)):
         try:
             spec = spec_on(problem, arch, *(tile for _, tile in chosen))

@@ -82,7 +82,7 @@ def try_out(trial: Trial, device: torch.device) -> None:
 
 
 def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
-    """Raise Wrong if a result differs from that of the CPU reference for the same arguments.
+    """Raise Wrong if a result differs from the CPU reference's for the same arguments.
 
     Args:
         trial: the trial.
@@ -96,7 +96,7 @@ def check_results(trial: Trial, made: Sequence[Tensor]) -> None:
         if wrong := judge.complaint(got.cpu(), exactly, roughly, trial.tolerance):
             raise Wrong(f"result {place} ({one.dtype} {list(one.shape)}): {wrong}")
         if trial.leaves_tail and not untouched(tail):
-            raise Wrong(f"result {place}: rows behind the groups were written")
+            raise Wrong(f"result {place}: rows after the groups were written")
 
 
 def _check_same(trial: Trial, made: Sequence[Tensor], again: Sequence[Tensor], what: str) -> None:

@@ -40,7 +40,7 @@ class Guards(TorchFunctionMode):
     def complaint(self) -> str:
         """Return a description of bytes written beside a tensor; empty if there are none."""
         for memory, size in self._made:
-            for side, part in (("before", memory[:BESIDE]), ("behind", memory[BESIDE + size :])):
+            for side, part in (("before", memory[:BESIDE]), ("after", memory[BESIDE + size :])):
                 if count := int((part != CANARY).sum()):
                     return f"{count} bytes {side} a result or workspace of {size} bytes were written"
         return ""

@@ -25,7 +25,7 @@ RULES: dict[str, dict[str, Any]] = {
     "softmax": {}, "softmax, not normalised": {"normalize": False}, "softmax of the largest": {"score": "topk_softmax"},
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
-Told = tuple[str, str, Numbers]
+Gate = tuple[str, str, Numbers]
 """Name of an activation, its layout, and the numbers of all activations, as `gate_rows` takes them."""
 NUMBERS_OF_TRIALS: Numbers = packer("numbers")(limit=1.5, gate_cap=1.5, up_cap=2.0)
 CLOSE = 1e-5
@@ -170,28 +170,28 @@ def gates(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     forms = [*product(GATED, GLU_LAYOUTS), *((name, "concat") for name in UNGATED)]
     for number, (activation, layout) in enumerate(forms):
         tokens, width = size.tokens[number % len(size.tokens)], 32 * (1 + number % 3)
-        told = activation, layout, NUMBERS_OF_TRIALS
+        gate = activation, layout, NUMBERS_OF_TRIALS
         columns = width * (2 if activation in GATED else 1)
         given = {
             "preact": randn(tokens, columns, seed=number, dtype=dtype), "scale": randn(tokens, seed=2).exp(),
             "d_act": randn(tokens, width, seed=3, dtype=dtype),
         }  # fmt: skip
         for scaled in (True, False):
-            call = partial(_GATES[spec.kernel], told, scaled)
+            call = partial(_GATES[spec.kernel], gate, scaled)
             yield Trial(f"{activation}, {layout}, {'with' if scaled else 'without'} scales", given, call)
 
 
-def _gate(told: Told, scaled: bool, given: Given) -> list[Tensor]:
-    return [gate_rows(given["preact"], given["scale"] if scaled else None, *told)]
+def _gate(gate: Gate, scaled: bool, given: Given) -> list[Tensor]:
+    return [gate_rows(given["preact"], given["scale"] if scaled else None, *gate)]
 
 
-def _gate_backward(told: Told, scaled: bool, given: Given) -> list[Tensor]:
+def _gate_backward(gate: Gate, scaled: bool, given: Given) -> list[Tensor]:
     scale = given["scale"] if scaled else None
-    made = gate_rows_backward(given["d_act"], given["preact"], scale, *told, of_row_scale=scaled)
+    made = gate_rows_backward(given["d_act"], given["preact"], scale, *gate, of_row_scale=scaled)
     return list(made) if scaled else [made[0]]
 
 
-_GATES: dict[str, Callable[[Told, bool, Given], list[Tensor]]] = {
+_GATES: dict[str, Callable[[Gate, bool, Given], list[Tensor]]] = {
     "gate": _gate,
     "gate_backward": _gate_backward,
 }

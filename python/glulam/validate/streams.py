@@ -36,7 +36,7 @@ _WEIGHTS = {"project": 1, "pre": 1, "boundary": 5}
 def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tuple[int, ...], bool | None]]:
     """Return the shape and dtype of each tensor that an operator takes.
 
-    The dtype is True for that of the streams, False for that of the parameters, None for float32.
+    The dtype is True for the streams' dtype, False for the parameters' dtype, None for float32.
 
     Args:
         name: the operator.
@@ -92,7 +92,7 @@ def _upstream(place: int, result: Tensor) -> Tensor:
 
 
 def _joined(made: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients, with those of single numbers appended to the last other one, that of the bias.
+    """Return the gradients, with the gradients of single numbers appended to the bias's, the last of the others.
 
     Each of these is a sum over tokens, so it may be near zero, where an error relative to itself says nothing.
     """

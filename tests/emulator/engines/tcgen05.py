@@ -20,8 +20,8 @@ E8M0_SCALES = 1 << 23
 class InstructionDescriptor:
     """Fields of a multiplication's 32-bit descriptor (PTX ISA, "tcgen05: Instruction descriptor").
 
-    The table of .kind::f16 and, if `scaled`, that of .kind::mxf8f6f4. NVIDIA's kernels confirm both, except which of
-    the two formats and of the two scale ids is A's: they name the same for A and B.
+    The table of .kind::f16 and, if `scaled`, the table of .kind::mxf8f6f4. NVIDIA's kernels confirm both, except which
+    of the two formats and of the two scale ids is A's: they name the same for A and B.
     """
 
     def __init__(self, word: int, scaled: bool):

@@ -58,7 +58,7 @@ class BulkCopies:
     def bulk(self, op: str, m, *args) -> None:
         """Issue a copy for each lane that acts; addresses are (address, coordinates).
 
-        Stores that are the same in all lanes, as those of the DSL are, are one that each lane waits for.
+        Stores that are the same in all lanes, as the DSL's are, count as one store, for which each lane waits.
         """
         lanes = self.lanes(m)
         together = len(lanes) > 1 and ".bulk_group" in op and "reduce" not in op and self._are_equal(args, lanes)

@@ -49,7 +49,7 @@ def _comparison(ins, comparison, t, x, y):
         if comparison in _UNORDERED or (comparison in _UNSIGNED and t[0] == "s"):
             raise Unsupported(ins.op)
         return f"({x} {(_ORDERED | _UNSIGNED)[comparison]} {y})"
-    if comparison in ("ne", "equ"):  # numpy's == and != are those of neu and eq
+    if comparison in ("ne", "equ"):  # numpy's == and != compare like neu and eq
         return f"{'~' if comparison == 'equ' else ''}(({x} < {y}) | ({x} > {y}))"
     if comparison == "neu":
         return f"({x} != {y})"

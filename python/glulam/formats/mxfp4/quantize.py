@@ -73,7 +73,7 @@ def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
     spec = QuantizeMxfp4Spec(dtype_name(w.dtype), gpus.gpu(index).arch)
     quantize, pack = kernels.find(spec).function, signature_of(spec).pack
     experts, data, scale = _experts(w, out)
-    with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
+    with contextlib.nullcontext() if gpus.has_single_gpu() else torch.cuda.device(index):
         for piece in readable([experts]):
             those = slice(first, first + len(piece))
             first = those.stop

@@ -296,7 +296,7 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
             "recipe='mxfp8_weight_only', 'mxfp8_exact' or 'bf16'"
         )
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
-    with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
+    with contextlib.nullcontext() if gpus.has_single_gpu() else torch.cuda.device(index):
         for w in readable(pieces):
             experts = slice(first, first + len(w))
             data, scale, first = out.data[experts], out.scale[experts], experts.stop

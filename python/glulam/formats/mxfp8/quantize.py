@@ -12,10 +12,11 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.specs import QUANTIZE_AXES
 
 from ...calls.call import Call
-from ...calls.checks import check_x, count_groups, mismatch
+from ...calls.checks import check_x, mismatch
 from ...calls.definition import Definition
 from ...calls.front import operator
-from ...calls.launch import Made
+from ...calls.group_checks import count_groups
+from ...calls.launch import ResultTensor
 from ...choose.problem import Problem
 from ...names import Axes, Axis, Block, ScaleLayout
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
@@ -119,7 +120,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 def _sizes(call: Any) -> dict[str, Any]:
-    return {str(made.shape): shape for made, (shape, _) in zip(call.made(), call.shapes(), strict=True)}
+    return {str(made.shape): shape for made, (shape, _) in zip(call.result_tensors(), call.shapes(), strict=True)}
 
 
 def _reference(call: Any, problem: Problem, *results: Tensor) -> None:
@@ -142,7 +143,7 @@ class QuantizeMxfp8Call(Call):
     torch_types = {"out": "Tensor(a!)[]"}
     splits = None
 
-    def again(self) -> tuple[Tensor, ...]:
+    def call_public_operator(self) -> tuple[Tensor, ...]:
         return quantize_to(**self.arguments())
 
     @property
@@ -202,9 +203,9 @@ class QuantizeMxfp8Call(Call):
         """Return the results for T = 0; nothing is written, since there are no blocks."""
         return tuple(self.new_results(problem))
 
-    def made(self) -> tuple[Made, ...]:
+    def result_tensors(self) -> tuple[ResultTensor, ...]:
         names = [f"{axis}_{part}" for axis in self.axes for part in ("data", "scale")]
-        return tuple(Made(name, name, f"{name}_shape", dtype=f"{name[4:]}_dtype") for name in names)
+        return tuple(ResultTensor(name, name, f"{name}_shape", dtype=f"{name[4:]}_dtype") for name in names)
 
     def new_results(self, problem: Problem) -> list[Any]:
         return super().new_results(problem) if self.out is None else list(self.out)

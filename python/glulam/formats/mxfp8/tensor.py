@@ -17,7 +17,7 @@ from . import layout
 from .layout import BLOCK_SIZES, outer_and_blocks
 from .reference import dequantized
 
-FORM = ("axis", "block", "scale_layout")
+LAYOUT_FIELDS = ("axis", "block", "scale_layout")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

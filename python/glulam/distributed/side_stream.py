@@ -23,7 +23,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Beside:
+class SideStreamWork:
     """Runs `work(x)` on a side stream, concurrently with the work that the current stream gets after construction.
 
     The side stream is used for at most FEW_TOKENS tokens, on a GPU and without gradients; else `run` computes on the

@@ -1,0 +1,99 @@
+"""A quantiser's tile of x: its size, its place, its bounds, and the addresses and scale layout of results."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
+
+from .scale_stores import BLOCK, QUARTERS, TILE, WORD_BYTES
+
+SECTOR_BYTES = 32
+VECTOR_BYTES = 16
+WORDS = VECTOR_BYTES // WORD_BYTES
+WARP = 32
+BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
+SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take at most 20 KB; loads in flight need the rest as cache
+
+
+class Outputs(NamedTuple):
+    """Addresses of the results: E4M3 data [T, K] and E8M0 scales, with blocks along rows (row_) and along columns
+    (col_). If the kernel's `axis` has no blocks along rows or columns, their addresses are ignored."""
+
+    row_data: Int64
+    row_scale: Int64
+    col_data: Int64
+    col_scale: Int64
+
+
+class ScaleLayout(NamedTuple):
+    """Layout of scales. wide: 1: one scale for 128 elements; 0: for 32. swizzled: 1: scales lie in atoms of 128 x 4; 0:
+    plain, row after row."""
+
+    wide: Int32
+    swizzled: Int32
+
+
+class Reach(NamedTuple):
+    """Row bounds of a tile: rows from `end` on count as zeros, rows from `stop` on are not stored.
+
+    With axis "row", both are the end of the last group. Otherwise groups begin at multiples of 128 rows; end is the end
+    of the tile's group, and stop is T, or 0 if the tile is after the last group. Without groups both are T.
+    """
+
+    end: Int32
+    stop: Int32
+
+
+class Origin(NamedTuple):
+    """Rows and columns of x where a thread and its tile begin.
+
+    Attributes:
+        row: the thread's first row.
+        column: the first column of the thread's 16 bytes.
+        band: the first row of the tile's band of 128 rows.
+        row0, col0: the tile's first row and column.
+    """
+
+    row: Int32
+    column: Int32
+    band: Int32
+    row0: Int32
+    col0: Int32
+
+
+class Tile(NamedTuple):
+    """Size of a CTA's tile.
+
+    Attributes:
+        run: consecutive rows in a quarter (32 rows) of a band of 128.
+        quarters: number of quarters that the tile has rows of: 4, or 1.
+        columns: number of columns.
+        rows_per_thread: rows of which a thread has 16 bytes.
+    """
+
+    run: int
+    quarters: int
+    columns: int
+    rows_per_thread: int
+
+
+# A row's scales are a sector in ROWS, half a sector in STRIP.
+ROWS = Tile(2, QUARTERS, SECTOR_BYTES * BLOCK, 8)
+STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
+
+
+def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
+    """Make the copy atom that loads a vector of 16 bytes without allocating a line in L1."""
+    return cute.make_copy_atom(
+        CopyG2ROp(), dtype, num_bits_per_copy=8 * VECTOR_BYTES, l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE
+    )
+
+
+def tile_of(axis: str, vector: int) -> Tile:
+    """Return the tile of an axis that works for all layouts of scales. vector: elements in 16 bytes."""
+    columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
+    return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)

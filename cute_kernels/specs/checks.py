@@ -1,0 +1,108 @@
+"""Checks of a GEMM's spec: operands, tiles, transposition and activations that a kernel exists for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..architectures import ARCHS
+from ..formats import OPERANDS
+from ..tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
+from .activations import ACTIVATION_FORMS, LAYOUT_FORMS, is_gated
+
+WGRAD_OPERANDS = ("16bit", *(name for name, operands in OPERANDS.items() if operands.multiplies_blocks))
+"""Operands that weight gradients can multiply: 16 bits, or formats whose block scales the MMA applies."""
+SWIZZLED = 64
+"""Columns of 16-bit transposed weights that one TMA load brings; its box is as wide as a swizzle atom, 128 bytes."""
+
+
+def check_served(operands: str, arch: str) -> None:
+    """Raise SpecError if no GEMM of an architecture multiplies these operands."""
+    if operands in ARCHS[arch].lacks:
+        having = [name for name, one in ARCHS.items() if operands not in one.lacks]
+        served = [name for name in OPERANDS if name not in ARCHS[arch].lacks]
+        raise SpecError(
+            f"operands={operands!r} are multiplied on {', '.join(having)} alone, not on {arch}; choose one of: "
+            f"{', '.join(served)}"
+        )
+
+
+def check_operands(operands: str, tile: TileConfig, arch: str, transpose_w: bool = False) -> None:
+    require("arch", arch, ARCHS)
+    require("operands", operands, OPERANDS)
+    check_served(operands, arch)
+    if tile.schedule not in ARCHS[arch].schedules:
+        raise SpecError(
+            f"schedule={tile.schedule!r} is of another architecture than {arch}; choose one of: "
+            f"{', '.join(ARCHS[arch].schedules)}"
+        )
+    formats = OPERANDS[operands]
+    if transpose_w and formats.decodes:
+        check_decoded_lines(operands, tile)
+        return
+    # Elements narrower than 8 bits have the same depth: their rows of shared memory are half as long.
+    depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
+    if tile.k != depth:
+        raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
+    if tile.swapped != formats.decodes and not tile.by_warps:
+        needs = "schedule='swapped'" if formats.decodes else "another schedule"
+        raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
+    if formats.has_scaled_rows and tile.takes_turns and not tile.in_tensor_memory:
+        raise SpecError(
+            f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
+            "another warpgroup of the tile; choose schedule='cooperative'"
+        )
+    if formats.w.scale and not tile.by_warps:  # promotion and decoding also need registers
+        check_accumulators(tile, tile.max_accumulators)
+
+
+def check_decoded(operands: str, dtype: str) -> None:
+    if OPERANDS[operands].decodes and dtype != "bfloat16":
+        raise SpecError(
+            f"dtype={dtype!r} has not the range of weights with scales, which operands={operands!r} decodes to it; "
+            "choose dtype='bfloat16'"
+        )
+
+
+def check_decoded_lines(operands: str, tile: TileConfig) -> None:
+    """Raise SpecError for operands or tiles without a kernel for the data gradient's GEMM (dy W) of decoded weights.
+
+    This GEMM contracts over the rows of W. Its MMAs read 16-bit numbers, which the kernel decodes to shared memory.
+    """
+    if not OPERANDS[operands].has_data_gradients:
+        raise SpecError(f"operands={operands!r} is of a forward, whose rows are rounded; choose 'mxfp8_weight_only'")
+    if not (tile.by_warps or tile.takes_turns) or (tile.m, tile.n, tile.cluster_size) != (128, 128, 1):
+        raise SpecError(
+            f"tile {tile.name} does not fit transpose_w with operands={operands!r}; choose 128 x 128, without a cluster"
+            ", and schedule='pingpong' or, of warps, 'warps'"
+        )
+
+
+def check_wgrad(operands: str, tile: TileConfig, arch: str) -> None:
+    """Raise SpecError for operands or tiles for which no weight gradient kernel exists."""
+    require("operands", operands, WGRAD_OPERANDS)
+    check_operands(operands, tile, arch)
+    if tile.adaptive:
+        raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
+    if tile.m < SWIZZLED:
+        raise SpecError(f"tile m={tile.m} is less than the {SWIZZLED} columns of dy that one load brings")
+
+
+def check_transposed(transpose_w: bool, operands: str) -> None:
+    if transpose_w and OPERANDS[operands].w.element:
+        raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
+
+
+def check_adapted(spec: Any) -> None:
+    """Raise SpecError if a spec is adapted, but its architecture or operands have no kernel with adapters."""
+    if spec.adapted and not (ARCHS[spec.arch].adapts and OPERANDS[spec.operands].w.bits == 16):
+        raise SpecError("adapted is of weights of 16 bits on Hopper's own kernels; leave adapted out")
+
+
+def check_activation(activation: str, glu_layout: str) -> None:
+    require("activation", activation, ACTIVATION_FORMS)
+    require("glu_layout", glu_layout, LAYOUT_FORMS)
+    if not is_gated(activation) and glu_layout != "concat":
+        raise SpecError(
+            f"glu_layout={glu_layout!r} has no meaning for activation={activation!r}, which has no gate; "
+            "leave glu_layout at 'concat'"
+        )
