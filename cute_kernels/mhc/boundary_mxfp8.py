@@ -86,9 +86,9 @@ class FinishInMxfp8(BoundaryFinish):
     def _exponent(self, words: cute.Tensor, is_inside: Boolean, block: Int32) -> Int32:
         """Return the scale byte of the block that holds this thread's vector of x, given as 32-bit words."""
         kind = self.magnitudes
-        most = kind.of(words[0])
+        most = kind.absolute(words[0])
         for j in cutlass.range_constexpr(1, WORDS):
-            most = kind.max(most, kind.of(words[j]))
+            most = kind.max(most, kind.absolute(words[j]))
         most = self._max_over_lanes(select(is_inside, most, Int32(0)), 1, SCALE_COLUMNS // self.count)
         if block == WIDE_COLUMNS:
             most = self._max_over_lanes(most, SCALE_COLUMNS // self.count, WIDE_COLUMNS // self.count)
