@@ -92,7 +92,7 @@ class Boundary(Invariant):
     """Host function and first kernel of the boundary's forward. Results: the updated streams, x, and the coefficients
     new_pre, new_post and new_comb.
 
-    stats: float32 [T, K + 1], each token's p, then the streams' root mean square, for backward; 0: not wanted.
+    stats: float32 [T, K + 2], what backward needs of each token (`Finished.stats`); 0: not wanted.
     workspace: float32, of `boundary_shapes.workspace` elements. slices, blocks, merge, groups: `boundary_shapes.Cut`.
     """
 

@@ -3,7 +3,7 @@ Python: imports no compiler."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..architectures import ARCHS
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
@@ -18,10 +18,9 @@ MOST_BLOCKS = 8
 WARPS = 8
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 GOOD_USE = 0.5
-BACKWARD_WARPS = 4
-NORM_CTAS_PER_SM = 3
-"""CTAs of the backward on an SM. Each has 6 bytes of shared memory a column, and 256 for each iteration and warp: 63 KB
-at D = 7168 and 20 iterations."""
+STATS = 2
+"""Numbers of a token that forward keeps for backward besides p: the root mean square of the updated streams, and the
+factor of u's norm, 1 / sqrt(mean u^2 + norm_eps)."""
 
 
 class Cut(NamedTuple):
@@ -76,14 +75,6 @@ def cut(arch: str, n: int, width: int, tokens: int, num_sms: int) -> Cut:
         blocks, slices = 1, total
     groups = max(1, min(-(-tiles // WARPS), num_sms // slices))  # registers leave room for one CTA an SM
     return Cut(slices, blocks, most // blocks, groups)
-
-
-def backward_smem(n: int, width: Any, iters: Any) -> Any:
-    """Return a backward CTA's bytes of shared memory: two buffers of sums, the steps of each warp's Sinkhorn matrix,
-    and for each column u in 16 bits and a sum in 32. width (D) and iters are Python integers or the compiler's.
-    """
-    sums = -(-(2 * n + 2) * BACKWARD_WARPS * 2 * 4 // 16) * 16
-    return iters * (BACKWARD_WARPS * 2 * 32 * 4) + width * 6 + sums
 
 
 def workspace(n: int, slices: int, tokens: int) -> int:
