@@ -59,7 +59,8 @@ def results_and_gradients(
 def check_boundary(
     arguments: list[Any], arch: str = ARCH, check_races: bool = False, num_sms: int = NUM_SMS,
     in_torch: Callable[..., Any] = oracle, used: Sequence[int] = range(5),
-) -> None:  # fmt: skip
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Compare with float64, and return the launches' arguments."""
     exact = [None if one is None else one.double() for one in arguments]
     wanted = oracle(*exact)
     generator = torch.Generator().manual_seed(9)
@@ -70,6 +71,7 @@ def check_boundary(
         made = results_and_gradients(mhc.boundary, arguments, upstream, used)
         assert {spec.kernel for spec in gpu.fake.specs} >= {"boundary", "boundary_backward"}
     check(made, of_torch, of_float64)
+    return gpu.fake.launches
 
 
 @pytest.mark.parametrize("has_update", [True, False])
@@ -126,10 +128,12 @@ def test_a_tokens_gradients_have_the_same_bits_in_every_batch() -> None:
         assert all(torch.equal(one[: len(other)], other) for one, other in zip(found[0], others, strict=True))
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 1000])
-def test_sums_of_several_ctas_and_slices(num_sms: int) -> None:
-    """One CTA with all slices; CTAs with parts of two slices; CTAs with one tile each."""
-    check_boundary(given((49,), 392, dtype=F32, streams=BF16), num_sms=num_sms)
+@pytest.mark.parametrize(("num_sms", "parts"), [(1, 1), (4, 2), (1000, 6)])
+def test_sums_of_parts_and_slices(num_sms: int, parts: int) -> None:
+    """A CTA with more tiles than its ring has stages, CTAs with half of them, and with a tile each."""
+    arguments = given((82,), 136, dtype=F32, streams=BF16)
+    launches = check_boundary(arguments, num_sms=num_sms, check_races=parts == 2)
+    assert launches[-1]["parts"] == parts
 
 
 @pytest.mark.emulator

@@ -11,10 +11,11 @@
 
 `boundary_tokens.py`, the kernel before, makes a token's r, factor, f and dp; `boundary_backward_finish.py` adds what
 the kernel here leaves: of the sums over D a part for each slice of the columns, of the sums over tokens one for each
-segment (`boundary_backward_shapes.BackwardCut`).
+part of the tokens (`boundary_backward_shapes.BackwardCut`).
 
-A CTA has 16 columns (of every stream) a warp. Token tiles come through a ring of stages in shared memory, filled by
-asynchronous copies (`boundary_tile.py`). For each tile there are two steps, with a barrier before each:
+A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles come through
+a ring of stages in shared memory, filled by asynchronous copies (`boundary_tile.py`). For each tile there are two
+steps, with a barrier before each:
 
 1. A warp takes its columns of all 16 tokens (`boundary_columns.py`). dp weight is a product on tensor cores. Its
    operand, the weight, stays in registers; of its result a lane gets four neighbouring columns of two tokens, for which
@@ -31,11 +32,12 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
+from ..device.gmem import bytes_if, copy_chunk, offset_by
 from ..device.invariant import Invariant
 from ..device.target import early, let_next_begin, smem_of_cta, wait_for_earlier
-from ..device.vectors import dtype_code, elements, load_params, run_at, shared_at
+from ..device.vectors import VECTOR_BYTES, dtype_code, elements, load_params, run_at, shared_at
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
@@ -81,10 +83,29 @@ class Parameters(NamedTuple):
     norm_code: Int32
 
 
+class Place(NamedTuple):
+    """The 16 bytes of each array that a thread copies for a tile.
+
+    Attributes:
+        row, vector: the token's number in the tile, and the number of the vector in the slice.
+        at_token, at_streams: bytes before the vector in an array [T, D], and in stream 0 of an array [T, n, D].
+        row_bytes: bytes from stream to stream.
+        is_token, is_column: True if the token, and the column, exist.
+    """
+
+    row: Int32
+    vector: Int32
+    at_token: Int64
+    at_streams: Int64
+    row_bytes: Int32
+    is_token: Boolean
+    is_column: Boolean
+
+
 class BoundaryBackward(Invariant):
     """Host function and main kernel of the boundary's backward. Address 0 of a gradient: not given, or not wanted.
 
-    workspace: see `boundary_backward_shapes.backward_workspace`. token_ctas, ctas: see `BackwardCut` there.
+    workspace: see `boundary_backward_shapes.backward_workspace`. token_ctas, parts: see `BackwardCut` there.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -105,11 +126,11 @@ class BoundaryBackward(Invariant):
         streams: Int64, pre: Int64, post: Int64, comb: Int64, weight: Int64, scale: Int64, base: Int64,
         norm_weight: Int64, x: Int64, stats: Int64, d_y: Int64, d_streams: Int64, d_pre: Int64, d_post: Int64,
         d_comb: Int64, d_weight: Int64, d_norm_weight: Int64, d_sums: Int64, workspace: Int64, forms: Int32,
-        tokens: Int32, width: Int32, token_ctas: Int32, ctas: Int32, iters: Int32, eps: Float32,
+        tokens: Int32, width: Int32, token_ctas: Int32, parts: Int32, iters: Int32, eps: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            sizes = (Int64(width), Int64(tokens), Int64(token_ctas), Int64(ctas))
+            sizes = (Int64(width), Int64(tokens), Int64(token_ctas), Int64(parts))
             at = [workspace + place for place in backward_workspace(self.n, self.cta, *sizes)]
             of_tokens = TokenInputs(
                 d_x, x, d_new_pre, d_new_post, d_new_comb, pre, post, comb, stats, scale, base, forms
@@ -119,7 +140,7 @@ class BoundaryBackward(Invariant):
             parameters = Parameters(weight, dtype_code(forms, 0), norm_weight, dtype_code(forms, 3))
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(given, Results(d_streams, d_y), parameters, Leaves(at[2], at[3], at[4])).launch(
-                grid=(ctas, 1, 1),
+                grid=(slices_of(self.cta, width), parts, 1),
                 block=(self.threads, 1, 1),
                 smem=smem_bytes(self.n, self.cta),
                 min_blocks_per_mp=1,
@@ -129,42 +150,43 @@ class BoundaryBackward(Invariant):
             codes = (dtype_code(forms, 0), dtype_code(forms, 3))
             finished = Finished(d_pre, d_post, d_comb, d_weight, d_norm_weight, *codes)
             rows = GateRows(at[1], token_ctas, d_sums)
-            self.finish.launch((at[2], at[3], at[4]), rows, finished, tokens, width, ctas, stream)
+            self.finish.launch((at[2], at[3], at[4]), rows, finished, tokens, width, parts, stream)
 
     @cute.kernel
     def kernel(self, given: Given, results: Results, parameters: Parameters, leaves: Leaves):
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        index, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
-        tiles = Int64(cute.ceil_div(given.tokens, TOKEN_TILE))
-        pieces = tiles * slices_of(self.cta, given.width)
-        first, last = pieces * cta // ctas, pieces * (cta + 1) // ctas
-        # The weight was there before the kernel of the tokens, which began when all before it had ended.
+        stages, words = self.tile.stages, self.tile.stage_words
+        start, tiles = index * self.cta.columns, cute.ceil_div(given.tokens, TOKEN_TILE)
+        per_part = cute.ceil_div(tiles, parts)
+        first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+        # These were there before the kernel of the tokens, which began when all before it had ended.
+        for stage in cutlass.range_constexpr(stages - 1):
+            if first + stage < last:
+                self._copy(ring + stage * words, given, start, first + stage)
+        weights = self._weights(parameters, start, given.width)
+        # All before this line overlaps the kernel of the tokens, what follows reads what that has written.
         wait_for_earlier()
         let_next_begin()
-        for index in cutlass.range(Int32(first // tiles), Int32((last - 1) // tiles) + 1):
-            begin = index * tiles
-            span = (Int32(cutlass.max(first - begin, Int64(0))), Int32(cutlass.min(last - begin, tiles)))
-            self._segment(ring, given, results, parameters, leaves, index, span)
+        for stage in cutlass.range_constexpr(stages - 1):
+            if first + stage < last:
+                self._copy_block(ring + stage * words, given, first + stage)
+            AsyncCopy.commit()
+        self._tiles(ring, given, results, weights, leaves, (first, last))
 
     @cute.jit
-    def _segment(
-        self, ring: cute.Pointer, given: Given, results: Results, parameters: Parameters, leaves: Leaves,
-        index: Int32, span: tuple,
+    def _tiles(
+        self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
-        """Process tiles span[0] .. span[1] - 1 of slice number `index`, in one copy pipeline."""
-        cta, _, _ = cute.arch.block_idx()
-        tile, stages = self.tile, self.tile.stages
-        start, (first, last) = index * self.cta.columns, span
+        """Process tiles span[0] .. span[1] - 1 of this CTA's slice, in one copy pipeline, and leave sums over them."""
+        index, part, _ = cute.arch.block_idx()
+        slices, _, _ = cute.arch.grid_dim()
+        tile, stages, (first, last) = self.tile, self.tile.stages, span
+        start = index * self.cta.columns
         # The tile's arrays of streams', and of results on their way to memory.
         made = ring + stages * tile.stage_words
         out = made + self.n * tile.array_words
-        cute.arch.sync_threads()  # all warps are done with the segment before
-        for stage in cutlass.range_constexpr(stages - 1):
-            if first + stage < last:
-                self._copy(ring + stage * tile.stage_words, given, start, first + stage)
-            AsyncCopy.commit()
-        weights = self._weights(parameters, start, given.width)
         sums, of_norm = self.sums.zeros(), cute.make_rmem_tensor(WORDS, Float32)
         of_norm.fill(0.0)
         stage = Int32(0)
@@ -174,8 +196,10 @@ class BoundaryBackward(Invariant):
             free = stage - 1
             if stage == 0:
                 free = Int32(stages - 1)
-            if number + (stages - 1) < last:
-                self._copy(ring + free * tile.stage_words, given, start, number + (stages - 1))
+            upcoming = number + (stages - 1)
+            if upcoming < last:
+                self._copy(ring + free * tile.stage_words, given, start, upcoming)
+                self._copy_block(ring + free * tile.stage_words, given, upcoming)
             AsyncCopy.commit()
             here = ring + stage * tile.stage_words
             self.columns.compute(here, made, out, weights, of_norm)
@@ -186,72 +210,68 @@ class BoundaryBackward(Invariant):
             stage += 1
             if stage == stages:
                 stage = Int32(0)
-        self.sums.leave(leaves, cta + index, sums, of_norm)
+        self.sums.leave(leaves, part * slices + index, sums, of_norm)
 
-    def _place(self, start: Int32, width: Int32) -> tuple:
-        """Return the row and vector that this thread copies of each array, and the vector's column; past the last
-        column, the last vector's."""
+    def _place(self, given: Given, start: Int32, number: Int32) -> Place:
+        """Return this thread's place in each array of tile `number` of a slice that begins at column `start`."""
         thread, _, _ = cute.arch.thread_idx()
         row, vector = thread // self.tile.vectors, thread % self.tile.vectors
-        count = elements(self.dtype)
-        return row, vector, cutlass.min(start + vector * count, width - count)
-
-    def _at(self, address: Int64, element: Int64) -> cute.Tensor:
-        return run_at(Int32, address + element * ITEM, Int64(0), WORDS)
+        token, column = number * TOKEN_TILE + row, start + vector * elements(self.dtype)
+        is_token, is_column = token < given.tokens, column < given.width
+        token, bytes_ = Int64(cutlass.min(token, given.tokens - 1)), Int64(column * ITEM)
+        row_bytes = given.width * ITEM
+        at_streams = token * (row_bytes * self.n) + bytes_
+        return Place(row, vector, token * row_bytes + bytes_, at_streams, row_bytes, is_token, is_column)
 
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
-        """Start to copy tile `number` of a slice that begins at column `start` to a stage; zeros for what is not given.
-        Past the last token or column, the last one is copied again."""
-        thread, _, _ = cute.arch.thread_idx()
-        tile, once = self.tile, AsyncCopy(WORDS)
-        row, vector, column = self._place(start, given.width)
-        token = Int64(cutlass.min(number * TOKEN_TILE + row, given.tokens - 1))
-        of_token = token * given.width + column
-        of_streams = token * (given.width * self.n) + column
+        """Start to copy tile `number` of a slice that begins at column `start` to a stage. Past the last token, that
+        token is copied again. Zeros are left for what is not given, and past the last column, for the sums over
+        columns."""
+        tile, place = self.tile, self._place(given, start, number)
+        of_updated = bytes_if(place.is_column & (given.d_updated != 0))
         for j in cutlass.range_constexpr(self.n):
-            offset, element = tile.word(row, vector, j), of_streams + j * given.width
-            once.start(self._at(given.streams, element), stage + (tile.streams + j) * tile.array_words + offset)
-            target = stage + (tile.gradients + j) * tile.array_words + offset
-            if given.d_updated != 0:
-                once.start(self._at(given.d_updated, element), target)
-            else:
-                shared_at(Int32, target, WORDS).fill(0)
+            target = stage + (j * tile.array_words + tile.word(place.row, place.vector, j))
+            apart = Int64(j * place.row_bytes)
+            first = (target + tile.streams * tile.array_words).toint()
+            copy_chunk(first, (given.streams + apart) + place.at_streams, bytes_if(place.is_column))
+            first = (target + tile.gradients * tile.array_words).toint()
+            copy_chunk(first, (given.d_updated + apart) + place.at_streams, of_updated)
+        target = stage + tile.word(place.row, place.vector)
         for array, source in ((tile.y, given.y), (tile.d_x, given.d_x)):
-            target = stage + array * tile.array_words + tile.word(row, vector)
-            if source != 0:
-                once.start(self._at(source, of_token), target)
-            else:
-                shared_at(Int32, target, WORDS).fill(0)
-        block = given.blocks + Int64(number) * (tile.block_words * 4)
-        target = stage + tile.arrays * tile.array_words
+            first, wanted = (target + array * tile.array_words).toint(), place.is_column & (source != 0)
+            copy_chunk(first, source + place.at_token, bytes_if(wanted))
+
+    @cute.jit
+    def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
+        """Start to copy what the first kernel left for tile `number`."""
+        thread, _, _ = cute.arch.thread_idx()
+        tile = self.tile
+        block, target = given.blocks + Int64(number) * (tile.block_words * 4), stage + tile.arrays * tile.array_words
         for at in cutlass.range(thread, tile.block_words // WORDS, self.threads):
-            once.start(run_at(Int32, block, Int64(at) * WORDS, WORDS), target + at * WORDS)
+            copy_chunk((target + at * WORDS).toint(), offset_by(block, at), Int32(VECTOR_BYTES))
 
     @cute.jit
     def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
         """Return a lane's parts of the weight and of the norm's weight at a slice's columns."""
-        mine = start + self.columns.first_column()
-        column = cutlass.min(mine, width - WORDS)
+        column = cutlass.min(start + self.columns.first_column(), width - WORDS)
         norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
-        operands = self.columns.operands(parameters.weight, parameters.weight_code, start, width)
-        return ColumnWeights(operands, norm, mine < width)
+        return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
 
     @cute.jit
     def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
         """Store the results of tile `number`, whole rows of a slice."""
-        tile = self.tile
-        row, vector, column = self._place(start, given.width)
-        token = number * TOKEN_TILE + row
-        if (token < given.tokens) & (column == start + vector * elements(self.dtype)):
+        tile, place = self.tile, self._place(given, start, number)
+        if place.is_token & place.is_column:
             if results.d_streams != 0:
-                of_streams = Int64(token) * (given.width * self.n) + column
                 for j in cutlass.range_constexpr(self.n):
-                    words = shared_at(Int32, out + j * tile.array_words + tile.word(row, vector, j), WORDS)
-                    self._at(results.d_streams, of_streams + j * given.width).store(words.load())
+                    source = out + j * tile.array_words + tile.word(place.row, place.vector, j)
+                    address = (results.d_streams + Int64(j * place.row_bytes)) + place.at_streams
+                    run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
             if results.d_y != 0:
-                words = shared_at(Int32, out + self.n * tile.array_words + tile.word(row, vector), WORDS)
-                self._at(results.d_y, Int64(token) * given.width + column).store(words.load())
+                source = out + self.n * tile.array_words + tile.word(place.row, place.vector)
+                address = results.d_y + place.at_token
+                run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
 
 
 def trace(spec: MhcSpec) -> Traced:

@@ -21,7 +21,7 @@ from ..device.vectors import store_param
 from .boundary_backward_shapes import WARP_COLUMNS, SliceCta, slices_of
 from .boundary_sums import FRAGMENT, fragment
 from .gates_backward import GateRows, GateSums
-from .shapes import TOKEN_TILE, outputs
+from .shapes import outputs
 
 LANES = 32
 READS = 8
@@ -40,12 +40,11 @@ class Finished(NamedTuple):
     norm_code: Int32
 
 
-class Pieces(NamedTuple):
-    """Numbers of slices, of a slice's token tiles, and of the main kernel's CTAs."""
+class Cut(NamedTuple):
+    """Numbers of slices of the columns and of parts of the tokens."""
 
     slices: Int32
-    tiles: Int32
-    ctas: Int32
+    parts: Int32
 
 
 class BoundaryBackwardFinish(Invariant):
@@ -62,15 +61,15 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.jit
     def launch(
-        self, sums: tuple, rows: GateRows, finished: Finished, tokens: Int32, width: Int32, ctas: Int32,
+        self, sums: tuple, rows: GateRows, finished: Finished, tokens: Int32, width: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch the kernel. sums: the addresses dots, weights and norms of `BackwardWorkspace`."""
-        pieces = Pieces(slices_of(self.cta, width), cute.ceil_div(tokens, TOKEN_TILE), ctas)
+        cut = Cut(slices_of(self.cta, width), parts)
         of_tokens = Int32(cute.ceil_div(Int64(tokens) * self.outputs, self.threads))
-        of_slices = pieces.slices * (self.fragments + 1)
+        of_slices = cut.slices * (self.fragments + 1)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(sums, rows, finished, pieces, tokens, width).launch(
+        self.kernel(sums, rows, finished, cut, tokens, width).launch(
             grid=(of_tokens + of_slices + 1, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.gates.smem_bytes,
@@ -80,44 +79,36 @@ class BoundaryBackwardFinish(Invariant):
 
     @cute.kernel
     def kernel(
-        self, sums: tuple, rows: GateRows, finished: Finished, pieces: Pieces, tokens: Int32, width: Int32
+        self, sums: tuple, rows: GateRows, finished: Finished, cut: Cut, tokens: Int32, width: Int32
     ):  # fmt: skip
         block, _, _ = cute.arch.block_idx()
         dots, weights, norms = sums
         of_weight = block - 1
-        of_norm = of_weight - pieces.slices * self.fragments
-        of_tokens = of_norm - pieces.slices
+        of_norm = of_weight - cut.slices * self.fragments
+        of_tokens = of_norm - cut.slices
         wait_for_earlier()
         if block == 0:
             self.gates.add(rows)
         elif of_norm < 0:
             if finished.weight != 0:
-                self._weight(weights, finished, pieces, of_weight // self.fragments, of_weight % self.fragments, width)
+                self._weight(weights, finished, cut, of_weight // self.fragments, of_weight % self.fragments, width)
         elif of_tokens < 0:
             if finished.norm != 0:
-                self._norm(norms, finished, pieces, of_norm, width)
+                self._norm(norms, finished, cut, of_norm, width)
         else:
-            self._token(dots, finished, pieces, of_tokens, tokens)
-
-    def _ctas(self, pieces: Pieces, slice_: Int32) -> tuple:
-        """Return the first CTA that had tiles of a slice, and the first after it that had none."""
-        total, tiles = Int64(pieces.slices) * pieces.tiles, Int64(pieces.tiles)
-        # CTA c begins with piece floor(total c / ctas), so the last that begins at or before piece p is this.
-        found = [((piece + 1) * pieces.ctas - 1) // total for piece in (slice_ * tiles, (slice_ + 1) * tiles - 1)]
-        return Int32(found[0]), Int32(found[1]) + 1
+            self._token(dots, finished, cut, of_tokens, tokens)
 
     @cute.jit
     def _weight(
-        self, weights: Int64, finished: Finished, pieces: Pieces, slice_: Int32, index: Int32, width: Int32
+        self, weights: Int64, finished: Finished, cut: Cut, slice_: Int32, index: Int32, width: Int32
     ):  # fmt: skip
         """Add and store fragment number `index` (outputs 8 (index % (K / 8)) .., stream index / (K / 8)) of a slice."""
         thread, _, _ = cute.arch.thread_idx()
         lane, steps = thread % LANES, self.outputs // 8
-        first, end = self._ctas(pieces, slice_)
         total = cute.make_rmem_tensor(FRAGMENT, Float32)
         total.fill(0.0)
-        for cta in cutlass.range(first, end, unroll=4):
-            number = (cta + slice_) * self.fragments + index
+        for part in cutlass.range(cut.parts, unroll=4):
+            number = (part * cut.slices + slice_) * self.fragments + index
             total.store(total.load() + fragment(weights, self.cta.warps, number).load())
         for k in cutlass.range_constexpr(FRAGMENT):
             column = slice_ * self.cta.columns + thread // LANES * WARP_COLUMNS + k // 2 * 8 + lane // 4
@@ -127,26 +118,25 @@ class BoundaryBackwardFinish(Invariant):
                 store_param(finished.weight, finished.weight_code, at, total[k])
 
     @cute.jit
-    def _norm(self, norms: Int64, finished: Finished, pieces: Pieces, slice_: Int32, width: Int32):
+    def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
         """Add and store a slice's columns of the gradient of the norm's weight."""
         thread, _, _ = cute.arch.thread_idx()
         column = slice_ * self.cta.columns + thread
         if (thread < self.cta.columns) & (column < width):
-            first, end = self._ctas(pieces, slice_)
             total = Float32(0.0)
-            for cta in cutlass.range(first, end, unroll=4):
-                total += vector_at(Float32, norms)[Int64(cta + slice_) * self.cta.columns + thread]
+            for part in cutlass.range(cut.parts, unroll=4):
+                total += vector_at(Float32, norms)[Int64(part * cut.slices + slice_) * self.cta.columns + thread]
             store_param(finished.norm, finished.norm_code, Int64(column), total)
 
     @cute.jit
-    def _token(self, dots: Int64, finished: Finished, pieces: Pieces, block: Int32, tokens: Int32):
+    def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
         """Add and store one of a token's K numbers, over the slices."""
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs
         if place < count:
             total, values = Float32(0.0), vector_at(Float32, dots + place * 4)
-            for index in cutlass.range(pieces.slices, unroll=READS):
+            for index in cutlass.range(cut.slices, unroll=READS):
                 total += values[index * count]
             token = place // self.outputs
             k = Int32(place - token * self.outputs)

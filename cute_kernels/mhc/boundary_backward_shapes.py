@@ -17,9 +17,12 @@ ITEMSIZE = 2
 TOKEN_WARPS = 2
 TOKENS_OF_A_WARP = 2
 TOKEN_CTAS_PER_SM = 8
+MOST_PARTS = 16
+CTA_TILES = 2
+"""What a CTA takes besides its tiles, in tiles: to load the weight, to fill its ring, and to store sums."""
 MOST_TILES = 512
-"""The most token tiles of a CTA. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their values,
-and more over more tokens."""
+"""The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
+values, and more over more tokens."""
 CHOICES = ((8, 3), (4, 2))
 """Warps of a CTA and stages of its ring, the best first; the first that fits into shared memory is taken."""
 WARPS_PER_SM = 8
@@ -71,17 +74,16 @@ def slice_cta(n: int, room: int) -> SliceCta:
 
 
 class BackwardCut(NamedTuple):
-    """How tokens and columns are divided over CTAs.
+    """How tokens are divided over CTAs.
 
     Attributes:
         token_ctas: CTAs of the first kernel, which share the tokens.
-        ctas: CTAs of the main kernel. Its pieces of work are (slice of the columns, token tile), all tiles of the first
-            slice first; each CTA takes as many consecutive pieces as any other (or one more). The pieces of one slice
-            that a CTA has are a segment; it leaves sums over the segment's tokens for parameters' gradients.
+        parts: parts of the tokens. The main kernel has a CTA for each part and slice of the columns, which leaves sums
+            over the part for parameters' gradients.
     """
 
     token_ctas: int
-    ctas: int
+    parts: int
 
 
 def slices_of(cta: SliceCta, width: Any) -> Any:
@@ -90,12 +92,18 @@ def slices_of(cta: SliceCta, width: Any) -> Any:
 
 
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
-    """Return the cut: as many CTAs as fit on the SMs, or several times as many if there are so many tokens that sums
-    would be too long."""
-    pieces, slots = slices_of(cta, width) * -(-tokens // TOKEN_TILE), num_sms * WARPS_PER_SM // cta.warps
-    rounds = max(1, -(-pieces // (MOST_TILES * slots)))
+    """Return the cut that takes the least time: waves of CTAs, times a part's tiles and what a CTA takes besides.
+
+    All slices of a part run at about the same time, so that neighbouring columns reach memory together.
+    """
+    slices, tiles, slots = slices_of(cta, width), -(-tokens // TOKEN_TILE), num_sms * WARPS_PER_SM // cta.warps
+    least = max(1, -(-tiles // MOST_TILES))
+    times = {
+        parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
+        for parts in range(least, max(least, min(MOST_PARTS, tiles)) + 1)
+    }
     of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
-    return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), min(pieces, rounds * slots))
+    return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), min(times, key=lambda parts: times[parts]))
 
 
 class BackwardWorkspace(NamedTuple):
@@ -105,8 +113,8 @@ class BackwardWorkspace(NamedTuple):
         blocks: for each token tile `block_bytes` bytes.
         rows: float32 [token_ctas, 2 K], sums over tokens for the gradients of base and scale.
         dots: float32 [slices, T, K], each slice's part of the gradients of comb, post and pre.
-        weights: each segment's sums for the weight's gradient, as registers hold them.
-        norms: float32 [segments, columns of a slice], each segment's sums for norm_weight's gradient.
+        weights: [parts, slices], each CTA's sums for the weight's gradient, as registers hold them.
+        norms: float32 [parts, slices, columns of a slice], each CTA's sums for norm_weight's gradient.
         end: the size of the workspace.
     """
 
@@ -119,14 +127,12 @@ class BackwardWorkspace(NamedTuple):
 
 
 def backward_workspace(
-    n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, ctas: Any
+    n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, parts: Any
 ) -> BackwardWorkspace:  # fmt: skip
-    """Return the workspace. Every array begins at a multiple of 16 bytes. Segment number `CTA + slice` is a CTA's
-    segment of a slice: along the pieces of work either the CTA or the slice becomes the next, or both."""
+    """Return the workspace. Every array begins at a multiple of 16 bytes."""
     slices = slices_of(cta, width)
-    segments = ctas + slices
     rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * block_bytes(n)
     dots = rows + token_ctas * (2 * outputs(n) * 4)
     weights = dots + slices * tokens * (outputs(n) * 4)
-    norms = weights + segments * (cta.columns * n * outputs(n) * 4)
-    return BackwardWorkspace(tokens * 0, rows, dots, weights, norms, norms + segments * (cta.columns * 4))
+    norms = weights + parts * slices * (cta.columns * n * outputs(n) * 4)
+    return BackwardWorkspace(tokens * 0, rows, dots, weights, norms, norms + parts * slices * (cta.columns * 4))

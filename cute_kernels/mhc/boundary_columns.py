@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
-from ..device.vectors import floats, load_params
+from ..device.vectors import load_params
 from ..device.warp_mma import WarpMma
 from .boundary_backward_shapes import WARP_COLUMNS
 from .boundary_tile import APART, COLUMNS, WORDS, BoundaryTile
@@ -26,12 +26,10 @@ class ColumnWeights(NamedTuple):
     Attributes:
         operands: the weight (`BoundaryColumns.operands`).
         norm: the norm's weight at the lane's columns.
-        is_inside: True if these columns exist. Past the last column, the last ones are computed, and leave zeros.
     """
 
     operands: list
     norm: cute.Tensor
-    is_inside: Boolean
 
 
 class BoundaryColumns(Invariant):
@@ -123,11 +121,11 @@ class BoundaryColumns(Invariant):
         u.fill(0.0)
         for j in cutlass.range_constexpr(n):
             u.store(u.load() + updated[j].load() * pre[j])
-        rounded = floats(tile.rounded(u)).load()
+        rounded = tile.widened(tile.rounded(u)).load()
         d_x = tile.numbers(self._array(stage, tile.d_x), mine).load()
         d_mix.store(d_x * weights.norm.load() * r - rounded * factor)
         of_norm.store(of_norm.load() + d_x * rounded * r)
-        self._keep_inside(self._array(stage, tile.d_x), mine, d_mix, weights.is_inside)
+        tile.keep(self._array(stage, tile.d_x), mine, tile.rounded(d_mix))
         totals = []
         for j in cutlass.range_constexpr(n):
             place, total = self._array(stage, tile.gradients + j), cute.make_rmem_tensor(COLUMNS, Float32)
@@ -135,7 +133,7 @@ class BoundaryColumns(Invariant):
                 total[column] = products[j][column // 2][2 * half + column % 2]
             given = tile.numbers(place, places[j]).load()
             total.store(total.load() + given + d_mix.load() * pre[j] + updated[j].load() * f)
-            self._keep_inside(place, places[j], total, weights.is_inside)
+            tile.keep(place, places[j], tile.rounded(total))
             totals.append(total.load())
         for i in cutlass.range_constexpr(n):
             self._keep_sum(out + i * tile.array_words, places[i], totals, [comb[j][i] for j in range(n)])
@@ -156,18 +154,10 @@ class BoundaryColumns(Invariant):
             mixed.store(y.load() * post[j])
             for i in range(self.n):
                 mixed.store(mixed.load() + streams[i] * comb[j][i])
-            narrow = tile.rounded(mixed)
-            tile.keep(self._array(made, j), places[j], narrow)
-            found.append(floats(narrow))
+            words = tile.rounded(mixed)
+            tile.keep(self._array(made, j), places[j], words)
+            found.append(tile.widened(words))
         return found
-
-    @cute.jit
-    def _keep_inside(self, array: cute.Pointer, offset: Int32, values: cute.Tensor, is_inside: Boolean):
-        """Leave numbers for the sums over columns; zeros past the last column."""
-        narrow = self.tile.rounded(values)
-        if not is_inside:
-            narrow.fill(0.0)
-        self.tile.keep(array, offset, narrow)
 
     def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
         """Leave the sum of the totals times factors, a result."""

@@ -47,7 +47,7 @@ class BoundarySums(Invariant):
         self.steps = self.outputs // 8
 
     def zeros(self) -> cute.Tensor:
-        """Return registers for a segment's sums of the weight's gradient: [FRAGMENT, K / 8, n]."""
+        """Return registers for a part's sums of the weight's gradient: [FRAGMENT, K / 8, n]."""
         sums = cute.make_rmem_tensor((FRAGMENT, self.steps, self.n), Float32)
         sums.fill(0.0)
         return sums
@@ -131,13 +131,13 @@ class BoundarySums(Invariant):
         run_at(Float32, address, element, 2).store(pair.load())
 
     @cute.jit
-    def leave(self, leaves: Leaves, segment: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
-        """Store a segment's sums for the gradients of the weight and of the norm's weight; 0: not wanted."""
+    def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
+        """Store CTA number `number`'s sums for the gradients of the weight and of the norm's weight; 0: not wanted."""
         thread, _, _ = cute.arch.thread_idx()
         if leaves.weights != 0:
             for i in cutlass.range_constexpr(self.steps * self.n):
                 mine = sums[None, i % self.steps, i // self.steps]
-                fragment(leaves.weights, self.tile.warps, segment * (self.steps * self.n) + i).store(mine.load())
+                fragment(leaves.weights, self.tile.warps, number * (self.steps * self.n) + i).store(mine.load())
         if leaves.norms != 0:
             for i in cutlass.range_constexpr(COLUMNS):
                 total = of_norm[i]
@@ -146,11 +146,11 @@ class BoundarySums(Invariant):
                 of_norm[i] = total
             if thread % LANES < LANES // 8:
                 column = self.tile.warp() * WARP_COLUMNS + thread % LANES * COLUMNS
-                first = Int64(segment) * self.tile.columns + column
+                first = Int64(number) * self.tile.columns + column
                 run_at(Float32, leaves.norms, first, COLUMNS).store(of_norm.load())
 
 
 def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
-    """Return a thread's registers of fragment `number` of the segments' sums for the weight's gradient."""
+    """Return a thread's registers of fragment `number` of the CTAs' sums for the weight's gradient."""
     thread, _, _ = cute.arch.thread_idx()
     return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)

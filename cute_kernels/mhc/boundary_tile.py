@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ..device.invariant import Invariant
 from ..device.vectors import floats, shared_at
@@ -40,6 +40,7 @@ class BoundaryTile(Invariant):
         if n > len(APART):
             raise ValueError(f"{n} streams: places are known for {len(APART)}")
         self.dtype = dtype
+        self.ptx_type = "bf16" if dtype is cutlass.BFloat16 else "f16"
         self.n = n
         self.warps, self.stages = cta.warps, cta.stages
         self.columns = cta.columns
@@ -72,25 +73,41 @@ class BoundaryTile(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         return cute.arch.make_warp_uniform(thread // LANES)
 
-    def raw(self, array: cute.Pointer, offset: Int32) -> cute.Tensor:
-        """Return the COLUMNS numbers at an offset of an array, in registers."""
-        words = cute.make_rmem_tensor(PAIR_WORDS, Int32)
-        words.store(shared_at(Int32, array + offset, PAIR_WORDS).load())
-        return cute.recast_tensor(words, self.dtype)
-
     def numbers(self, array: cute.Pointer, offset: Int32) -> cute.Tensor:
         """Return the COLUMNS numbers at an offset of an array as float32."""
-        return floats(self.raw(array, offset))
+        words = cute.make_rmem_tensor(PAIR_WORDS, Int32)
+        words.store(shared_at(Int32, array + offset, PAIR_WORDS).load())
+        return self.widened(words)
+
+    def widened(self, words: cute.Tensor) -> cute.Tensor:
+        """Return COLUMNS numbers of the streams' dtype, in words, as float32."""
+        if const_expr(self.dtype is not cutlass.BFloat16):
+            return floats(cute.recast_tensor(words, self.dtype))
+        # A word's upper half takes one instruction; the compiler's conversion takes two.
+        values = cute.make_rmem_tensor(COLUMNS, Float32)
+        bits = cute.recast_tensor(values, Int32)
+        for i in range(PAIR_WORDS):
+            bits[2 * i], bits[2 * i + 1] = words[i] << 16, words[i] & -(1 << 16)
+        return values
 
     def rounded(self, values: cute.Tensor) -> cute.Tensor:
-        """Round COLUMNS float32 registers to the streams' dtype, and return registers of that dtype."""
-        narrow = cute.make_rmem_tensor(COLUMNS, self.dtype)
-        narrow.store(values.load().to(self.dtype))
-        return narrow
+        """Round COLUMNS float32 registers to the streams' dtype, and return them as words.
 
-    def keep(self, array: cute.Pointer, offset: Int32, narrow: cute.Tensor) -> None:
+        Two numbers take one instruction. The compiler's conversion, of numbers that are widened again, takes two from a
+        slower pipe and one to join them.
+        """
+        words = cute.make_rmem_tensor(PAIR_WORDS, Int32)
+        for i in range(PAIR_WORDS):
+            words[i] = cute.arch.inline_ptx(
+                f"cvt.rn.{self.ptx_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+                write_only_types=[Int32],
+                read_only_args=[values[2 * i], values[2 * i + 1]],
+            )
+        return words
+
+    def keep(self, array: cute.Pointer, offset: Int32, words: cute.Tensor) -> None:
         """Store COLUMNS numbers of the streams' dtype at an offset of an array."""
-        shared_at(Int32, array + offset, PAIR_WORDS).store(cute.recast_tensor(narrow, Int32).load())
+        shared_at(Int32, array + offset, PAIR_WORDS).store(words.load())
 
     def record(self, stage: cute.Pointer, row: Int32) -> list:
         """Return a token's record as lists of float32 numbers: comb by made stream (n lists), post, pre, and r, factor

@@ -73,7 +73,7 @@ KERNELS: dict[str, Kernel] = {
         numbers(
             "d_new_streams d_x d_new_pre d_new_post d_new_comb y streams pre post comb weight scale base norm_weight x "
             "stats d_y d_streams d_pre d_post d_comb d_weight d_norm_weight d_sums workspace",
-            "forms tokens width token_ctas ctas iters",
+            "forms tokens width token_ctas parts iters",
             "eps",
         ),
     ),

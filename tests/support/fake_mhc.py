@@ -187,8 +187,8 @@ def _boundary(c: _Call) -> None:
 def _boundary_backward(c: _Call) -> None:
     t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
     cta = backward_shapes.slice_cta(n, ARCHS[c.arch].smem_bytes - boundary_shapes.RESERVED_BYTES)
-    assert at.token_ctas >= 1 and 1 <= at.ctas <= backward_shapes.slices_of(cta, w) * -(-t // shapes.TOKEN_TILE)
-    _fill(at.workspace, backward_shapes.backward_workspace(n, cta, w, t, at.token_ctas, at.ctas).end)
+    assert at.token_ctas >= 1 and 1 <= at.parts <= -(-t // shapes.TOKEN_TILE)
+    _fill(at.workspace, backward_shapes.backward_workspace(n, cta, w, t, at.token_ctas, at.parts).end)
     ends = _coefficients(n)
     gradients = {"d_new_streams": c.get("d_new_streams", t, n, w), "d_x": c.get("d_x", t, w)}
     gradients |= {f"d_new_{name}": c.get(f"d_new_{name}", t, *end, dtype=F32) for name, end in ends.items()}
