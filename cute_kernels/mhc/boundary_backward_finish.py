@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.target import early, wait_for_earlier
-from ..device.vectors import store_param
+from ..device.vectors import run_at, store_param
 from .boundary_backward_shapes import WARP_COLUMNS, SliceCta, slices_of
 from .boundary_sums import FRAGMENT, fragment
 from .gates_backward import GateRows, GateSums
@@ -135,9 +135,9 @@ class BoundaryBackwardFinish(Invariant):
         n, place = self.n, Int64(block) * self.threads + thread
         count = Int64(tokens) * self.outputs
         if place < count:
-            total, values = Float32(0.0), vector_at(Float32, dots + place * 4)
+            total = Float32(0.0)
             for index in cutlass.range(cut.slices, unroll=READS):
-                total += values[index * count]
+                total += run_at(Float32, dots, Int64(index) * count + place, 1)[0]
             token = place // self.outputs
             k = Int32(place - token * self.outputs)
             if k < n * n:

@@ -16,7 +16,7 @@ WARP_COLUMNS = 16
 ITEMSIZE = 2
 TOKEN_WARPS = 2
 TOKENS_OF_A_WARP = 2
-TOKEN_CTAS_PER_SM = 8
+TOKEN_CTAS_PER_SM = 6
 MOST_PARTS = 16
 CTA_TILES = 2
 """What a CTA takes besides its tiles, in tiles: to load the weight, to fill its ring, and to store sums."""
