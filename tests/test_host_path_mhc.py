@@ -61,7 +61,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "pre": mhc.pre,
     "boundary": mhc.boundary,
 }
-LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3, "boundary": 3}
+LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3, "boundary": 1}
 """Of a backward."""
 
 
@@ -85,7 +85,7 @@ def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
 def test_kernels_get_what_the_reference_gets(
     name: str, n: int, dtype: torch.dtype, params: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    if name == "boundary" and (n == 8 or dtype is F32):
+    if name == "boundary" and (n != 4 or dtype is F32):
         pytest.skip("no kernels")
     given = inputs(name, n, dtype, params)
     wanted = both_ways(name, given)
@@ -233,7 +233,7 @@ def test_kernel_limits(fake_gpu: FakeGpu) -> None:
     _, streams, *others = (t.detach() for t in inputs("boundary", 4, BF16, F32))
     with pytest.raises(TypeError, match="streams is torch.float32; kernels exist for torch.bfloat16 or torch.float16"):
         mhc.boundary(None, streams.float(), others[0], None, None, *others[3:])
-    with pytest.raises(ValueError, match="so 3 streams; kernels exist for n = 2, 4"):
+    with pytest.raises(ValueError, match="so 3 streams; kernels exist for n = 4"):
         mhc.boundary(None, streams[..., :3, :].contiguous(), others[0], None, None, *others[3:])
     assert not fake_gpu.launches
 
@@ -259,16 +259,6 @@ def test_a_boundary_with_x_in_mxfp8_is_one_launch(
         assert torch.equal(made.x_mxfp8.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
         assert bool(fake_gpu.launches[0]["x"]) == return_x == (made.x is not None)
         assert same_bits(made.streams, plain.streams) and same_bits(made.comb, plain.comb)
-
-
-def test_a_boundary_whose_gradients_need_more_shared_memory_than_there_is(fake_gpu: FakeGpu) -> None:
-    width, n = 40960, 4
-    given = [torch.zeros(2, width, dtype=BF16), torch.zeros(2, n, width, dtype=BF16)]
-    given += [torch.zeros(2, n), torch.zeros(2, n), torch.zeros(2, n, n), torch.zeros(24, n * width)]
-    given += [torch.zeros(3), torch.zeros(24), torch.zeros(width)]
-    mhc.boundary(*given)
-    with pytest.raises(ValueError, match="gradients with D = 40960 and iters = 20 need 266560 bytes of shared memory"):
-        mhc.boundary(given[0].requires_grad_(), *given[1:])
 
 
 def test_no_tokens_launch_nothing(fake_gpu: FakeGpu) -> None:

@@ -96,7 +96,7 @@ class Boundary(Invariant):
     x: 0: not wanted in 16 bits.
     x_data, x_scale: x in MXFP8, E4M3 [T, D] and E8M0 [T, D / 32]; 0: not wanted. x_block: the columns that share a
         scale, 32 or 128; 128: each scale is stored four times.
-    stats: float32 [T, K + 1], each token's p, then the streams' root mean square, for backward; 0: not wanted.
+    stats: float32 [T, K + 2], what backward needs of each token (`Finished.stats`); 0: not wanted.
     workspace: float32, of `boundary_shapes.workspace` elements. slices, blocks, merge, groups: `boundary_shapes.Cut`.
     """
 

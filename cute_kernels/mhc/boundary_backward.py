@@ -1,15 +1,28 @@
-"""The backward of a boundary (boundary.py) through norm, mix and Sinkhorn. The kernels of the projection's and of the
-update's backward do the rest.
+"""The backward of a boundary (boundary.py) in one pass over the streams, and over their gradient.
 
-    u = sum over j of pre_j streams_j;  x = u r w;  r = 1 / sqrt(mean u^2 + eps);  g = d_x w
-    d_mix = r g - u r^3 mean(g u);  d_pre_j = sum of d_mix streams_j;  d_w = sum over tokens of d_x u r
+    streams'_j = post_j y + sum over i of comb_ij streams_i          as forward rounds them
+    u = sum over j of pre_j streams'_j                               as forward rounds it
+    d_mix = r d_x w - factor u                                       the gradient of u; w is the norm's weight
+    d'_j = d_updated_j + pre_j d_mix + (dp weight)_j + f streams'_j  the gradient of streams'
+    d_streams_i = sum over j of comb_ij d'_j;  d_y = sum over j of post_j d'_j
 
-Here streams are the updated ones, w is the norm's weight, and d_mix the gradient of u.
+    d_comb_ij = d'_j . streams_i;  d_post_j = d'_j . y;  d_pre_j = d_mix . streams'_j          sums over D
+    d_weight = dp^T streams'_flat;  d_w = sum of d_x u r                                       sums over tokens
 
-A CTA takes whole tokens. One read of a token's streams makes u, which stays in shared memory, and the sums over D from
-which the rest follows: of u^2, g u, g streams_j and u streams_j (the last two give d_pre_j). The CTA's sum over tokens
-of w's gradient is kept in shared memory, each column owned by a thread, and finally stored as a row of a workspace,
-whose rows a second kernel adds in a fixed order.
+`boundary_tokens.py`, the kernel before, makes a token's r, factor, f and dp; `boundary_backward_finish.py` adds what
+the kernel here leaves: of the sums over D a part for each slice of the columns, of the sums over tokens one for each
+part of the tokens (`boundary_backward_shapes.BackwardCut`).
+
+A CTA has a slice of the columns, 16 (of every stream) for each warp, for a part of the tokens. Token tiles come through
+a ring of stages in shared memory, filled by asynchronous copies (`boundary_tile.py`). For each tile there are two
+steps, with a barrier before each:
+
+1. A warp takes its columns of all 16 tokens (`boundary_columns.py`). dp weight is a product on tensor cores. Its
+   operand, the weight, stays in registers; of its result a lane gets four neighbouring columns of two tokens, for which
+   it computes everything except sums. d'_j and d_mix, which step 2 multiplies, are rounded to 16 bits for it.
+2. The sums, on tensor cores (`boundary_sums.py`): a warp multiplies streams' of its columns by dp, summed over tokens
+   in registers; and it multiplies rows of two tokens, of all columns, by each other. Results go to memory in whole
+   rows.
 """
 
 from __future__ import annotations
@@ -19,234 +32,246 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
-from ..device.gmem import vector_at
+from ..device.gmem import bytes_if, copy_chunk, offset_by
 from ..device.invariant import Invariant
-from ..device.vectors import (
-    VECTOR_BYTES,
-    dtype_code,
-    elements,
-    floats,
-    load_params,
-    load_vector,
-    run_at,
-    shared_at,
-    store_vector,
-)
+from ..device.target import early, let_next_begin, smem_of_cta, wait_for_earlier
+from ..device.vectors import VECTOR_BYTES, dtype_code, elements, load_params, run_at, shared_at
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
-from .balance import Balance
-from .boundary_finish import gate_argument
-from .boundary_shapes import BACKWARD_WARPS as WARPS
-from .boundary_shapes import backward_smem
-from .column_sums import ColumnSums
-from .gates import LANES
-from .shapes import outputs
-from .token_sums import TokenSums
+from .async_copy import AsyncCopy
+from .boundary_backward_finish import BoundaryBackwardFinish, Finished
+from .boundary_backward_shapes import backward_workspace, slice_cta, slices_of, smem_bytes
+from .boundary_columns import BoundaryColumns, ColumnWeights
+from .boundary_shapes import RESERVED_BYTES
+from .boundary_sums import BoundarySums, Leaves
+from .boundary_tile import LANES, WORDS, BoundaryTile
+from .boundary_tokens import BoundaryTokens, TokenInputs
+from .gates_backward import GateRows
+from .shapes import TOKEN_TILE
 
-THREADS = WARPS * LANES
-WORDS = VECTOR_BYTES // 4
+ITEM = 2  # bytes
 
 
-class Norm(NamedTuple):
-    """Addresses and numbers for the backward of norm and mix.
+class Given(NamedTuple):
+    """Addresses, and sizes T and D. streams, d_updated: [T, n, D]; y, d_x: [T, D]; d_updated, y and d_x 0: zeros.
+    blocks: what the first kernel leaves for each tile."""
 
-    Attributes:
-        d_x: the gradient of x; 0: not given, and no gradient of norm and mix is made.
-        streams, pre: the updated streams and the coefficients that mixed them.
-        weight, weight_code: the norm's weight w and its dtype.
-        d_mix: the gradient of u, a result.
-        d_pre: the gradient of pre, a result; 0: not wanted.
-        partials: float32 [CTAs, D], each CTA's sum of w's gradient; 0: not wanted.
-        eps: the norm's.
-    """
-
-    d_x: Int64
     streams: Int64
-    pre: Int64
+    d_updated: Int64
+    y: Int64
+    d_x: Int64
+    blocks: Int64
+    tokens: Int32
+    width: Int32
+
+
+class Results(NamedTuple):
+    """Addresses of d_streams [T, n, D] and d_y [T, D]; 0: not wanted."""
+
+    d_streams: Int64
+    d_y: Int64
+
+
+class Parameters(NamedTuple):
+    """Addresses and dtypes of the weight [K, n D] and of the norm's weight [D]."""
+
     weight: Int64
     weight_code: Int32
-    d_mix: Int64
-    d_pre: Int64
-    partials: Int64
-    eps: Float32
+    norm: Int64
+    norm_code: Int32
 
 
-class Gates(NamedTuple):
-    """Addresses and numbers for the backward of Sinkhorn.
+class Place(NamedTuple):
+    """The 16 bytes of each array that a thread copies for a tile.
 
     Attributes:
-        d_comb: the gradient of comb; 0: not given, and no gradient of logits is made.
-        stats: forward's p and root mean square [T, K + 1]. With scale and base (and their dtypes) they give the logits.
-        d_logits: float32 [T, n, n], a result.
-        iters, eps: Sinkhorn's iterations and eps.
+        row, vector: the token's number in the tile, and the number of the vector in the slice.
+        at_token, at_streams: bytes before the vector in an array [T, D], and in stream 0 of an array [T, n, D].
+        row_bytes: bytes from stream to stream.
+        is_token, is_column: True if the token, and the column, exist.
     """
 
-    d_comb: Int64
-    stats: Int64
-    scale: Int64
-    scale_code: Int32
-    base: Int64
-    base_code: Int32
-    d_logits: Int64
-    iters: Int32
-    eps: Float32
+    row: Int32
+    vector: Int32
+    at_token: Int64
+    at_streams: Int64
+    row_bytes: Int32
+    is_token: Boolean
+    is_column: Boolean
 
 
 class BoundaryBackward(Invariant):
-    """Kernel that makes d_mix, d_pre, d_logits and d_norm_weight. Address 0 of a gradient: not given, or not wanted.
+    """Host function and main kernel of the boundary's backward. Address 0 of a gradient: not given, or not wanted.
 
-    workspace: float32 [ctas, D]; used only if d_norm_weight is wanted.
+    workspace: see `boundary_backward_shapes.backward_workspace`. token_ctas, parts: see `BackwardCut` there.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name
         self.dtype = dtype
         self.n = n
-        self.outputs = outputs(n)
-        self.count = elements(dtype)
-        self.sums = 2 * n + 2
-        self.balance = Balance(n)
-        self.column_sums = ColumnSums(f"{name}_norm")
+        self.cta = slice_cta(n, smem_of_cta() - RESERVED_BYTES)
+        self.threads = self.cta.warps * LANES
+        self.tile = BoundaryTile(dtype, n, self.cta)
+        self.columns = BoundaryColumns(self.tile)
+        self.sums = BoundarySums(self.tile)
+        self.first = BoundaryTokens(f"{name}_tokens", dtype, n)
+        self.finish = BoundaryBackwardFinish(f"{name}_finish", n, self.cta)
 
     @cute.jit
     def __call__(
-        self, d_x: Int64, d_comb: Int64, streams: Int64, pre: Int64, scale: Int64, base: Int64, norm_weight: Int64,
-        stats: Int64, d_mix: Int64, d_pre: Int64, d_logits: Int64, d_norm_weight: Int64, workspace: Int64,
-        forms: Int32, tokens: Int32, width: Int32, ctas: Int32, iters: Int32, eps: Float32, norm_eps: Float32,
+        self, d_new_streams: Int64, d_x: Int64, d_new_pre: Int64, d_new_post: Int64, d_new_comb: Int64, y: Int64,
+        streams: Int64, pre: Int64, post: Int64, comb: Int64, weight: Int64, scale: Int64, base: Int64,
+        norm_weight: Int64, x: Int64, stats: Int64, d_y: Int64, d_streams: Int64, d_pre: Int64, d_post: Int64,
+        d_comb: Int64, d_weight: Int64, d_norm_weight: Int64, d_sums: Int64, workspace: Int64, forms: Int32,
+        tokens: Int32, width: Int32, token_ctas: Int32, parts: Int32, iters: Int32, eps: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        partials = Int64(0)
-        if d_norm_weight != 0:
-            partials = workspace
         if tokens > 0:
-            code = dtype_code(forms, 2)
-            norm = Norm(d_x, streams, pre, norm_weight, code, d_mix, d_pre, partials, norm_eps)
-            scale_code, base_code = dtype_code(forms, 0), dtype_code(forms, 1)
-            gates = Gates(d_comb, stats, scale, scale_code, base, base_code, d_logits, iters, eps)
+            sizes = (Int64(width), Int64(tokens), Int64(token_ctas), Int64(parts))
+            at = [workspace + place for place in backward_workspace(self.n, self.cta, *sizes)]
+            of_tokens = TokenInputs(
+                d_x, x, d_new_pre, d_new_post, d_new_comb, pre, post, comb, stats, scale, base, forms
+            )
+            self.first.launch(of_tokens, at[0], at[1], tokens, width, token_ctas, iters, eps, stream)
+            given = Given(streams, d_new_streams, y, d_x, at[0], tokens, width)
+            parameters = Parameters(weight, dtype_code(forms, 0), norm_weight, dtype_code(forms, 3))
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(norm, gates, tokens, width).launch(
-                grid=(ctas, 1, 1),
-                block=(THREADS, 1, 1),
-                smem=backward_smem(self.n, width, iters),
+            self.kernel(given, Results(d_streams, d_y), parameters, Leaves(at[2], at[3], at[4])).launch(
+                grid=(slices_of(self.cta, width), parts, 1),
+                block=(self.threads, 1, 1),
+                smem=smem_bytes(self.n, self.cta),
                 min_blocks_per_mp=1,
                 stream=stream,
+                use_pdl=early(True),
             )
-            if d_norm_weight != 0:
-                self.column_sums.launch(workspace, ctas, width, d_norm_weight, code, stream)
+            codes = (dtype_code(forms, 0), dtype_code(forms, 3))
+            finished = Finished(d_pre, d_post, d_comb, d_weight, d_norm_weight, *codes)
+            rows = GateRows(at[1], token_ctas, d_sums)
+            self.finish.launch((at[2], at[3], at[4]), rows, finished, tokens, width, parts, stream)
 
     @cute.kernel
-    def kernel(self, norm: Norm, gates: Gates, tokens: Int32, width: Int32):
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(thread // LANES)
-        sums = TokenSums(self.sums, THREADS)
-        per_warp = gates.iters * (2 * LANES)
-        mixes = sums.behind + WARPS * per_warp
-        of_weight = mixes + width // 2
-        if gates.d_comb != 0:
-            for token in cutlass.range(block * WARPS + warp, tokens, grid * WARPS):
-                self._logits(gates, Int64(token), sums.behind + warp * per_warp)
-        if norm.d_x != 0:
-            for vector in cutlass.range(thread, width // self.count, THREADS):
-                self._of_weight(of_weight, vector).fill(0.0)
-            buffer = Int32(0)
-            for token in cutlass.range(block, tokens, grid):
-                self._token(norm, Int64(token), width, sums, buffer, mixes, of_weight)
-                buffer = 1 - buffer
-            if norm.partials != 0:
-                for vector in cutlass.range(thread, width // self.count, THREADS):
-                    first = Int64(block) * width + vector * self.count
-                    run_at(Float32, norm.partials, first, self.count).store(self._of_weight(of_weight, vector).load())
-
-    def _of_weight(self, start: cute.Pointer, vector: Int32) -> cute.Tensor:
-        return shared_at(Float32, start + vector * self.count, self.count)
+    def kernel(self, given: Given, results: Results, parameters: Parameters, leaves: Leaves):
+        index, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
+        ring = cute.arch.get_dyn_smem(Int32, alignment=128)
+        stages, words = self.tile.stages, self.tile.stage_words
+        start, tiles = index * self.cta.columns, cute.ceil_div(given.tokens, TOKEN_TILE)
+        per_part = cute.ceil_div(tiles, parts)
+        first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+        # These were there before the kernel of the tokens, which began when all before it had ended.
+        for stage in cutlass.range_constexpr(stages - 1):
+            if first + stage < last:
+                self._copy(ring + stage * words, given, start, first + stage)
+        weights = self._weights(parameters, start, given.width)
+        # All before this line overlaps the kernel of the tokens, what follows reads what that has written.
+        wait_for_earlier()
+        let_next_begin()
+        for stage in cutlass.range_constexpr(stages - 1):
+            if first + stage < last:
+                self._copy_block(ring + stage * words, given, first + stage)
+            AsyncCopy.commit()
+        self._tiles(ring, given, results, weights, leaves, (first, last))
 
     @cute.jit
-    def _logits(self, gates: Gates, token: Int64, steps: cute.Pointer):
-        """Store the gradient of a token's logits; called by one warp. steps: the warp's shared memory for
-        `Balance.backward`."""
-        n, lane = self.n, cute.arch.lane_idx()
-        element, row = lane % (n * n), token * (self.outputs + 1)
-        k = 2 * n + element
-        p, rms = vector_at(Float32, gates.stats)[row + k], vector_at(Float32, gates.stats)[row + self.outputs]
-        z = gate_argument(p, rms, gates.scale, gates.scale_code, gates.base, gates.base_code, k, n)
-        d = vector_at(Float32, gates.d_comb)[token * (n * n) + element]
-        kept = cute.make_tensor(steps, cute.make_layout((LANES, 2, gates.iters)))
-        made = self.balance.backward(d, z, gates.iters, gates.eps, kept)
-        if lane < n * n:
-            vector_at(Float32, gates.d_logits)[token * (n * n) + lane] = made
-
-    @cute.jit
-    def _token(
-        self, norm: Norm, token: Int64, width: Int32, sums: TokenSums, buffer: Int32, mixes: cute.Pointer,
-        of_weight: cute.Pointer,
+    def _tiles(
+        self, ring: cute.Pointer, given: Given, results: Results, weights: ColumnWeights, leaves: Leaves, span: tuple
     ):  # fmt: skip
-        """Make a token's d_mix and d_pre, and add its part of w's gradient; called by the whole CTA.
+        """Process tiles span[0] .. span[1] - 1 of this CTA's slice, in one copy pipeline, and leave sums over them."""
+        index, part, _ = cute.arch.block_idx()
+        slices, _, _ = cute.arch.grid_dim()
+        tile, stages, (first, last) = self.tile, self.tile.stages, span
+        start = index * self.cta.columns
+        # The tile's arrays of streams', and of results on their way to memory.
+        made = ring + stages * tile.stage_words
+        out = made + self.n * tile.array_words
+        sums, of_norm = self.sums.zeros(), cute.make_rmem_tensor(WORDS, Float32)
+        of_norm.fill(0.0)
+        stage = Int32(0)
+        for number in cutlass.range(first, last):
+            AsyncCopy.wait(stages - 2)
+            cute.arch.sync_threads()  # all have the oldest stage, and are done with the one that is filled next
+            free = stage - 1
+            if stage == 0:
+                free = Int32(stages - 1)
+            upcoming = number + (stages - 1)
+            if upcoming < last:
+                self._copy(ring + free * tile.stage_words, given, start, upcoming)
+                self._copy_block(ring + free * tile.stage_words, given, upcoming)
+            AsyncCopy.commit()
+            here = ring + stage * tile.stage_words
+            self.columns.compute(here, made, out, weights, of_norm)
+            cute.arch.sync_threads()
+            self.sums.add(here, made, sums)
+            self.sums.leave_dots(here, made, leaves, index, number, given.tokens)
+            self._store(out, given, results, start, number)
+            stage += 1
+            if stage == stages:
+                stage = Int32(0)
+        self.sums.leave(leaves, part * slices + index, sums, of_norm)
 
-        sums, buffer: see `TokenSums`. mixes, of_weight: u and the sum of w's gradient in shared memory.
-        """
+    def _place(self, given: Given, start: Int32, number: Int32) -> Place:
+        """Return this thread's place in each array of tile `number` of a slice that begins at column `start`."""
         thread, _, _ = cute.arch.thread_idx()
-        n = self.n
-        vectors = width // self.count
-        weights = load_params(norm.pre, Int32(0), token * n, n)
-        dots = cute.make_rmem_tensor(self.sums, Float32)
-        dots.fill(0.0)
-        for vector in cutlass.range(thread, vectors, THREADS):
-            self._add(norm, token, vector, vectors, weights, mixes, dots)
-        sums.leave(dots, buffer)
-        cute.arch.sync_threads()
-        square, of_g = sums.total(Int32(2 * n), buffer), sums.total(Int32(2 * n + 1), buffer)
-        r = 1.0 / cute.math.sqrt(square / Float32(width) + norm.eps)
-        factor = r * r * r * (of_g / Float32(width))
-        if (norm.d_pre != 0) & (thread < n):
-            d_pre = r * sums.total(thread, buffer) - factor * sums.total(thread + n, buffer)
-            vector_at(Float32, norm.d_pre)[token * n + thread] = d_pre
-        for vector in cutlass.range(thread, vectors, THREADS):
-            u = self._mix(mixes, vector)
-            d = floats(load_vector(self.dtype, norm.d_x, token * vectors + vector))
-            w = load_params(norm.weight, norm.weight_code, Int64(vector) * self.count, self.count)
-            d_mix, mine = cute.make_rmem_tensor(self.count, Float32), self._of_weight(of_weight, vector)
-            d_mix.store(d.load() * w.load() * r - u.load() * factor)
-            store_vector(self.dtype, norm.d_mix, token * vectors + vector, d_mix)
-            mine.store(mine.load() + d.load() * u.load() * r)
-
-    def _mix(self, mixes: cute.Pointer, vector: Int32) -> cute.Tensor:
-        """Return u (the mix of the streams) at one vector of columns, from shared memory, as float32."""
-        words = cute.make_rmem_tensor(WORDS, Int32)
-        words.store(shared_at(Int32, mixes + vector * WORDS, WORDS).load())
-        return floats(cute.recast_tensor(words, self.dtype))
+        row, vector = thread // self.tile.vectors, thread % self.tile.vectors
+        token, column = number * TOKEN_TILE + row, start + vector * elements(self.dtype)
+        is_token, is_column = token < given.tokens, column < given.width
+        token, bytes_ = Int64(cutlass.min(token, given.tokens - 1)), Int64(column * ITEM)
+        row_bytes = given.width * ITEM
+        at_streams = token * (row_bytes * self.n) + bytes_
+        return Place(row, vector, token * row_bytes + bytes_, at_streams, row_bytes, is_token, is_column)
 
     @cute.jit
-    def _add(
-        self, norm: Norm, token: Int64, vector: Int32, vectors: Int32, weights: cute.Tensor, mixes: cute.Pointer,
-        dots: cute.Tensor,
-    ):  # fmt: skip
-        """Store u at a vector of columns in shared memory; add g streams_j, u streams_j, u^2 and g u over these columns
-        to `dots`."""
-        n = self.n
-        first = token * (n * vectors) + vector
-        raw = [load_vector(self.dtype, norm.streams, first + j * vectors) for j in range(n)]
-        d = floats(load_vector(self.dtype, norm.d_x, token * vectors + vector))
-        w = load_params(norm.weight, norm.weight_code, Int64(vector) * self.count, self.count)
-        streams = [floats(r) for r in raw]
-        mixed = cute.make_rmem_tensor(self.count, Float32)
-        mixed.fill(0.0)
-        for j in cutlass.range_constexpr(n):
-            mixed.store(mixed.load() + streams[j].load() * weights[j])
-        narrow = cute.make_rmem_tensor(self.count, self.dtype)
-        narrow.store(mixed.load().to(self.dtype))
-        shared_at(Int32, mixes + vector * WORDS, WORDS).store(cute.recast_tensor(narrow, Int32).load())
-        u = floats(narrow)
-        for e in cutlass.range_constexpr(self.count):
-            g = d[e] * w[e]
-            for j in cutlass.range_constexpr(n):
-                dots[j] += g * streams[j][e]
-                dots[n + j] += u[e] * streams[j][e]
-            dots[2 * n] += u[e] * u[e]
-            dots[2 * n + 1] += g * u[e]
+    def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
+        """Start to copy tile `number` of a slice that begins at column `start` to a stage. Past the last token, that
+        token is copied again. Zeros are left for what is not given, and past the last column, for the sums over
+        columns."""
+        tile, place = self.tile, self._place(given, start, number)
+        of_updated = bytes_if(place.is_column & (given.d_updated != 0))
+        for j in cutlass.range_constexpr(self.n):
+            target = stage + (j * tile.array_words + tile.word(place.row, place.vector, j))
+            apart = Int64(j * place.row_bytes)
+            first = (target + tile.streams * tile.array_words).toint()
+            copy_chunk(first, (given.streams + apart) + place.at_streams, bytes_if(place.is_column))
+            first = (target + tile.gradients * tile.array_words).toint()
+            copy_chunk(first, (given.d_updated + apart) + place.at_streams, of_updated)
+        target = stage + tile.word(place.row, place.vector)
+        for array, source in ((tile.y, given.y), (tile.d_x, given.d_x)):
+            first, wanted = (target + array * tile.array_words).toint(), place.is_column & (source != 0)
+            copy_chunk(first, source + place.at_token, bytes_if(wanted))
+
+    @cute.jit
+    def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
+        """Start to copy what the first kernel left for tile `number`."""
+        thread, _, _ = cute.arch.thread_idx()
+        tile = self.tile
+        block, target = given.blocks + Int64(number) * (tile.block_words * 4), stage + tile.arrays * tile.array_words
+        for at in cutlass.range(thread, tile.block_words // WORDS, self.threads):
+            copy_chunk((target + at * WORDS).toint(), offset_by(block, at), Int32(VECTOR_BYTES))
+
+    @cute.jit
+    def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
+        """Return a lane's parts of the weight and of the norm's weight at a slice's columns."""
+        column = cutlass.min(start + self.columns.first_column(), width - WORDS)
+        norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
+        return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
+
+    @cute.jit
+    def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
+        """Store the results of tile `number`, whole rows of a slice."""
+        tile, place = self.tile, self._place(given, start, number)
+        if place.is_token & place.is_column:
+            if results.d_streams != 0:
+                for j in cutlass.range_constexpr(self.n):
+                    source = out + j * tile.array_words + tile.word(place.row, place.vector, j)
+                    address = (results.d_streams + Int64(j * place.row_bytes)) + place.at_streams
+                    run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
+            if results.d_y != 0:
+                source = out + self.n * tile.array_words + tile.word(place.row, place.vector)
+                address = results.d_y + place.at_token
+                run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
 
 
 def trace(spec: MhcSpec) -> Traced:

@@ -20,7 +20,7 @@ from ..device.invariant import Invariant
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import elements, floats, load_params, load_vector, store_vector
 from .balance import Balance
-from .boundary_shapes import MOST_BLOCKS
+from .boundary_shapes import MOST_BLOCKS, STATS
 from .gates import LANES, sigmoid
 from .shapes import outputs
 
@@ -45,7 +45,7 @@ class Finished(NamedTuple):
         x_data, x_scale, x_block: x in MXFP8 and the columns of a block, 32 or 128 (boundary_mxfp8.py).
         norm_weight, norm_code: the norm's weight and its dtype.
         pre, post, comb: the new coefficients, float32.
-        stats: float32 [T, K + 1], p and the root mean square of the streams; 0: not wanted.
+        stats: float32 [T, K + 2], p, the root mean square of the streams, and the factor of u's norm; 0: not wanted.
     """
 
     u: Int64
@@ -128,10 +128,13 @@ class BoundaryFinish(Invariant):
             total += sums[lane, w]
         square = cute.arch.shuffle_sync(total, self.outputs)
         of_u = cute.arch.shuffle_sync(total, self.outputs + 1)
+        r = 1.0 / cute.math.sqrt(of_u / Float32(width) + norm_eps)
         if warp == 0:
             rms = cute.math.sqrt(square / Float32(width * self.n) + rms_eps)
             self._coefficients(gates, finished, token, total, rms, eps, iters)
-        self._norm(finished, token, width, 1.0 / cute.math.sqrt(of_u / Float32(width) + norm_eps))
+            if (finished.stats != 0) & (lane == self.outputs + 1):
+                vector_at(Float32, finished.stats)[Int64(token) * (self.outputs + STATS) + lane] = r
+        self._norm(finished, token, width, r)
 
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
@@ -178,9 +181,9 @@ class BoundaryFinish(Invariant):
             vector_at(Float32, finished.post)[at * n + lane - n] = 2.0 * sigmoid(z)
         if finished.stats != 0:
             if lane < self.outputs:
-                vector_at(Float32, finished.stats)[at * (self.outputs + 1) + lane] = total
+                vector_at(Float32, finished.stats)[at * (self.outputs + STATS) + lane] = total
             elif lane == self.outputs:
-                vector_at(Float32, finished.stats)[at * (self.outputs + 1) + lane] = rms
+                vector_at(Float32, finished.stats)[at * (self.outputs + STATS) + lane] = rms
         element = lane % (n * n)
         m = self.balance.forward(cute.arch.shuffle_sync(z, 2 * n + element), iters, eps)
         if lane < n * n:

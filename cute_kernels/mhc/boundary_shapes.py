@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHS
 from .shapes import ROW_PADDING, TOKEN_TILE, outputs
 
-COUNTS = (2, 4)
-"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. With 8 a thread of the first kernel
+COUNTS = (4,)
+"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. The backward's sums are
+products of two tokens' rows, eight in all. With 8 streams a thread of the first kernel
 spills 984 bytes (sm_90a, DSL 4.8.1), and a warp of the second has too few lanes for a token's 82 sums and for the 64
 elements of comb."""
 BLOCK = 64
@@ -23,10 +24,9 @@ SCALE_COLUMNS, WIDE_COLUMNS = 32, 128
 times."""
 RESERVED_BYTES = 1024  # which each CTA takes besides its own shared memory
 GOOD_USE = 0.5
-BACKWARD_WARPS = 4
-NORM_CTAS_PER_SM = 3
-"""CTAs of the backward on an SM. Each has 6 bytes of shared memory a column, and 256 for each iteration and warp: 63 KB
-at D = 7168 and 20 iterations."""
+STATS = 2
+"""Numbers of a token that forward keeps for backward besides p: the root mean square of the updated streams, and the
+factor of u's norm, 1 / sqrt(mean u^2 + norm_eps)."""
 
 
 class Cut(NamedTuple):
@@ -81,14 +81,6 @@ def cut(arch: str, n: int, width: int, tokens: int, num_sms: int) -> Cut:
         blocks, slices = 1, total
     groups = max(1, min(-(-tiles // WARPS), num_sms // slices))  # registers leave room for one CTA an SM
     return Cut(slices, blocks, most // blocks, groups)
-
-
-def backward_smem(n: int, width: Any, iters: Any) -> Any:
-    """Return a backward CTA's bytes of shared memory: two buffers of sums, the steps of each warp's Sinkhorn matrix,
-    and for each column u in 16 bits and a sum in 32. width (D) and iters are Python integers or the compiler's.
-    """
-    sums = -(-(2 * n + 2) * BACKWARD_WARPS * 2 * 4 // 16) * 16
-    return iters * (BACKWARD_WARPS * 2 * 32 * 4) + width * 6 + sums
 
 
 def mix_place(n: int, slices: Any, tokens: Any) -> Any:

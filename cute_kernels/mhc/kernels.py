@@ -71,9 +71,10 @@ KERNELS: dict[str, Kernel] = {
     "boundary_backward": _of_boundaries(
         "mhc.boundary_backward",
         numbers(
-            "d_x d_comb streams pre scale base norm_weight stats d_mix d_pre d_logits d_norm_weight workspace",
-            "forms tokens width ctas iters",
-            "eps norm_eps",
+            "d_new_streams d_x d_new_pre d_new_post d_new_comb y streams pre post comb weight scale base norm_weight x "
+            "stats d_y d_streams d_pre d_post d_comb d_weight d_norm_weight d_sums workspace",
+            "forms tokens width token_ctas parts iters",
+            "eps",
         ),
     ),
     "pre": _of_streams(""),

@@ -34,16 +34,16 @@ from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, read_matrices
 from .async_copy import AsyncCopy
+from .dp_blocks import BLOCK_WORDS, dp_words
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
-from .split import rest_scale, split
+from .split import add_split, split
 from .tile_sums import TileSums
 from .warp_columns import VECTOR, Place
 
 LANES = 32
 WORDS = 4
 WORD_BYTES = 4
-BLOCK_WORDS = 32  # of 8 x 8 elements
 SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of an SM at most, and what each CTA takes besides its own
 
 
@@ -307,33 +307,10 @@ class TileGradients(Invariant):
             words = [left[k] for k in range(4)]
             for step in cutlass.range_constexpr(self.steps):
                 products = [(words, part[2 * step : 2 * step + 2]) for part in right]
-                self._add(mma, sums[None, step, i], products[0], products[1:])
-
-    def _add(self, mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
-        """Add to `sums` the product of the nearest numbers (`near`: two operands), and the products with one rest
-        (`with_rests`: pairs of operands; empty if nothing is split)."""
-        if with_rests and rest_scale(self.dtype) != 1.0:
-            small = cute.make_rmem_tensor(4, Float32)
-            small.fill(0.0)
-            for operands in with_rests:
-                mma.add(small, *operands)
-            sums.store(sums.load() + small.load() * (1.0 / rest_scale(self.dtype)))
-        else:
-            for operands in with_rests:
-                mma.add(sums, *operands)
-        mma.add(sums, *near)
+                add_split(mma, sums[None, step, i], products[0], products[1:])
 
     def _dp(self, blocks: cute.Pointer, transpose: bool, part: int) -> list:
-        """Return the words of a part's blocks of dp: tokens 0 .. 7, then 8 .. 15 for the first 8 outputs, then for the
-        next 8, and so on."""
-        lane, words = cute.arch.lane_idx(), []
-        blocks = blocks + part * (2 * self.steps * BLOCK_WORDS)
-        for first in range(0, 2 * self.steps, 4):
-            count = min(4, 2 * self.steps - first)
-            block = first + lane // 8 % count
-            made = read_matrices(blocks + (block * BLOCK_WORDS + lane % 8 * WORDS), self.dtype, count, transpose)
-            words += [made[i] for i in range(count)]
-        return words
+        return dp_words(blocks, self.dtype, self.steps, transpose, part)
 
     @cute.jit
     def _spread(
@@ -401,7 +378,7 @@ class TileGradients(Invariant):
                 a = [part[2 * step : 2 * (step + count)] for part in left]
                 b = [part[step : step + count] for part in fixed[j]]
                 with_rests = [(a[i], b[1 - i]) for i in range(self.parts) if self.parts == 2]
-                self._add(mma if count == 2 else half_mma, sums[None, j], (a[0], b[0]), with_rests)
+                add_split(mma if count == 2 else half_mma, sums[None, j], (a[0], b[0]), with_rests)
         made = []
         for half in cutlass.range_constexpr(2):
             narrow = cute.make_rmem_tensor(VECTOR, self.dtype)

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from ..device.warp_mma import as_operands
+from ..device.warp_mma import WarpMma, as_operands
 
 
 class Split(NamedTuple):
@@ -46,3 +46,18 @@ def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
     rest.store((values.load() - narrow.load().to(Float32)) * rest_scale(dtype))
     narrow_rest.store(rest.load().to(dtype))
     return Split(cute.recast_tensor(narrow, Int32), cute.recast_tensor(narrow_rest, Int32))
+
+
+def add_split(mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
+    """Add to `sums` (4 registers) the product of the nearest numbers (`near`: two operands), and the products with one
+    rest (`with_rests`: pairs of operands; empty if nothing is split)."""
+    if with_rests and rest_scale(mma.dtype) != 1.0:
+        small = cute.make_rmem_tensor(4, Float32)
+        small.fill(0.0)
+        for operands in with_rests:
+            mma.add(small, *operands)
+        sums.store(sums.load() + small.load() * (1.0 / rest_scale(mma.dtype)))
+    else:
+        for operands in with_rests:
+            mma.add(sums, *operands)
+    mma.add(sums, *near)

@@ -15,6 +15,8 @@ from glulam import mhc
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+OF_TOKENS = 10
+"""Results and gradients of `both_ways` that have a row for each token: five each."""
 SIZES = [(1, 8), (17, 264), (300, 736), (1000, 2056), (37, 5120), (4099, 7168)]
 
 
@@ -49,11 +51,14 @@ def test_results_and_gradients(tokens: int, width: int, n: int, dtype: torch.dty
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:
+    """Results, and gradients of what a token has; parameters' gradients are sums over tokens."""
     arguments = on_gpu(given((2048,), 7168, dtype=F32, streams=BF16))
-    wanted = mhc.boundary(*arguments)
+    upstream = [torch.randn_like(one) for one in oracle(*arguments)]
+    wanted = both_ways(mhc.boundary, arguments, upstream)[:OF_TOKENS]
     for tokens in (1, 16, 129, 1000):
         some = [one[:tokens].clone() if place < 5 else one for place, one in enumerate(arguments)]
-        for one, other in zip(wanted, mhc.boundary(*some), strict=True):
+        made = both_ways(mhc.boundary, some, [one[:tokens] for one in upstream])[:OF_TOKENS]
+        for one, other in zip(wanted, made, strict=True):
             assert torch.equal(one[:tokens], other)
 
 

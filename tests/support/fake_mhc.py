@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.architectures import ARCHS
+from cute_kernels.mhc import boundary_backward_shapes as backward_shapes
 from cute_kernels.mhc import boundary_shapes, shapes
 from cute_kernels.specs import MhcSpec
 from glulam.mhc import boundary_reference, reference
@@ -143,10 +145,30 @@ def _project_backward(c: _Call) -> None:
     _write(places, [d_x, d_weight, sums])
 
 
-def _gates_and_norm(c: _Call, first: int) -> list[Tensor | None]:
-    """scale, base and norm_weight; first: the place of scale's dtype."""
-    sizes = {"scale": 3, "base": shapes.outputs(c.n), "norm_weight": c.at.width}
-    return [c.get(name, size, dtype=dtype_in(c.at.forms, first + i)) for i, (name, size) in enumerate(sizes.items())]
+def _coefficients(n: int) -> dict[str, tuple[int, ...]]:
+    """A token's coefficients' shapes by name."""
+    return {"pre": (n,), "post": (n,), "comb": (n, n)}
+
+
+def _numbers(at: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(at, name) for name in names}
+
+
+def _boundary_stats(c: _Call) -> Tensor | None:
+    return c.get("stats", c.at.tokens, shapes.outputs(c.n) + boundary_shapes.STATS, dtype=F32)
+
+
+def _of_boundary(c: _Call) -> dict[str, Any]:
+    """The arguments of a boundary by name."""
+    t, n, w, forms = c.at.tokens, c.n, c.at.width, c.at.forms
+    ends = _coefficients(n)
+    sizes = {"weight": (shapes.outputs(n), n * w), "scale": (3,), "base": (shapes.outputs(n),), "norm_weight": (w,)}
+    return {
+        "y": c.get("y", t, w),
+        "streams": c.get("streams", t, n, w),
+        **{name: c.get(name, t, *end, dtype=F32) for name, end in ends.items()},
+        **{name: c.get(name, *size, dtype=dtype_in(forms, i)) for i, (name, size) in enumerate(sizes.items())},
+    }
 
 
 def _boundary(c: _Call) -> None:
@@ -156,34 +178,32 @@ def _boundary(c: _Call) -> None:
     assert at.slices * at.blocks * boundary_shapes.BLOCK >= w > (at.slices - 1) * at.blocks * boundary_shapes.BLOCK
     assert at.groups >= 1
     _fill(at.workspace, 4 * boundary_shapes.workspace(n, at.slices, t, 0 if at.x else w))
-    ends = {"pre": (n,), "post": (n,), "comb": (n, n)}
-    made = boundary_reference.boundary(
-        c.get("y", t, w), c.get("streams", t, n, w), *[c.get(name, t, *end, dtype=F32) for name, end in ends.items()],
-        c.get("weight", shapes.outputs(n), n * w, dtype=dtype_in(at.forms, 0)), *_gates_and_norm(c, 1),
-        at.rms_eps, at.eps, at.norm_eps, at.iters, at.x_block,
-    )  # fmt: skip
+    numbers = _numbers(at, "rms_eps", "eps", "norm_eps", "iters", "x_block")
+    made = boundary_reference.boundary(**_of_boundary(c), **numbers)
     places = [c.get("new_streams", t, n, w), c.get("x", t, w)]
-    places += [c.get(f"new_{name}", t, *end, dtype=F32) for name, end in ends.items()]
-    places += [c.get("stats", t, shapes.outputs(n) + 1, dtype=F32), c.get("x_data", t, w, dtype=torch.uint8)]
+    places += [c.get(f"new_{name}", t, *end, dtype=F32) for name, end in _coefficients(n).items()]
+    places += [_boundary_stats(c), c.get("x_data", t, w, dtype=torch.uint8)]
     places += [c.get("x_scale", t, -(-w // boundary_shapes.SCALE_COLUMNS), dtype=torch.uint8)]
     _write(places, [one if one is None or one.itemsize > 1 else one.view(torch.uint8) for one in made])
 
 
 def _boundary_backward(c: _Call) -> None:
     t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
-    if at.d_norm_weight:
-        _fill(at.workspace, 4 * at.ctas * w)
-    scale, base, norm_weight = _gates_and_norm(c, 0)
-    of_token = [c.get("d_x", t, w), c.get("d_comb", t, n, n, dtype=F32), c.get("streams", t, n, w)]
-    stats = c.get("stats", t, shapes.outputs(n) + 1, dtype=F32)
+    cta = backward_shapes.slice_cta(n, ARCHS[c.arch].smem_bytes - boundary_shapes.RESERVED_BYTES)
+    assert at.token_ctas >= 1 and 1 <= at.parts <= -(-t // shapes.TOKEN_TILE)
+    _fill(at.workspace, backward_shapes.backward_workspace(n, cta, w, t, at.token_ctas, at.parts).end)
+    ends = _coefficients(n)
+    gradients = {"d_new_streams": c.get("d_new_streams", t, n, w), "d_x": c.get("d_x", t, w)}
+    gradients |= {f"d_new_{name}": c.get(f"d_new_{name}", t, *end, dtype=F32) for name, end in ends.items()}
+    given = _of_boundary(c)
     made = boundary_reference.boundary_backward(
-        *of_token, c.get("pre", t, n, dtype=F32), scale, base, norm_weight, stats, at.eps, at.norm_eps, at.iters
-    )  # type: ignore[arg-type]
+        **gradients, **given, x=c.get("x", t, w), stats=_boundary_stats(c), **_numbers(at, "eps", "iters")
+    )
+    names = ("y", "streams", "pre", "post", "comb", "weight", "norm_weight")
     places = [
-        c.get("d_mix", t, w), c.get("d_pre", t, n, dtype=F32), c.get("d_logits", t, n, n, dtype=F32),
-        c.get("d_norm_weight", w, dtype=dtype_in(at.forms, 2)),
-    ]  # fmt: skip
-    _write(places, made)
+        None if (one := given[name]) is None else c.get(f"d_{name}", *one.shape, dtype=one.dtype) for name in names
+    ]
+    _write([*places, c.get("d_sums", shapes.outputs(n) + 3, dtype=F32)], made)
 
 
 KERNELS: dict[str, Callable[[_Call], None]] = {

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from cute_kernels.architectures import ARCHS
 from cute_kernels.mhc import boundary_shapes, shapes
 
 from ..calls.addressed import Gradients, Like, check_like, like
@@ -21,10 +20,10 @@ from ..calls.front import operator
 from ..names import Block
 from . import boundary_mxfp8 as mxfp8
 from . import boundary_reference as reference
+from .boundary_backward import boundary_backward
 from .boundary_mxfp8 import QuantizedBoundaryResults
-from .call import MhcCall, check_eps, check_iters, check_param, check_streams, sms_to_cut_by
-from .mixing import post_mix_backward
-from .project import accumulator, project_backward
+from .call import MhcCall, check_eps, check_iters, check_param, check_streams
+from .project import accumulator
 
 MAX_ITERS = 100
 """Largest `iters`: backward keeps the matrix after each step in shared memory."""
@@ -129,13 +128,6 @@ def boundary(
 
 def _cut(call: Any) -> dict[str, Any]:
     n, width = call.streams.shape[-2:]
-    if call.of_stats:  # a gradient is recorded
-        room, needed = ARCHS[call.gpu.arch].smem_bytes, boundary_shapes.backward_smem(n, width, call.iters)
-        if needed > room:
-            raise ValueError(
-                f"{call.op}: gradients with D = {width} and iters = {call.iters} need {needed} bytes of shared memory, "
-                f"and this GPU has {room}; give fewer iters or a narrower D"
-            )
     cut = boundary_shapes.cut(call.gpu.arch, n, width, max(call.num_rows, 1), call.gpu.sm_count)
     in_workspace = 0 if call.of_x else width
     return {**cut._asdict(), "workspace": boundary_shapes.workspace(n, cut.slices, call.num_rows, in_workspace)}
@@ -158,7 +150,7 @@ class BoundaryCall(MhcCall):
     formed = ("weight", "scale", "base", "norm_weight")
     returns = ("new_streams", "x", "new_pre", "new_post", "new_comb", "stats", "x_data", "x_scale")
     differentiable = True
-    saves = ("y", "streams", "pre", "post", "comb", "weight", "scale", "base", "norm_weight", "new_streams", "stats")
+    saves = ("y", "streams", "pre", "post", "comb", "weight", "scale", "base", "norm_weight", "x", "stats")
     when_recorded = {"of_stats": True}
     on_cpu = staticmethod(reference.boundary)
     definition = MhcCall.definition.extended(of_rows=(_cut,))
@@ -207,7 +199,7 @@ class BoundaryCall(MhcCall):
 
     def likes(self) -> Sequence[Like | None]:
         (n, width), tokens, dtype = self.streams.shape[-2:], self.lead_sizes, accumulator(self.streams)
-        ends = ((n,), (n,), (n, n), (shapes.outputs(n) + 1,))
+        ends = ((n,), (n,), (n, n), (shapes.outputs(n) + boundary_shapes.STATS,))
         of_tokens: list[Like] = [((*tokens, *end), dtype) for end in ends]
         x: Like = ((*tokens, width), self.streams.dtype)
         return [like(self.streams), x, *of_tokens, *mxfp8.likes(tokens, width)]
@@ -222,60 +214,17 @@ class BoundaryCall(MhcCall):
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        y, streams, pre, post, comb, weight, scale, base, norm_weight, updated, stats = saved
-        d_updated, d_x, d_pre, d_post, d_comb = gradients
-        _, eps, norm_eps, iters, *_ = options
-        updated = streams if updated is None else updated
-        d_mix = d_old_pre = d_logits = d_norm = None
-        if d_x is not None or d_comb is not None:
-            d_mix, d_old_pre, d_logits, d_norm = boundary_backward(
-                d_x, d_comb, updated, pre, scale, base, norm_weight, stats, eps, norm_eps, iters,
-                d_x is not None, d_x is not None and needed[2], d_comb is not None, d_x is not None and needed[8],
-            )  # fmt: skip
-        if d_mix is None and d_updated is not None:
-            d_mix = d_updated.new_zeros(*d_updated.shape[:-2], d_updated.shape[-1])
-        d_streams, d_weight, sums = project_backward(
-            d_pre, d_post, d_logits, updated, weight, scale[:1], scale[1:2], scale[2:], base, stats, d_mix,
-            None if d_mix is None else pre, d_updated, 0.0, any(needed[place] for place in (0, 1, 3, 4)), needed[5],
-        )  # fmt: skip
-        made: list[Any] = [None, d_streams, d_old_pre, None, None, d_weight]
-        if y is not None and d_streams is not None:
-            of_update = (needed[1], needed[4], needed[3], needed[0], False)
-            d_streams, d_comb, d_post, d_y, _ = post_mix_backward(
-                d_streams, streams, comb, post, y, None, True, *of_update
-            )
-            made = [d_y, d_streams, d_old_pre, d_post, d_comb, d_weight]
+        y, scale, base = saved[0], saved[6], saved[7]
+        _, eps, _, iters, *_ = options
+        is_updated, is_mixed = y is not None, gradients[1] is not None
+        of_coefficients = (is_mixed and needed[2], is_updated and needed[3], is_updated and needed[4])
+        *made, d_norm_weight, sums = boundary_backward(
+            *gradients, *saved, eps, iters, is_updated and needed[0], needed[1], *of_coefficients, needed[5],
+            is_mixed and needed[8],
+        )  # type: ignore[call-arg]  # fmt: skip
         count = base.numel()
         d_scale = sums[count:].to(scale.dtype) if needed[6] else None
-        return [*made, d_scale, sums[:count].to(base.dtype) if needed[7] else None, d_norm]
-
-
-def _partial_sums(call: Any) -> dict[str, int]:
-    ctas = min(call.num_rows, boundary_shapes.NORM_CTAS_PER_SM * sms_to_cut_by(call))
-    return {"ctas": ctas, "workspace": ctas * call.streams.shape[-1] if call.of_norm_weight else 0}
-
-
-class BoundaryBackwardCall(MhcCall):
-    """A call of boundary_backward: the gradients of boundary's norm, mix and Sinkhorn steps.
-
-    The gradients of the projection and of the update are those of `project_backward` and `post_mix_backward`.
-    """
-
-    op, kernel = "boundary", "boundary_backward"
-    leads = "streams"
-    shared = frozenset(("scale", "base", "norm_weight"))
-    unaligned = frozenset(("scale",))
-    formed = ("scale", "base", "norm_weight")
-    returns = ("d_mix", "d_pre", "d_logits", "d_norm_weight")
-    on_cpu = staticmethod(reference.boundary_backward)
-    definition = MhcCall.definition.extended(
-        of_rows=(_partial_sums,), cuts="tokens, for norm_weight's gradient, into parts, by the number of SMs"
-    )
-
-    def likes(self) -> Sequence[Like | None]:
-        (n, width), dtype = self.streams.shape[-2:], self.streams.dtype
-        logits = ((*self.lead_sizes, n, n), accumulator(self.streams))
-        return [((*self.lead_sizes, width), dtype), like(self.pre), logits, like(self.norm_weight)]
+        return [*made, d_scale, sums[:count].to(base.dtype) if needed[7] else None, d_norm_weight]
 
 
 @operator(BoundaryCall)
@@ -290,19 +239,4 @@ def boundary_streams(
     Args:
         of_stats, of_x, x_block: see `BoundaryCall`.
         Others: see `boundary`.
-    """
-
-
-@operator(BoundaryBackwardCall)
-def boundary_backward(
-    d_x: Tensor | None, d_comb: Tensor | None, streams: Tensor, pre: Tensor, scale: Tensor, base: Tensor,
-    norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int, of_mix: bool, of_pre: bool,
-    of_logits: bool, of_norm_weight: bool,
-) -> Any:  # fmt: skip
-    """Return (d_mix, d_pre, d_logits, d_norm_weight); None for each gradient whose flag `of_...` is False.
-
-    Args:
-        d_x: the gradient of x. d_comb: the gradient of the new comb. None: there is none.
-        streams: the updated streams.
-        stats: the last result of `boundary_streams`.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reference import wide
 from .boundary_mxfp8 import quantised
-from .reference import segments
+from .reference import post_mix_backward, project_backward, segments
 
 
 def balanced(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]:
@@ -48,12 +48,18 @@ def gate_arguments(stats: Tensor, scale: Tensor, base: Tensor, n: int) -> Tensor
     """Return z [..., K] = p / rms * scale + base, for the K = n n + 2n coefficients.
 
     Args:
-        stats: [..., K + 1], the projections p, then rms.
+        stats: [..., K + 2], see `boundary`.
         scale: [3], a factor each for pre, post and comb.
         base: [K].
     """
     by_row = torch.cat([wide(scale)[place].expand(rows.stop - rows.start) for place, rows in enumerate(segments(n))])
-    return stats[..., :-1] / stats[..., -1:] * by_row.to(stats.dtype) + wide(base).to(stats.dtype)
+    return stats[..., :-2] / stats[..., -2:-1] * by_row.to(stats.dtype) + wide(base).to(stats.dtype)
+
+
+def _updated(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Return the streams [..., n, D] after their update with y [..., D], in their dtype."""
+    mixed = comb.transpose(-1, -2) @ wide(streams)
+    return (mixed + post.unsqueeze(-1) * wide(y).unsqueeze(-2)).to(streams.dtype)
 
 
 def mix(streams: Tensor, pre: Tensor) -> Tensor:
@@ -70,19 +76,19 @@ def boundary(
 
     x_block: the columns of x that share a scale; 0: x is not quantised, and the last two results are None.
 
-    stats [..., K + 1] holds p = streams'_flat weight^T and sqrt(mean square + rms_eps), for K = n n + 2n coefficients.
-    The updated streams are None if y is None.
+    stats [..., K + 2] holds p = streams'_flat weight^T, sqrt(mean square + rms_eps) and the factor r of u's norm, for
+    K = n n + 2n coefficients. The updated streams are None if y is None.
     """
     n, dtype, updated = streams.shape[-2], streams.dtype, None
     if y is not None and post is not None and comb is not None:
-        mixed = comb.transpose(-1, -2) @ wide(streams)
-        updated = streams = (mixed + post.unsqueeze(-1) * wide(y).unsqueeze(-2)).to(dtype)
+        updated = streams = _updated(y, streams, post, comb)
     u = wide(mix(streams, pre))
-    x = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps) * wide(norm_weight).to(u.dtype)
+    r = torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
+    x = u * r * wide(norm_weight).to(u.dtype)
     flat = wide(streams).flatten(-2)
     p = flat @ wide(weight).to(flat.dtype).t()
     rms = (torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1] + rms_eps).sqrt()
-    stats = torch.cat([p, rms], -1)
+    stats = torch.cat([p, rms, r], -1)
     z = gate_arguments(stats, scale, base, n)
     of_pre, of_post, of_comb = (z[..., rows] for rows in segments(n))
     new_comb = balanced(of_comb.unflatten(-1, (n, n)), iters, eps)[1][-1].to(z.dtype)
@@ -92,27 +98,42 @@ def boundary(
 
 
 def boundary_backward(
-    d_x: Tensor | None, d_comb: Tensor | None, streams: Tensor, pre: Tensor, scale: Tensor, base: Tensor,
-    norm_weight: Tensor, stats: Tensor, eps: float, norm_eps: float, iters: int,
+    d_new_streams: Tensor | None, d_x: Tensor | None, d_new_pre: Tensor | None, d_new_post: Tensor | None,
+    d_new_comb: Tensor | None, y: Tensor | None, streams: Tensor, pre: Tensor, post: Tensor | None,
+    comb: Tensor | None, weight: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor, x: Tensor, stats: Tensor,
+    eps: float, iters: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return (d_mix, d_pre, d_logits, d_norm): back through the norm, the mix and Sinkhorn's steps.
+    """Return the gradients of y, streams, pre, post, comb, weight and norm_weight (None of what is not there), then a
+    vector with those of base, then of scale.
+
+    x = u r norm_weight, so the sum over D of (d_x norm_weight) u, which the norm's gradient has, is that of d_x x / r.
 
     Args:
-        d_x: the gradient of x. None: d_mix, d_pre and d_norm are None.
-        d_comb: the gradient of the new comb. None: d_logits is None.
-        streams: the streams after the update.
+        d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: gradients of boundary's results. None: there is none.
+        x, stats: results of `boundary`.
+        Others: see `boundary`.
     """
-    n = streams.shape[-2]
-    d_mix = d_pre = d_logits = d_norm = None
-    if d_comb is not None:
+    n, dtype = streams.shape[-2], streams.dtype
+    updated = streams if y is None or post is None or comb is None else _updated(y, streams, post, comb)
+    d_logits = None
+    if d_new_comb is not None:
         logits = gate_arguments(stats, scale, base, n)[..., segments(n)[2]].unflatten(-1, (n, n))
-        d_logits = balanced_backward(d_comb, logits, iters, eps)
+        d_logits = balanced_backward(d_new_comb, logits, iters, eps)
+    d_updated, d_weight, sums = project_backward(
+        d_new_pre, d_new_post, d_logits, wide(updated), weight, (scale[:1], scale[1:2], scale[2:]), base,
+        stats[..., :-1], 0.0,
+    )  # fmt: skip
+    d_pre = d_norm = None
+    if d_new_streams is not None:
+        d_updated = d_updated + wide(d_new_streams)
     if d_x is not None:
-        u = wide(mix(streams, pre))
-        r = torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
-        g = wide(d_x) * wide(norm_weight).to(u.dtype)
-        d_mix = r * g - u * (r.pow(3) * (g * u).sum(-1, keepdim=True) / u.shape[-1])
-        d_pre = (d_mix.unsqueeze(-2) * wide(streams)).sum(-1)
-        d_norm = (wide(d_x) * u * r).reshape(-1, u.shape[-1]).sum(0).to(norm_weight.dtype)
-        d_mix = d_mix.to(streams.dtype)
-    return d_mix, d_pre, d_logits, d_norm
+        d, r, u = wide(d_x), stats[..., -1:], wide(mix(updated, pre))
+        mean = (d * wide(x)).mean(-1, keepdim=True)
+        d_mix = r * (d * wide(norm_weight).to(d.dtype) - u * r * mean)
+        d_updated = d_updated + pre.unsqueeze(-1) * d_mix.unsqueeze(-2)
+        d_pre = (d_mix.unsqueeze(-2) * wide(updated)).sum(-1)
+        d_norm = (d * u * r).reshape(-1, u.shape[-1]).sum(0).to(norm_weight.dtype)
+    if y is None or post is None or comb is None:
+        return None, d_updated.to(dtype), d_pre, None, None, d_weight, d_norm, sums
+    d_streams, d_comb, d_post, d_y, _ = post_mix_backward(d_updated, wide(streams), comb, post, wide(y), None, True)
+    return d_y.to(dtype), d_streams.to(dtype), d_pre, d_post, d_comb, d_weight, d_norm, sums

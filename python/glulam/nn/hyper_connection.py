@@ -39,7 +39,7 @@ class HyperConnection(nn.Module):
     kernels that compute the three gradients of x also add them.
 
     Args:
-        num_streams, width: n and C. On a GPU n is 2, 4 or 8 ("v4.1": 2 or 4), and C a multiple of 8.
+        num_streams, width: n and C. On a GPU n is 2, 4 or 8 ("v4.1": 4), and C a multiple of 8.
         sublayer: a module or function, called with [..., C] and with forward's further arguments. It returns y [..., C]
             or (y, bias [C]); post_mix adds the bias. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: see `mhc.sinkhorn` and `mhc.project`.

@@ -1,0 +1,151 @@
+"""The last kernel of the boundary's backward (boundary_backward.py): adds what the CTAs before left, in a fixed order.
+
+Its CTAs are, in this order: one for the gradients of base and scale; those of the weight's gradient, one for each
+fragment of a slice; those of the norm's weight, one for each slice; and those of the coefficients, a thread for each of
+a token's K numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.target import early, wait_for_earlier
+from ..device.vectors import run_at, store_param
+from .boundary_backward_shapes import WARP_COLUMNS, SliceCta, slices_of
+from .boundary_sums import FRAGMENT, fragment
+from .gates_backward import GateRows, GateSums
+from .shapes import outputs
+
+LANES = 32
+READS = 8
+
+
+class Finished(NamedTuple):
+    """Addresses of results; 0: not wanted. pre, post, comb: float32. weight, norm: parameters' gradients, and their
+    dtypes."""
+
+    pre: Int64
+    post: Int64
+    comb: Int64
+    weight: Int64
+    norm: Int64
+    weight_code: Int32
+    norm_code: Int32
+
+
+class Cut(NamedTuple):
+    """Numbers of slices of the columns and of parts of the tokens."""
+
+    slices: Int32
+    parts: Int32
+
+
+class BoundaryBackwardFinish(Invariant):
+    """Kernel: see the top of this file."""
+
+    def __init__(self, name: str, n: int, cta: SliceCta):
+        self.name = name
+        self.n = n
+        self.cta = cta
+        self.outputs = outputs(n)
+        self.threads = cta.warps * LANES
+        self.fragments = self.outputs // 8 * n
+        self.gates = GateSums(n, cta.warps)
+
+    @cute.jit
+    def launch(
+        self, sums: tuple, rows: GateRows, finished: Finished, tokens: Int32, width: Int32, parts: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch the kernel. sums: the addresses dots, weights and norms of `BackwardWorkspace`."""
+        cut = Cut(slices_of(self.cta, width), parts)
+        of_tokens = Int32(cute.ceil_div(Int64(tokens) * self.outputs, self.threads))
+        of_slices = cut.slices * (self.fragments + 1)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(sums, rows, finished, cut, tokens, width).launch(
+            grid=(of_tokens + of_slices + 1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.gates.smem_bytes,
+            stream=stream,
+            use_pdl=early(True),
+        )
+
+    @cute.kernel
+    def kernel(
+        self, sums: tuple, rows: GateRows, finished: Finished, cut: Cut, tokens: Int32, width: Int32
+    ):  # fmt: skip
+        block, _, _ = cute.arch.block_idx()
+        dots, weights, norms = sums
+        of_weight = block - 1
+        of_norm = of_weight - cut.slices * self.fragments
+        of_tokens = of_norm - cut.slices
+        wait_for_earlier()
+        if block == 0:
+            self.gates.add(rows)
+        elif of_norm < 0:
+            if finished.weight != 0:
+                self._weight(weights, finished, cut, of_weight // self.fragments, of_weight % self.fragments, width)
+        elif of_tokens < 0:
+            if finished.norm != 0:
+                self._norm(norms, finished, cut, of_norm, width)
+        else:
+            self._token(dots, finished, cut, of_tokens, tokens)
+
+    @cute.jit
+    def _weight(
+        self, weights: Int64, finished: Finished, cut: Cut, slice_: Int32, index: Int32, width: Int32
+    ):  # fmt: skip
+        """Add and store fragment number `index` (outputs 8 (index % (K / 8)) .., stream index / (K / 8)) of a slice."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, steps = thread % LANES, self.outputs // 8
+        total = cute.make_rmem_tensor(FRAGMENT, Float32)
+        total.fill(0.0)
+        for part in cutlass.range(cut.parts, unroll=4):
+            number = (part * cut.slices + slice_) * self.fragments + index
+            total.store(total.load() + fragment(weights, self.cta.warps, number).load())
+        for k in cutlass.range_constexpr(FRAGMENT):
+            column = slice_ * self.cta.columns + thread // LANES * WARP_COLUMNS + k // 2 * 8 + lane // 4
+            output = index % steps * 8 + lane % 4 * 2 + k % 2
+            if column < width:
+                at = Int64(output) * (width * self.n) + (index // steps * width + column)
+                store_param(finished.weight, finished.weight_code, at, total[k])
+
+    @cute.jit
+    def _norm(self, norms: Int64, finished: Finished, cut: Cut, slice_: Int32, width: Int32):
+        """Add and store a slice's columns of the gradient of the norm's weight."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = slice_ * self.cta.columns + thread
+        if (thread < self.cta.columns) & (column < width):
+            total = Float32(0.0)
+            for part in cutlass.range(cut.parts, unroll=4):
+                total += vector_at(Float32, norms)[Int64(part * cut.slices + slice_) * self.cta.columns + thread]
+            store_param(finished.norm, finished.norm_code, Int64(column), total)
+
+    @cute.jit
+    def _token(self, dots: Int64, finished: Finished, cut: Cut, block: Int32, tokens: Int32):
+        """Add and store one of a token's K numbers, over the slices."""
+        thread, _, _ = cute.arch.thread_idx()
+        n, place = self.n, Int64(block) * self.threads + thread
+        count = Int64(tokens) * self.outputs
+        if place < count:
+            total = Float32(0.0)
+            for index in cutlass.range(cut.slices, unroll=READS):
+                total += run_at(Float32, dots, Int64(index) * count + place, 1)[0]
+            token = place // self.outputs
+            k = Int32(place - token * self.outputs)
+            if k < n * n:
+                if finished.comb != 0:
+                    vector_at(Float32, finished.comb)[token * (n * n) + k] = total
+            elif k < n * n + n:
+                if finished.post != 0:
+                    vector_at(Float32, finished.post)[token * n + k - n * n] = total
+            else:
+                if finished.pre != 0:
+                    vector_at(Float32, finished.pre)[token * n + k - (n * n + n)] = total

@@ -1,0 +1,138 @@
+"""Sizes of the boundary's backward, on which the host (workspaces, launch arguments) and the kernels must agree. Plain
+Python: imports no compiler.
+
+T tokens; n streams of D columns; K = n^2 + 2n coefficients a token. Numbers are Python integers or the compiler's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .shapes import TOKEN_TILE, outputs
+
+WARP_COLUMNS = 16
+"""Columns (of each stream) of a warp: the sums for the weight's gradient, K numbers for each column of n streams, take
+48 registers a lane, and the weight's operands as many."""
+ITEMSIZE = 2
+TOKEN_WARPS = 2
+TOKENS_OF_A_WARP = 2
+TOKEN_CTAS_PER_SM = 6
+MOST_PARTS = 16
+CTA_TILES = 2
+"""What a CTA takes besides its tiles, in tiles: to load the weight, to fill its ring, and to store sums."""
+MOST_TILES = 512
+"""The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
+values, and more over more tokens."""
+CHOICES = ((8, 3), (4, 2))
+"""Warps of a CTA and stages of its ring, the best first; the first that fits into shared memory is taken."""
+WARPS_PER_SM = 8
+
+
+class SliceCta(NamedTuple):
+    """Sizes of a CTA of the main kernel, which has a slice of the columns: WARP_COLUMNS of every stream for each of its
+    `warps` warps. stages: number of token tiles that its ring holds."""
+
+    warps: int
+    stages: int
+
+    @property
+    def columns(self) -> int:
+        return self.warps * WARP_COLUMNS
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of a tile's columns of one array [T, D] in shared memory."""
+        return TOKEN_TILE * self.columns * ITEMSIZE
+
+
+def coefficient_floats(n: int) -> int:
+    """Return the float32 numbers of a token's record: comb, post, pre, r, factor, f and a padding to whole vectors."""
+    return outputs(n) + 4
+
+
+def dp_bytes(n: int) -> int:
+    """Return the bytes of one part of a tile's dp, in 16-bit numbers."""
+    return TOKEN_TILE * outputs(n) * ITEMSIZE
+
+
+def block_bytes(n: int) -> int:
+    """Return the bytes that the first kernel leaves for each token tile: dp in two parts, in blocks of 8 tokens x 8
+    outputs (`dp_blocks.py`), then a record of float32 numbers for each token (`coefficient_floats`)."""
+    return 2 * dp_bytes(n) + TOKEN_TILE * coefficient_floats(n) * 4
+
+
+def smem_bytes(n: int, cta: SliceCta) -> int:
+    """Return a CTA's bytes of shared memory: the ring's stages (n streams, n gradients, y and d_x, then the block),
+    the updated streams, and the results on their way to memory (n streams and y)."""
+    return cta.stages * (2 * (n + 1) * cta.array_bytes + block_bytes(n)) + (2 * n + 1) * cta.array_bytes
+
+
+def slice_cta(n: int, room: int) -> SliceCta:
+    """Return the sizes of a CTA for `room` bytes of shared memory."""
+    choices = [SliceCta(*choice) for choice in CHOICES]
+    return next(cta for cta in choices if smem_bytes(n, cta) <= room)
+
+
+class BackwardCut(NamedTuple):
+    """How tokens are divided over CTAs.
+
+    Attributes:
+        token_ctas: CTAs of the first kernel, which share the tokens.
+        parts: parts of the tokens. The main kernel has a CTA for each part and slice of the columns, which leaves sums
+            over the part for parameters' gradients.
+    """
+
+    token_ctas: int
+    parts: int
+
+
+def slices_of(cta: SliceCta, width: Any) -> Any:
+    """Return the number of slices of D columns. width: D."""
+    return (width + cta.columns - 1) // cta.columns
+
+
+def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
+    """Return the cut that takes the least time: waves of CTAs, times a part's tiles and what a CTA takes besides.
+
+    All slices of a part run at about the same time, so that neighbouring columns reach memory together.
+    """
+    slices, tiles, slots = slices_of(cta, width), -(-tokens // TOKEN_TILE), num_sms * WARPS_PER_SM // cta.warps
+    least = max(1, -(-tiles // MOST_TILES))
+    times = {
+        parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
+        for parts in range(least, max(least, min(MOST_PARTS, tiles)) + 1)
+    }
+    of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
+    return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), min(times, key=lambda parts: times[parts]))
+
+
+class BackwardWorkspace(NamedTuple):
+    """Offsets in bytes of the arrays in the backward's workspace.
+
+    Attributes:
+        blocks: for each token tile `block_bytes` bytes.
+        rows: float32 [token_ctas, 2 K], sums over tokens for the gradients of base and scale.
+        dots: float32 [slices, T, K], each slice's part of the gradients of comb, post and pre.
+        weights: [parts, slices], each CTA's sums for the weight's gradient, as registers hold them.
+        norms: float32 [parts, slices, columns of a slice], each CTA's sums for norm_weight's gradient.
+        end: the size of the workspace.
+    """
+
+    blocks: Any
+    rows: Any
+    dots: Any
+    weights: Any
+    norms: Any
+    end: Any
+
+
+def backward_workspace(
+    n: int, cta: SliceCta, width: Any, tokens: Any, token_ctas: Any, parts: Any
+) -> BackwardWorkspace:  # fmt: skip
+    """Return the workspace. Every array begins at a multiple of 16 bytes."""
+    slices = slices_of(cta, width)
+    rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * block_bytes(n)
+    dots = rows + token_ctas * (2 * outputs(n) * 4)
+    weights = dots + slices * tokens * (outputs(n) * 4)
+    norms = weights + parts * slices * (cta.columns * n * outputs(n) * 4)
+    return BackwardWorkspace(tokens * 0, rows, dots, weights, norms, norms + parts * slices * (cta.columns * 4))

@@ -1,0 +1,168 @@
+"""What the boundary's backward computes column by column: the first step of a tile, see boundary_backward.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.invariant import Invariant
+from ..device.vectors import load_params
+from ..device.warp_mma import WarpMma
+from .boundary_backward_shapes import WARP_COLUMNS
+from .boundary_tile import APART, COLUMNS, WORDS, BoundaryTile
+from .dp_blocks import dp_words
+from .shapes import outputs
+from .split import add_split, split
+
+PARTS = 2
+
+
+class ColumnWeights(NamedTuple):
+    """A lane's parameters of a slice.
+
+    Attributes:
+        operands: the weight (`BoundaryColumns.operands`).
+        norm: the norm's weight at the lane's columns.
+    """
+
+    operands: list
+    norm: cute.Tensor
+
+
+class BoundaryColumns(Invariant):
+    """Device code for one warp: WARP_COLUMNS columns of a tile's 16 tokens.
+
+    With g = lane / 4 and t = lane % 4, a lane has columns 4t .. 4t + 3 of tokens g and g + 8. In the MMA of pair j (0
+    or 1), column q is the warp's column 4 (q / 2) + 2j + q % 2, so that a lane gets its own columns 2j and 2j + 1.
+    """
+
+    def __init__(self, tile: BoundaryTile):
+        self.tile = tile
+        self.dtype = tile.dtype
+        self.n = tile.n
+        self.steps = outputs(tile.n) // 8
+
+    def first_column(self) -> Int32:
+        """Return the first of a lane's columns, counted from its slice's first."""
+        return self.tile.warp() * WARP_COLUMNS + cute.arch.lane_idx() % 4 * COLUMNS
+
+    def operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
+        """Return the weight at a warp's columns as MMA operands: a nested list of words by stream, pair of columns,
+        part, and step of 8 outputs. start: the slice's first column."""
+        lane = cute.arch.lane_idx()
+        first = start + self.tile.warp() * WARP_COLUMNS + lane // 8 * COLUMNS
+        column = cutlass.min(first, width - COLUMNS)
+        made: list = [[[[] for _ in range(PARTS)] for _ in range(2)] for _ in range(self.n)]
+        for i in range(self.n):
+            for step in range(self.steps):
+                rows = [Int64(8 * step + lane % 4 * 2 + one) * (width * self.n) for one in range(2)]
+                values = [load_params(weight, code, row + i * width + column, COLUMNS) for row in rows]
+                for j in range(2):
+                    pair = split(self._chosen(values[0], values[1], j), self.dtype)
+                    for part in range(PARTS):
+                        made[i][j][part].append(pair[part][0])
+        return made
+
+    @cute.jit
+    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
+        """Return element 2 j + g % 2 of two rows of the weight."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = low[2 * j], high[2 * j]
+        if cute.arch.lane_idx() // 4 % 2 == 1:
+            pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
+        return pair
+
+    @cute.jit
+    def compute(
+        self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights, of_norm: cute.Tensor
+    ):  # fmt: skip
+        """Compute a tile's columns: streams' to `made`, d_streams and d_y to `out`; d' and d_mix take the places of the
+        gradients they are made of. of_norm: the lane's sums for the gradient of the norm's weight."""
+        products = self._products(stage, weights.operands)
+        for half in cutlass.range_constexpr(2):
+            self._half(stage, made, out, weights, of_norm, products, half)
+
+    def _products(self, stage: cute.Pointer, operands: list) -> list:
+        """Return dp weight: for each stream and pair of columns the 4 registers of an MMA."""
+        tile = self.tile
+        blocks = stage + tile.arrays * tile.array_words
+        left = [dp_words(blocks, self.dtype, self.steps, False, part) for part in range(PARTS)]
+        mma, half_mma = WarpMma(self.dtype), WarpMma(self.dtype, half=True)
+        made: list = []
+        for of_stream in operands:
+            made.append([])
+            for right in of_stream:
+                sums = cute.make_rmem_tensor(4, Float32)
+                sums.fill(0.0)
+                for step in range(0, self.steps, 2):
+                    count = min(2, self.steps - step)
+                    a = [part[2 * step : 2 * (step + count)] for part in left]
+                    b = [part[step : step + count] for part in right]
+                    add_split(mma if count == 2 else half_mma, sums, (a[0], b[0]), [(a[0], b[1]), (a[1], b[0])])
+                made[-1].append(sums)
+        return made
+
+    @cute.jit
+    def _half(
+        self, stage: cute.Pointer, made: cute.Pointer, out: cute.Pointer, weights: ColumnWeights,
+        of_norm: cute.Tensor, products: list, half: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """Compute a lane's columns of one of its two tokens."""
+        n, tile = self.n, self.tile
+        row = cute.arch.lane_idx() // 4 + 8 * half
+        *comb, post, pre, (r, factor, f, _) = tile.record(stage, row)
+        mine = tile.mine() + half * tile.half_words
+        places = [mine ^ (APART[j] * WORDS) for j in range(n)]
+        updated = self._updated(stage, made, places, comb, post, tile.numbers(self._array(stage, tile.y), mine))
+        u, d_mix = (cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(2))
+        u.fill(0.0)
+        for j in cutlass.range_constexpr(n):
+            u.store(u.load() + updated[j].load() * pre[j])
+        rounded = tile.widened(tile.rounded(u)).load()
+        d_x = tile.numbers(self._array(stage, tile.d_x), mine).load()
+        d_mix.store(d_x * weights.norm.load() * r - rounded * factor)
+        of_norm.store(of_norm.load() + d_x * rounded * r)
+        tile.keep(self._array(stage, tile.d_x), mine, tile.rounded(d_mix))
+        totals = []
+        for j in cutlass.range_constexpr(n):
+            place, total = self._array(stage, tile.gradients + j), cute.make_rmem_tensor(COLUMNS, Float32)
+            for column in cutlass.range_constexpr(COLUMNS):
+                total[column] = products[j][column // 2][2 * half + column % 2]
+            given = tile.numbers(place, places[j]).load()
+            total.store(total.load() + given + d_mix.load() * pre[j] + updated[j].load() * f)
+            tile.keep(place, places[j], tile.rounded(total))
+            totals.append(total.load())
+        for i in cutlass.range_constexpr(n):
+            self._keep_sum(out + i * tile.array_words, places[i], totals, [comb[j][i] for j in range(n)])
+        self._keep_sum(out + n * tile.array_words, mine, totals, post)
+
+    def _array(self, stage: cute.Pointer, number: int) -> cute.Pointer:
+        return stage + number * self.tile.array_words
+
+    def _updated(
+        self, stage: cute.Pointer, made: cute.Pointer, places: list, comb: list, post: list, y: cute.Tensor
+    ) -> list:  # fmt: skip
+        """Return the updated streams, computed and rounded as forward does (`Boundary._update`), and leave them in
+        `made`."""
+        tile, found = self.tile, []
+        streams = [tile.numbers(self._array(stage, tile.streams + i), places[i]).load() for i in range(self.n)]
+        for j in range(self.n):
+            mixed = cute.make_rmem_tensor(COLUMNS, Float32)
+            mixed.store(y.load() * post[j])
+            for i in range(self.n):
+                mixed.store(mixed.load() + streams[i] * comb[j][i])
+            words = tile.rounded(mixed)
+            tile.keep(self._array(made, j), places[j], words)
+            found.append(tile.widened(words))
+        return found
+
+    def _keep_sum(self, array: cute.Pointer, offset: Int32, totals: list, factors: list[Any]) -> None:
+        """Leave the sum of the totals times factors, a result."""
+        values = cute.make_rmem_tensor(COLUMNS, Float32)
+        values.store(totals[0] * factors[0])
+        for total, factor in zip(totals[1:], factors[1:], strict=True):
+            values.store(values.load() + total * factor)
+        self.tile.keep(array, offset, self.tile.rounded(values))

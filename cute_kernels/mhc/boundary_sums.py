@@ -1,0 +1,156 @@
+"""Sums of the boundary's backward: the second step of a tile, see boundary_backward.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.vectors import run_at
+from ..device.warp_mma import WarpMma, read_matrices
+from .boundary_backward_shapes import WARP_COLUMNS
+from .boundary_tile import APART, COLUMNS, LANES, WORDS, BoundaryTile
+from .dp_blocks import dp_words
+from .shapes import TOKEN_TILE, outputs
+from .split import add_split
+
+FRAGMENT = 4  # registers of an MMA's result
+PAIR = 2  # tokens whose sums over columns are made by one MMA
+
+
+class Leaves(NamedTuple):
+    """Addresses of the arrays of `boundary_backward_shapes.BackwardWorkspace` that take sums."""
+
+    dots: Int64
+    weights: Int64
+    norms: Int64
+
+
+class BoundarySums(Invariant):
+    """Device code for the warps of a CTA.
+
+    The weight's gradient is made transposed: for each stream, 16 columns times 8 outputs, summed over tokens in
+    registers. Sums over columns are products of rows: of two tokens' streams (8 rows) and y (the MMA's other 8 rows, in
+    fours alike) with the same tokens' d' (8 rows), and of their streams' with their d_mix. Of each result a part is of
+    one token with itself; the rest is not used.
+    """
+
+    def __init__(self, tile: BoundaryTile):
+        self.tile = tile
+        self.dtype = tile.dtype
+        self.n = tile.n
+        self.outputs = outputs(tile.n)
+        self.steps = self.outputs // 8
+
+    def zeros(self) -> cute.Tensor:
+        """Return registers for a part's sums of the weight's gradient: [FRAGMENT, K / 8, n]."""
+        sums = cute.make_rmem_tensor((FRAGMENT, self.steps, self.n), Float32)
+        sums.fill(0.0)
+        return sums
+
+    @cute.jit
+    def add(self, stage: cute.Pointer, made: cute.Pointer, sums: cute.Tensor):
+        """Add dp^T streams' over a tile's tokens, at the warp's columns."""
+        tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
+        blocks = stage + tile.arrays * tile.array_words
+        right = [dp_words(blocks, self.dtype, self.steps, True, part) for part in range(2)]
+        mine = tile.word(lane % 8 + lane // 16 * 8, tile.warp() * 2 + lane // 8 % 2)
+        for j in cutlass.range_constexpr(self.n):
+            row = made + j * tile.array_words + (mine ^ (APART[j] * WORDS))
+            left = read_matrices(row, self.dtype, 4, True)
+            words = [left[k] for k in range(4)]
+            for step in cutlass.range_constexpr(self.steps):
+                pairs = [(words, part[2 * step : 2 * step + 2]) for part in right]
+                add_split(mma, sums[None, step, j], pairs[0], pairs[1:])
+
+    @cute.jit
+    def leave_dots(
+        self, stage: cute.Pointer, made: cute.Pointer, leaves: Leaves, index: Int32, number: Int32, tokens: Int32
+    ):  # fmt: skip
+        """Store the sums over a slice's columns for each token of tile `number`. index: the slice's number."""
+        for turn in cutlass.range_constexpr(TOKEN_TILE // (PAIR * self.tile.warps)):
+            row = (self.tile.warp() + turn * self.tile.warps) * PAIR
+            of_update, of_mix = self._dots(stage, made, row)
+            first = number * TOKEN_TILE + row
+            self._store(leaves.dots, index, first, tokens, of_update, of_mix)
+
+    @cute.jit
+    def _dots(self, stage: cute.Pointer, made: cute.Pointer, first: Int32) -> tuple:
+        """Return the products of the rows of tokens `first` and `first` + 1 of a tile, as MMAs leave them: streams and
+        y times d', and streams' times d_mix."""
+        tile, lane, mma = self.tile, cute.arch.lane_idx(), WarpMma(self.dtype)
+        row, matrix = lane % 8, lane // 8
+        token, stream = first + row // self.n, row % self.n
+        by_stream = stream * tile.array_words + tile.word(token, Int32(0), stream)
+        of_y = tile.word(token, Int32(0)) + tile.y * tile.array_words
+        of_mixes = tile.word(first + row % PAIR, Int32(0)) + tile.d_x * tile.array_words
+        updated = by_stream + Int32(made.toint() - stage.toint()) // 4
+        # Matrices 0 and 2 are of streams, at two neighbouring vectors; 1 and 3 of y.
+        left = select(matrix % 2 == 0, by_stream + tile.streams * tile.array_words, of_y) ^ (matrix // 2 * WORDS)
+        # Two matrices, of d'.
+        right = (by_stream + tile.gradients * tile.array_words) ^ (matrix % 2 * WORDS)
+        # Matrices 0 and 1 are of streams', 2 and 3 of d_mix.
+        other = select(matrix < 2, updated, of_mixes) ^ (matrix % 2 * WORDS)
+        of_update, of_mix = (cute.make_rmem_tensor(FRAGMENT, Float32) for _ in range(2))
+        of_update.fill(0.0)
+        of_mix.fill(0.0)
+        for step in cutlass.range_constexpr(tile.columns // WARP_COLUMNS):
+            moved = 2 * step * WORDS
+            a = read_matrices(stage + (left ^ moved), self.dtype, 4, False)
+            b = read_matrices(stage + (right ^ moved), self.dtype, 2, False)
+            c = read_matrices(stage + (other ^ moved), self.dtype, 4, False)
+            mma.add(of_update, [a[k] for k in range(4)], [b[0], b[1]])
+            mma.add(of_mix, [c[0], c[0], c[1], c[1]], [c[2], c[3]])
+        return of_update, of_mix
+
+    @cute.jit
+    def _store(
+        self, dots: Int64, index: Int32, first: Int32, tokens: Int32, of_update: cute.Tensor, of_mix: cute.Tensor
+    ):  # fmt: skip
+        """Store the parts of `_dots` that are of one token with itself: K numbers a token, for comb, post and pre."""
+        lane, n = cute.arch.lane_idx(), self.n
+        row, column = lane // 4, lane % 4 * 2
+        token = first + row // n
+        if token < tokens:
+            start = (Int64(index) * tokens + token) * self.outputs
+            if row // n == column // n:
+                self._store_pair(dots, start + row % n * n + column % n, of_update[0], of_update[1])
+                if row % n == 0:
+                    self._store_pair(dots, start + n * n + column % n, of_update[2], of_update[3])
+            if column == 0:
+                value = select(row < n, of_mix[0], of_mix[1])
+                run_at(Float32, dots, start + n * n + n + row % n, 1)[0] = value
+
+    def _store_pair(self, address: Int64, element: Int64, first: Float32, second: Float32) -> None:
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = first, second
+        run_at(Float32, address, element, 2).store(pair.load())
+
+    @cute.jit
+    def leave(self, leaves: Leaves, number: Int32, sums: cute.Tensor, of_norm: cute.Tensor):
+        """Store CTA number `number`'s sums for the gradients of the weight and of the norm's weight; 0: not wanted."""
+        thread, _, _ = cute.arch.thread_idx()
+        if leaves.weights != 0:
+            for i in cutlass.range_constexpr(self.steps * self.n):
+                mine = sums[None, i % self.steps, i // self.steps]
+                fragment(leaves.weights, self.tile.warps, number * (self.steps * self.n) + i).store(mine.load())
+        if leaves.norms != 0:
+            for i in cutlass.range_constexpr(COLUMNS):
+                total = of_norm[i]
+                for bit in cutlass.range_constexpr(2, 5):
+                    total = total + cute.arch.shuffle_sync_bfly(total, 1 << bit)
+                of_norm[i] = total
+            if thread % LANES < LANES // 8:
+                column = self.tile.warp() * WARP_COLUMNS + thread % LANES * COLUMNS
+                first = Int64(number) * self.tile.columns + column
+                run_at(Float32, leaves.norms, first, COLUMNS).store(of_norm.load())
+
+
+def fragment(sums: Int64, warps: int, number: Int32) -> cute.Tensor:
+    """Return a thread's registers of fragment `number` of the CTAs' sums for the weight's gradient."""
+    thread, _, _ = cute.arch.thread_idx()
+    return run_at(Float32, sums, (Int64(number) * (warps * LANES) + thread) * FRAGMENT, FRAGMENT)
