@@ -48,10 +48,6 @@ def test_x_has_the_bytes_of_its_quantisation(tokens: int, width: int, block: str
     check(arguments if return_x else update_removed(arguments), x_block=block, return_x=return_x)
 
 
-def test_two_streams() -> None:
-    check(given((5,), 160, n=2, dtype=F32, streams=BF16), x_block="1x128", return_x=True)
-
-
 def test_lanes_after_the_last_column_count_as_zeros() -> None:
     """They have the last vector's weights, and 0 times an infinite one would make the last block NaN."""
     arguments = given((3,), 160, dtype=F32, streams=BF16)

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from emulator.emulated_gpu import NUM_SMS, installed
-from support.boundary import given, oracle, update_removed
+from support.boundary import SLACK, given, oracle, update_removed
 from torch import Tensor
 
 from glulam import mhc
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ARCH = "sm_90a"
-SLACK = 5e-5
-"""An error of results in float32 that torch, with sums of another kind, may not have: exp and reciprocals are a GPU's
-approximations, p is a sum of products of 16-bit parts, and some sums over tokens cancel."""
 
 
 @pytest.fixture(autouse=True)

@@ -34,18 +34,18 @@ def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[T
 
 @pytest.mark.parametrize("has_update", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("tokens", "width", "n"), [*((*size, 4) for size in SIZES), (17, 264, 2), (1000, 2056, 2)])
-def test_results_and_gradients(tokens: int, width: int, n: int, dtype: torch.dtype, has_update: bool) -> None:
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_results_and_gradients(tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> None:
     """Errors of at most twice those of torch in the same dtypes."""
-    arguments = on_gpu(given((tokens,), width, n, dtype=F32, streams=dtype))
+    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype))
     arguments = arguments if has_update else update_removed(arguments)
     exact = [None if one is None else one.double() for one in arguments]
     upstream = [torch.randn_like(one) for one in oracle(*exact)]
     wanted = both_ways(oracle, exact, upstream)
     torchs, made = both_ways(oracle, arguments, upstream), both_ways(mhc.boundary, arguments, upstream)
-    for one, other, best in zip(made, torchs, wanted, strict=True):
+    for place, (one, other, best) in enumerate(zip(made, torchs, wanted, strict=True)):
         ours, theirs = (float((t.double() - best).norm() / best.norm()) for t in (one, other))
-        assert ours <= 2 * theirs + 1e-5
+        assert ours <= 2 * theirs + SLACK, f"result {place}: {ours:.1e}, torch {theirs:.1e}"
     for one, again in zip(made, both_ways(mhc.boundary, arguments, upstream), strict=True):
         assert torch.equal(one, again)
 

@@ -92,8 +92,8 @@ def boundary(
 
     Args:
         y: the sublayer's output [..., D], the streams' dtype. None: no update; then post and comb are None, too.
-        streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 2 or
-            4 and D a multiple of 8.
+        streams: [..., n, D], contiguous; bfloat16 or float16, on the CPU also float32 and float64. On a GPU n is 4
+            and D a multiple of 8.
         pre, post, comb: [..., n], [..., n] and [..., n, n], from the previous boundary's results; float32 (float64 if
             the streams are float64).
         weight: [n n + 2n, n D], rows for pre, post and comb (row-major) in this order; float32 or 16-bit. A float32
