@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SLACK = 5e-5
+"""An error of results in float32 that torch, with sums of another kind, may not have: exp and reciprocals are a GPU's
+approximations, p is a sum of products of 16-bit parts, and some sums over tokens cancel."""
+
 
 def given(
     lead: tuple[int, ...], width: int = 8, n: int = 4, dtype: torch.dtype = torch.float64,
