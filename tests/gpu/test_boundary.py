@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.boundary import given, of_all_kinds, oracle, update_removed
+from support.boundary import SLACK, given, of_all_kinds, oracle, update_removed
 from torch import Tensor
 
 import glulam
