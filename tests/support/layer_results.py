@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from perf import results
-from perf.layer_cases import FORWARD, PUBLISHED, TRAIN, LayerCase
+from perf.cases import FORWARD, PUBLISHED, TRAIN, LayerCase
 from perf.timing import Summary
 
 SONIC, QWEN3 = PUBLISHED[:2]
