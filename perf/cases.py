@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .targets import WEIGHT_BITS
 
@@ -203,7 +203,18 @@ DOUBLINGS = tuple(1 << doubling for doubling in range(13))  # of rows an expert
 ZIPFS = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
 FP8 = (*DECODE, GPT_OSS_DECODE)
 
-CASES: dict[str, Sequence[Case]] = {
+# Experts of a token on one GPU. A GPU that has a part of the experts ("EP") gets a token for one of them.
+TOP_K = {MIXTRAL.name: 2, "Mixtral-8x22B": 2, GPT_OSS.name: 4, GPT_OSS_20B.name: 4, QWEN3.name: 8,
+         "Qwen3-235B-A22B": 8, "DeepSeek-V3 EP1": 8, SONIC.name: 8}  # fmt: skip
+
+
+def layer_of(case: Case, tokens: int = 0) -> LayerCase:
+    """The layer whose experts get a known model's rows, or that of so many tokens."""
+    k = TOP_K.get(case.name, 1)
+    return LayerCase(case.name, tokens or case.rows // k, case.hidden, case.intermediate, case.experts, k)
+
+
+CASES: dict[str, Sequence[Any]] = {
     "forward": with_routings(PREFILL, EVEN_AND_SKEWED),
     "decode": (*with_routings(DECODE, ("uniform", "zipf")), *TOKEN),
     "backward": with_routings(PREFILL, ("uniform", "dirichlet", "half-empty")),
@@ -214,8 +225,9 @@ CASES: dict[str, Sequence[Case]] = {
     "frozen": (*PREFILL, *FP8),
     "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
     "graph": (TINY, *with_routings(DECODE, ("zipf",))),
+    "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
 }
-"""Cases by suite; of sweeps see `sweep`."""
+"""Cases by suite, except the sweeps of rows and skew (`cases_of`), the layer's and those of serving."""
 
 
 def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
@@ -231,24 +243,13 @@ def sweep(
     return with_routings((case for cases in sized for case in cases), routings)
 
 
-def cases_of(suite: str, wanted: str | None) -> list[Case]:
+def cases_of(suite: str, wanted: str | None) -> list[Any]:
     """A suite's cases by its name: what the user wants of them."""
     if suite == "rows":
         return sweep(models(wanted, (QWEN3,)), DOUBLINGS)
     if suite == "skew":
         return sweep(models(wanted, (QWEN3, DEEPSEEK)), routings=ZIPFS)
     return select(CASES[suite], wanted)
-
-
-# Experts of a token on one GPU. A GPU that has a part of the experts ("EP") gets a token for one of them.
-TOP_K = {MIXTRAL.name: 2, "Mixtral-8x22B": 2, GPT_OSS.name: 4, GPT_OSS_20B.name: 4, QWEN3.name: 8,
-         "Qwen3-235B-A22B": 8, "DeepSeek-V3 EP1": 8, SONIC.name: 8}  # fmt: skip
-
-
-def layer_of(case: Case, tokens: int = 0) -> LayerCase:
-    """The layer whose experts get a known model's rows, or that of so many tokens."""
-    k = TOP_K.get(case.name, 1)
-    return LayerCase(case.name, tokens or case.rows // k, case.hidden, case.intermediate, case.experts, k)
 
 
 PUBLISHED = (

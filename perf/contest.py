@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glulam.tuner.timing import Call, Summary
 
-from .cases import LayerCase, cases_of, select
+from .cases import cases_of
 from .options import Options
 from .results import Record
 from .routing import routed
@@ -122,17 +122,12 @@ def contest(
     return make_record(case, times, sizes, **fields, errors=who.errors)
 
 
-def over_cases(
-    suite: str, measure: Callable[[Any, float], Iterable[Record]], cases: Sequence[LayerCase] = ()
-) -> Callable[[Options], list[Record]]:
-    """Return the function of a suite: the records of each case, which `measure` makes in its share of the budget.
-
-    cases: if they are not those of `cases_of`.
-    """
+def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) -> Callable[[Options], list[Record]]:
+    """Return the function of a suite: the records of each case, which `measure` makes in its share of the budget."""
 
     def run(options: Options) -> list[Record]:
-        chosen: Sequence[Any] = select(cases, options.case) if cases else cases_of(suite, options.case)
-        return records_of(suite, chosen, lambda case: measure(case, options.budget_s / len(chosen)))
+        cases = cases_of(suite, options.case)
+        return records_of(suite, cases, lambda case: measure(case, options.budget_s / len(cases)))
 
     return run
 
