@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -135,6 +136,23 @@ def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) ->
 def numbered(call: Callable[[], object]) -> Call:
     """Return a call that takes its number, and does the same at each."""
     return lambda number: call()
+
+
+def of_calls(
+    calls: Mapping[str, Callable[[], Any]],
+    compared: str,
+    wanted: Callable[[], Any] | None,
+    bound: float,
+    required: bool = True,
+) -> Iterator[Contestant]:
+    """Contestants that are ready calls; the result of `compared` is held to what `wanted` returns."""
+
+    def error(got: Any) -> float:
+        return relative_error(got, wanted() if wanted else got)
+
+    for name, call in calls.items():
+        has_error = wanted is not None and name == compared
+        yield Contestant(name, partial(numbered, call), error if has_error else None, bound, required)
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:

@@ -20,7 +20,7 @@ import glulam
 
 from .cases import BYTES_PER_ELEMENT, FORWARD, QWEN3, LayerCase
 from .cells import OURS
-from .contest import Contestant, numbered, relative_error
+from .contest import Contestant, of_calls
 from .layer import LayerData
 from .mlp import BACKWARD_ERROR
 from .tables_layer import BY_INDEX, COPY, REPLAYED, SORTED
@@ -97,13 +97,9 @@ class Part:
 
     def contestants(self) -> Iterator[Contestant]:
         """The first is compared with what is wanted, or with the second."""
-        first, *others = self.calls
-        for name, call in self.calls.items():
-            error = self._error if name == first and (others or self.wanted is not None) else None
-            yield Contestant(name, partial(numbered, call), error, BACKWARD_ERROR)
-
-    def _error(self, got: Any) -> float:
-        return relative_error(got, list(self.calls.values())[1]() if self.wanted is None else self.wanted)
+        _, second = (*self.calls.values(), None)[:2]
+        wanted = second if self.wanted is None else lambda: self.wanted
+        return of_calls(self.calls, next(iter(self.calls)), wanted, BACKWARD_ERROR, required=False)
 
 
 def _gemm_parts(d: LayerData) -> Iterator[Part]:

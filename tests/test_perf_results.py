@@ -6,11 +6,10 @@ import dataclasses
 import sys
 
 import pytest
-from support import layer_results
 
 from perf import __main__ as cli
 from perf import cells, overview, plots, report, results, tables
-from perf.cases import DECODE, DEEPSEEK, FORWARD, MIXTRAL, QWEN3, SONIC
+from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC
 from perf.suites import SUITES, function_of
 from perf.targets import HOST_OURS, target
 from perf.timing import Summary
@@ -22,6 +21,7 @@ STAMP = {
     "sm_clock_max_mhz": "1980", "memory_clock_mhz": "3201", "power_w": "690", "temperature_c": "60",
     "versions": {"torch": "2.11.0"},
 }  # fmt: skip
+LAYER = PUBLISHED[1]
 STORED = {path.stem: results.read(path) for path in sorted(results.RESULTS.glob("*.csv"))}
 TUNING = {"quack tuned": {"dw1": {"config": "c", "timed": 40, "left_out": 4, "seconds": 2.5}}}
 
@@ -49,10 +49,8 @@ def serving(op, tokens, **medians):
     return {"case": layer_of(tokens, world_experts=64), "op": op, **work, "times": times(**medians)}
 
 
-def mhc(op, direction="forward"):
-    medians = times(**{"glulam": 600.0, "torch.compile": 900.0})
-    size = {"s": 8192, "b": 4, "n": 4, "c": 7168}
-    return {"op": op, "direction": direction, "size": size, "bytes": 2_349_000_000, "times": medians}
+def layer(mode, left_out, case=LAYER, **medians):
+    return {**record(case, "forward", {"flop": case.flop("forward"), "mode": mode}, **medians), "left_out": left_out}
 
 
 HOST = {"op": "host", "times": times(**{HOST_OURS: 12.5, "torch mlp (out allocated)": 50.0})}
@@ -82,7 +80,12 @@ MADE = {
         record(MIXTRAL, "fc1", {"form": "grouped_glu", "flop": MIXTRAL.flop("fc1"), "bytes": MIXTRAL.bytes("fc1", 8)},
                dense=2792.0, t128=2800.0, t64=3000.0),
     ),
-    "layer": layer_results.result(STAMP, LIMITS),
+    "layer": result(
+        "layer",
+        layer("eager", {"SonicMoE": "wrong, relative error 0.4"}, glulam=1250.0, torch=2000.0),
+        layer("graph", {"torch": "RuntimeError: no capture"}, glulam=1000.0),
+        layer("eager", {"glulam": "wrong, relative error nan"}, PUBLISHED[0], torch=9000.0),
+    ),
 }  # fmt: skip
 """Results of suites that perf/results has none of, and those with cells that its results do not show."""
 ALL = {**MADE, **STORED}
@@ -203,34 +206,14 @@ def test_targets_know_peers_routings_and_operations():
     assert of(SONIC, "layer", "torch") == 1.25 and of(DEEPSEEK, "layer", "torch") is None
 
 
-def shown():
-    return {table.title: table for table in tables.tables_of(MADE["layer"])}
-
-
-def test_tables_show_times_rates_and_who_was_wrong():
-    forward = next(table for title, table in shown().items() if "forward (`route`" in title)
-    assert forward.header[3:] == ("glulam us", "rate (of limit)", "MLP alone us", "torch us", "SonicMoE us")
+def test_layer_tables_show_who_was_wrong():
+    (forward, left_out, *_) = tables.tables_of(MADE["layer"])
+    assert forward.header[3:] == ("glulam us", "rate (of limit)", "torch us", "SonicMoE us")
     eager, graph, sonic = forward.rows
-    tflops = layer_results.QWEN3.flop(FORWARD) / 1250 * 1e-6
-    assert eager[2:4] == ("eager", "1250 ± 10.0 %") and eager[4].startswith(f"{tflops:.0f} TF/s (")
-    assert eager[5:] == ("900 (0.72x)", "2000 (1.60x)", "wrong")
-    assert graph[2:] == ("graph", "1000 ± 10.0 %", graph[4], "900 (0.90x)", "failed", "-")
-    assert sonic[3:] == ("wrong", "-", "-", "9000", "-")
-    assert ("SonicMoE", "wrong, relative error 0.4") in [row[-2:] for row in shown()["Left out"].rows]
-
-
-def test_tables_show_memory_steps_and_parts():
-    found = shown()
-    memory = found["Memory, GB: kept after the forward, and the peak of a call"]
-    assert [row[3:] for row in memory.rows] == [("-", "-", "0.500", "0.900"), ("0.125", "-", "2.000", "-")]
-    steps, train = (table for title, table in found.items() if title.startswith("Where our time goes"))
-    assert steps.rows[0][1:] == ("100", "50.0", "500", "250", "50.0", "950", "1000")
-    assert steps.rows[1][-1] == "-"  # where ours was wrong, there is no whole
-    assert train.rows[0][-2:] == ("1900", "3000")
-    by_index = found["Operators that read tokens by index, against the same on sorted rows"]
-    assert by_index.rows[0][-2:] == ("380", "0.950")
-    assert found["Moving rows"].rows[0][2:] == ("2.00", "2.00 TB/s (47 %)", "1.00 (0.50x)")
-    assert found["Routing in a graph, 8 of 128 experts a token"].rows == [("512", "4.50", "3.00")]
+    assert eager[2:4] == ("eager", "1250 ± 10.0 %") and eager[5:] == ("2000 (1.60x)", "wrong")
+    assert graph[2:4] == ("graph", "1000 ± 10.0 %") and graph[5:] == ("failed", "-")
+    assert sonic[3:] == ("wrong", "-", "9000", "-")
+    assert ("SonicMoE", "wrong, relative error 0.4") in [row[-2:] for row in left_out.rows]
 
 
 # Pages, plots, console
@@ -303,38 +286,15 @@ def test_tables_show_on_a_console(capsys):
 # The overview
 
 
-def overview_results():
-    """The result files that the overview is made of, of round times."""
-    skewed, decode = dataclasses.replace(QWEN3, routing="dirichlet"), dataclasses.replace(QWEN3, name="Qwen3 decode")
-    prefill = {"torch": 1000.0, "quack tuned": 500.0}
-    yield result(
-        "forward",
-        record(skewed, "mlp", glulam=500.0, **prefill),
-        record(QWEN3, "fc1", glulam=1.0, torch=900.0),
-        record(QWEN3, "mlp", glulam=400.0, dense=1.0, **prefill),
-    )
-    yield result("decode", record(decode, "mlp", glulam=250.0, torch=500.0))
-    yield result("fp8", record(QWEN3, "mlp", **{"mxfp8": 200.0, "bf16": 400.0, "torch fp8": 300.0}))
-    yield MADE["train"]
-    yield MADE["host"]
-    yield result("mhc", mhc("pre"), mhc("aggregate", "backward"))
-
-
-def test_the_overview_has_a_row_for_each_kind_of_work():
-    made = list(overview_results())
-    prefill, decode, fp8, train, host, streams = overview.overview_table(overview.overview(made)).rows
-    reached = int(tflops(QWEN3, "mlp", 400))
-    assert prefill[:2] == ("prefill: `grouped_mlp`, 32768 rows", "400") and prefill[2].startswith(f"{reached} TF/s (")
-    assert prefill[3] == "torch 2.50x (2.00, 2.50); QuACK 1.25x (1.00, 1.25)"
-    assert (decode[1], decode[3]) == ("250", "torch 2.00x (2.00, 2.00)")
-    assert fp8[2:] == (f"{tflops(QWEN3, 'mlp', 200)} TF/s", "BF16 2.00x (2.00, 2.00); torch's FP8 1.50x (1.50, 1.50)")
-    assert (train[1], train[3]) == ("1500", "torch 2.00x (2.00, 2.00)")
-    assert host == ("host: until `grouped_mlp` returns", "12.5", "-", "torch 4.00x")
-    assert streams[1:] == ("600", "3.92 TB/s (92 %)", "torch.compile 1.50x (1.50, 1.50)")
-
-
 def test_the_overview_is_of_one_gpu():
-    forward, *_ = overview_results()
+    skewed = dataclasses.replace(QWEN3, routing="dirichlet")
     slower = result("forward", record(QWEN3, "mlp", glulam=999.0))
     slower["stamp"] = {**STAMP, "gpu": "NVIDIA H100"}
-    assert [line.us for line in overview.overview([forward, MADE["host"], slower])][0] == 400.0
+    prefill = result(
+        "forward",
+        record(skewed, "mlp", glulam=500.0, torch=1000.0),
+        record(QWEN3, "mlp", **{"glulam": 400.0, "torch": 1000.0, "quack tuned": 500.0}),
+    )
+    first, host = overview.overview([prefill, MADE["host"], slower])
+    assert (first.us, first.peers) == (400.0, {"torch": [2.5, 2.0, 2.5], "QuACK": [1.25, 1.25]})
+    assert (host.us, host.peers) == (12.5, {"torch": [4.0]})

@@ -149,7 +149,7 @@ def test_the_layer_is_measured_in_every_way(run):
     assert_tables("layer", records)
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out: RuntimeError: capture")
+@pytest.mark.filterwarnings("ignore:.*is left out")
 def test_who_cannot_be_captured_is_left_out_of_replays(run, monkeypatch):
     def no_capture(run, pool=None):
         raise RuntimeError("capture failed")

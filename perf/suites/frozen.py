@@ -7,7 +7,6 @@ Dequantising is one compiled kernel where torch.compile works; the GEMM of 16-bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from glulam.formats.prepared import PREPARED
 from glulam.ops.quantized_weights import FORMS
 
 from ..cases import Case
-from ..contest import Contestant, contest, numbered, over_cases, relative_error
+from ..contest import contest, of_calls, over_cases
 from ..mlp import Buffers, make_buffers
 from ..quantised import dequantising, quantised
 from ..results import Record
@@ -62,13 +61,6 @@ def _of_step(name: str, b: Buffers) -> dict[str, Step]:
     }
 
 
-def contestants(ours: str, steps: dict[str, Step]) -> Iterator[Contestant]:
-    """Our result is compared with that of 16-bit weights."""
-    for name, step in steps.items():
-        error = (lambda got: relative_error(got, steps[BF16]())) if name == ours else None
-        yield Contestant(name, partial(numbered, step), error, MAX_RELATIVE_ERROR, required=True)
-
-
 def _measure(case: Case, budget_s: float) -> Iterator[Record]:
     """One record a recipe and operation."""
     b = make_buffers(case)[0]
@@ -83,10 +75,9 @@ def _measure(case: Case, budget_s: float) -> Iterator[Record]:
             continue
         torch._dynamo.reset()  # else it gives up after so many shapes
         for op, make in steps.items():
-            share = budget_s / len(RECIPES) / len(steps)
-            yield contest(
-                case, contestants(name, make(name)), share, b.sizes, where=f"{op}, {name}", op=op, recipe=name
-            )
+            share, calls = budget_s / len(RECIPES) / len(steps), make(name)
+            contestants = of_calls(calls, name, calls[BF16], MAX_RELATIVE_ERROR)
+            yield contest(case, contestants, share, b.sizes, where=f"{op}, {name}", op=op, recipe=name)
             PREPARED.clear()
             torch.cuda.empty_cache()
 

@@ -18,7 +18,7 @@ import glulam
 from glulam import ExpertLora
 
 from ..cases import LayerCase
-from ..contest import Contestant, Results, contest, numbered, over_cases, relative_error
+from ..contest import Results, contest, of_calls, over_cases
 from ..mlp import normals, swiglu, weights_of
 from ..quantised import dequantising, quantised
 from ..results import Record
@@ -105,13 +105,6 @@ def _steps(d: Data) -> dict[str, dict[str, Step]]:
     return made
 
 
-def contestants(steps: dict[str, Step]) -> Iterator[Contestant]:
-    *_, other = steps.values()
-    for name, step in steps.items():
-        error = (lambda got: relative_error(got, other())) if name == ADAPTED else None
-        yield Contestant(name, partial(numbered, step), error, MAX_RELATIVE_ERROR, required=True)
-
-
 def _measure(case: LayerCase, budget_s: float) -> Iterator[Record]:
     """One record a recipe."""
     d = make_data(case)
@@ -120,7 +113,9 @@ def _measure(case: LayerCase, budget_s: float) -> Iterator[Record]:
             step()  # what is prepared or compiled at a first call does not count as memory
         peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
         fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
-        yield contest(case, contestants(steps), budget_s / 2, where=recipe, enqueue_us=ENQUEUE_US, **fields)
+        *_, other = steps.values()
+        contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)
+        yield contest(case, contestants, budget_s / 2, where=recipe, enqueue_us=ENQUEUE_US, **fields)
 
 
 run_lora = over_cases("lora", _measure)
