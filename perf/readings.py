@@ -35,7 +35,8 @@ class Readings:
         for line in lines:
             with contextlib.suppress(ValueError):
                 mhz, watts, reason = (field.strip() for field in line.split(","))
-                self.taken.append((time.monotonic(), Reading(float(mhz), float(watts), float(reason == "Active"))))
+                reading = Reading(float(mhz), float(watts), float(reason == "Active"))
+                self.taken.append((time.monotonic(), reading))
 
     def mean(self, begin: float, end: float) -> Reading:
         """Over what came between two times. Raises RuntimeError where nothing did."""
