@@ -84,17 +84,22 @@ class Admitted(NamedTuple):
     left_out: dict[str, str]
 
 
+def _error(one: Contestant, call: Call) -> float | None:
+    """The error of a call's result, which is freed with this function; None if nothing is compared."""
+    result = call(0)
+    error = one.error(result) if one.error else None
+    if error is not None and not error <= one.bound:
+        raise Wrong(f"wrong, relative error {error:.2g}")
+    return error
+
+
 def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
     """Build everybody and compare a result of each. Who fails or is wrong is not timed: its time would say nothing."""
     found = Admitted({}, {}, {})
     for one in contestants:
         with or_left_out(f"{where}: {one.name}", one.required, one.unless, (found.left_out, one.name)):
             call = one.build()
-            result = call(0)
-            if one.error:
-                error = one.error(result)
-                if not error <= one.bound:
-                    raise Wrong(f"wrong, relative error {error:.2g}")
+            if (error := _error(one, call)) is not None:
                 found.errors[one.name] = error
             found.calls[one.name] = call
     return found

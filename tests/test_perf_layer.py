@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from perf import layer_peers, layer_steps
+from perf import layer_peers
 from perf.cases import (
     FORWARD,
     LAYER_ROUTINGS,
@@ -115,8 +115,7 @@ def test_no_rounding_changes_who_is_chosen(case):
 
 
 def test_where_everybody_is_chosen_no_token_is_drawn_again():
-    d = data(LayerCase("all", 9, 64, 32, 3, 3))
-    assert d.loads == [9, 9, 9]
+    assert data(LayerCase("all", 9, 64, 32, 3, 3)).loads == [9, 9, 9]
 
 
 def test_tokens_that_never_lie_apart_are_refused(monkeypatch):
@@ -243,41 +242,6 @@ def test_peers_may_leave_the_gradients_of_empty_experts_unwritten_and_we_may_not
     with pytest.warns(UserWarning, match="ours is left out: wrong, relative error nan"):
         who = found(d, TRAIN, [Unwritten("peer", right.forward), Unwritten("ours", right.forward, kept_whole=True)])
     assert list(who.calls) == ["peer"]
-
-
-# Steps and parts
-
-
-@pytest.mark.parametrize("case", [CASE, TOP_1, STEP])
-@pytest.mark.parametrize("op", [FORWARD, TRAIN])
-@torch.no_grad()
-def test_steps_make_up_the_layer(case, op):
-    """The last of the forward is the result; the last of the backward x's gradient."""
-    d = data(case)
-    made = {name: call() for name, call in layer_steps.steps_of(d, op).items()}
-    wanted = expected(d, TRAIN)
-    results = [(made["combine"], wanted[0])]
-    if op == TRAIN:
-        d_router, d_x = made["backward of router GEMM"]
-        results += [(d_router, wanted[2]), (d_x, wanted[1])]
-        results += [(made["backward of FC1: dw1"], wanted[3]), (made["backward of FC2: dw2"], wanted[4])]
-    assert list(made)[:2] == ["router GEMM", "route"]
-    assert relative_error(*zip(*results, strict=True)) <= MAX_RELATIVE_ERROR
-
-
-@torch.no_grad()
-def test_parts_are_checked_against_the_data():
-    parts = list(layer_steps.layer_parts(data()))
-    by_index = ["FC1", "FC1, preactivation kept", "dglu", "dw1", "dw2"]
-    assert [part.name for part in parts] == [*by_index, "permute", "combine"]
-    for part in parts:
-        who = admitted("here", part.contestants())
-        assert list(who.calls) == list(part.calls) and max(who.errors.values()) < 0.01
-        if part.bytes:
-            assert part.bytes == 2 * (CASE.tokens + CASE.rows) * CASE.hidden
-            broken = dataclasses.replace(part, wanted=part.wanted * 1.1)
-            with pytest.warns(UserWarning, match="glulam is left out: wrong, relative error 0.09"):
-                assert list(admitted("here", broken.contestants()).calls) == [layer_steps.COPY]
 
 
 # Other packages

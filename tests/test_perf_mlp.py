@@ -11,17 +11,7 @@ from support import fake_gpu
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import contest, mlp, quack
-from perf.cases import (
-    DECODE,
-    KERNELS,
-    LAYER,
-    OPS,
-    PREFILL,
-    QWEN3,
-    SONIC,
-    TINY,
-    TOKEN,
-)
+from perf.cases import DECODE, KERNELS, LAYER, OPS, PREFILL, QWEN3, SONIC, TINY, TOKEN
 from perf.contest import Contestant, admitted
 from perf.routing import group_sizes
 from perf.suites import compare, train

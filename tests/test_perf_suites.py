@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -11,7 +12,10 @@ import torch
 from support import played_gpu
 
 from perf import cases, layer_steps, results, tables, timing
-from perf.cases import KERNELS, OPS, Case, LayerCase, ServingCase
+from perf.cases import FORWARD, KERNELS, OPS, TRAIN, Case, LayerCase, ServingCase
+from perf.contest import admitted, relative_error
+from perf.layer import expected, make_layer
+from perf.layer_peers import MAX_RELATIVE_ERROR
 from perf.options import Options
 from perf.readings import Reading
 from perf.suites import function_of, graph, layer, mhc, mlp, serving
@@ -200,3 +204,35 @@ def test_a_replay_that_differs_from_the_eager_call_ends_the_suite(run, monkeypat
     monkeypatch.setattr(played_gpu, "install", broken)
     with pytest.raises(RuntimeError, match="a replay under uniform routing differs from the eager call"):
         run("graph")
+
+
+@pytest.mark.parametrize("case", [LAYER, STEP])
+@pytest.mark.parametrize("op", [FORWARD, TRAIN])
+@torch.no_grad()
+def test_steps_make_up_the_layer(case, op):
+    """The last of the forward is the result; the last of the backward x's gradient."""
+    d = make_layer(case, device="cpu")
+    made = {name: call() for name, call in layer_steps.steps_of(d, op).items()}
+    wanted = expected(d, TRAIN)
+    results = [(made["combine"], wanted[0])]
+    if op == TRAIN:
+        d_router, d_x = made["backward of router GEMM"]
+        results += [(d_router, wanted[2]), (d_x, wanted[1])]
+        results += [(made["backward of FC1: dw1"], wanted[3]), (made["backward of FC2: dw2"], wanted[4])]
+    assert list(made)[:2] == ["router GEMM", "route"]
+    assert relative_error(*zip(*results, strict=True)) <= MAX_RELATIVE_ERROR
+
+
+@torch.no_grad()
+def test_parts_are_checked_against_the_data():
+    parts = list(layer_steps.layer_parts(make_layer(LAYER, device="cpu")))
+    by_index = ["FC1", "FC1, preactivation kept", "dglu", "dw1", "dw2"]
+    assert [part.name for part in parts] == [*by_index, "permute", "combine"]
+    for part in parts:
+        who = admitted("here", part.contestants())
+        assert list(who.calls) == list(part.calls) and max(who.errors.values()) < 0.01
+        if part.bytes:
+            assert part.bytes == 2 * (LAYER.tokens + LAYER.rows) * LAYER.hidden
+            broken = dataclasses.replace(part, wanted=part.wanted * 1.1)
+            with pytest.warns(UserWarning, match="glulam is left out: wrong, relative error 0.09"):
+                assert list(admitted("here", broken.contestants()).calls) == [layer_steps.COPY]

@@ -28,15 +28,7 @@ from ..layer_steps import Part, layer_parts, routing_parts, steps_of
 from ..options import Options, select_ops
 from ..results import Record
 from ..tables_layer import PARTS, REPLAYED, STAGES
-from ..timing import (
-    capture,
-    device_sampler,
-    host_sampler,
-    measure_device,
-    no_garbage_collection,
-    peak_bytes,
-    per_call,
-)
+from ..timing import capture, device_sampler, host_sampler, measure_device, no_garbage_collection, peak_bytes, per_call
 
 OPS = (FORWARD, TRAIN, STAGES, PARTS)
 EAGER, GRAPH = "eager", "graph"
