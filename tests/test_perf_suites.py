@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ TOKEN = Case("token", 4, 64, 64, 2, "token:2")
 LAYER = LayerCase("layer", 70, 64, 32, 5, 2, "zipf")
 STEP = LayerCase("step", 3, 64, 32, 8, 2)
 SERVED = [ServingCase("served", tokens, 128, 128, 4, 2, world_experts=8) for tokens in (9, 1)]
-SMALL = mhc.Size(2, 3, 4, 64)
+SMALL = mhc.Size(2, 3, 4, 128)
 EVERY = ["glulam", "dense", "torch"]
 
 
@@ -126,13 +125,15 @@ def test_quantising_is_measured_in_every_form(run):
 
 def test_hyper_connections_agree_with_torch(run):
     records = run("mhc")
-    runs = itertools.product([case.op for case in mhc.CASES for _ in case.sizes], ("forward", "backward"))
-    assert [(r["op"], r["direction"]) for r in records[:-1]] == list(runs)
+    runs = [(case.op, way) for case in mhc.CASES for _ in case.sizes for way in ("forward", "backward")]
+    runs.remove(("boundary, x in MXFP8", "backward"))
+    assert [(r["op"], r["direction"]) for r in records[:-1]] == runs
     assert max(record["difference"] for record in records[:-1]) < 0.05
     vectors, numbers = 2 * SMALL.tokens * SMALL.c, 4 * SMALL.tokens
     weight = 4 * 24 * 4 * SMALL.c
     moved = {(r["op"], r["direction"]): r["bytes"] for r in records[:-1]}
     assert moved["aggregate", "forward"] == 5 * vectors + 4 * numbers
+    assert moved["boundary", "forward"] - moved["boundary, x in MXFP8", "forward"] == vectors - SMALL.tokens * 33 * 4
     assert moved["project", "backward"] == 8 * vectors + 48 * numbers + 2 * weight
     assert [r["warp_instructions"] > 0 for r in records[:4]] == [True] * 4 and not records[4]["warp_instructions"]
 

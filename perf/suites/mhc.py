@@ -71,9 +71,12 @@ MANY = Size(64 * 8192, 4, 4, 7168)
 
 
 class Moved(NamedTuple):
-    """The fewest bytes of a direction. streams: vectors of C in bfloat16 a token; coefficients: float32 a token;
-    weights: how often a float32 weight of the projection is read or written, whatever its dtype is; in_mxfp8: vectors of C
-    in MXFP8 a token, a byte an element and one for 32 of them.
+    """The fewest bytes of a direction.
+
+    Attributes:
+        streams: vectors of C in bfloat16 a token. in_mxfp8: those in MXFP8, a byte an element and one for 32 of them.
+        coefficients: float32 a token.
+        weights: how often a float32 weight of the projection is read or written, whatever its dtype is.
     """
 
     streams: int
@@ -205,7 +208,7 @@ CASES = (
 
 def _tensors(value: Any) -> list[Tensor]:
     """The tensors of a result, MXFP8 as the numbers that it stands for."""
-    parts = [one for one in listed(value) if one is not None]
+    parts: list[Any] = [one for one in listed(value) if one is not None]
     return [one.dequantize() if isinstance(one, glulam.MXFP8Tensor) else one.detach() for one in parts]
 
 
