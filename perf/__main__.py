@@ -3,76 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from .cases import EVEN_AND_SKEWED
 from .cells import Table
-from .layer_cases import ROUTINGS
-from .options import QUACK_MODES, Options, command_line
+from .options import add_flags, chosen, command_line
 from .results import Result, default_path, make_result, write
-from .suites import COMPARE, SUITES, TILES, function_of
+from .suites import SUITES, function_of
 from .tables import tables_of
 
-DEFAULT_ROUTINGS = {"layer": ROUTINGS, COMPARE: EVEN_AND_SKEWED, TILES: EVEN_AND_SKEWED}
 PIPE_WIDTH = 160  # columns where the output is not a terminal
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in _words(text))
-
-
-def _add_suite(commands: Any, name: str) -> None:
-    about = SUITES[name]
-    suite: argparse.ArgumentParser = commands.add_parser(name, help=about.help)
-    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.csv")
-    suite.add_argument("--budget", dest="budget_s", type=float, help=f"seconds of sampling ({Options.budget_s})")
-    suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
-    if name != "host":
-        suite.add_argument("--case", help="the case of this name, or those whose name, sizes or routing contain it")
-    suite.add_argument("--batch-invariant", action="store_true", help="with glulam.batch_invariant(True)")
-    if about.has_ops:
-        suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
-    if about.has_quack:
-        suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
-    if name in DEFAULT_ROUTINGS:
-        suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(DEFAULT_ROUTINGS[name])})")
-    if name == "layer":
-        suite.add_argument("--published", action="store_true", help="only layers that others publish times of")
-    if name in (COMPARE, TILES):
-        patterns = "functions: names or shell patterns"
-        suite.add_argument("--specs", type=_words, required=name == COMPARE, help=patterns)
-        suite.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
-        suite.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m perf", description="Measure Glulam on this machine's GPU.")
     commands = root.add_subparsers(dest="command", required=True)
-    for name in SUITES:
-        _add_suite(commands, name)
+    for name, about in SUITES.items():
+        suite = commands.add_parser(name, help=about)
+        suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.csv")
+        suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
+        add_flags(suite, name)
     commands.add_parser("table", help="write the dispatcher's table of measured tiles from perf/results")
-    commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's overview")
+    commands.add_parser("report", help="draw the overview, write perf/results/README.md and the README's overview")
     return root
-
-
-def chosen(arguments: argparse.Namespace) -> Options:
-    """What the command line says, defaults for the rest."""
-    names = (field.name for field in dataclasses.fields(Options))
-    given = {name: getattr(arguments, name, None) for name in names}
-    return Options(**{name: value for name, value in given.items() if value is not None})
 
 
 def _console() -> Console:
@@ -98,8 +57,8 @@ def measure(arguments: argparse.Namespace) -> Result:
     import glulam
     from glulam.choose import known
 
-    from .limits import measure_limits
     from .stamp import make_stamp
+    from .timing import measure_limits
 
     os.environ.setdefault(known.ENV_TUNED, "")  # what ships is what is measured
     known.ignore_preferences()
@@ -107,14 +66,15 @@ def measure(arguments: argparse.Namespace) -> Result:
     glulam.batch_invariant(options.batch_invariant)
     stamp = make_stamp(command_line(arguments.command, options), arguments.commit)
     limits = measure_limits()
+    torch.cuda.empty_cache()
     return make_result(arguments.command, stamp, limits, function_of(arguments.command)(options))
 
 
 def _is_part(arguments: argparse.Namespace) -> bool:
-    """Whether a run measures less than its suite, whose results it must not replace."""
+    """Return whether a run measures less than its suite, or in another way, and must not replace its results."""
     options = chosen(arguments)
     in_part = options.case is not None or options.ops or options.published or options.batch_invariant
-    return arguments.command == COMPARE or bool(in_part) or (arguments.command == "layer" and bool(options.routings))
+    return arguments.command == "compare" or bool(in_part) or (arguments.command == "layer" and bool(options.routings))
 
 
 def _run_suite(arguments: argparse.Namespace, console: Console) -> None:

@@ -1,15 +1,21 @@
-"""What is measured: MoE layers at the sizes of known models, and the work each operator does on them."""
+"""Cases that are measured: MoE layers at the sizes of known models, and the work each operator does on them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from .targets import WEIGHT_BITS
 
 OPS = ("fc1", "fc2", "mlp")
+KERNELS = ("dglu", "dgrad", "dw1", "dw2")
+LAYER = "layer"
+FORWARD, TRAIN = "forward", "train"
 BYTES_PER_ELEMENT = 2
 EVEN_AND_SKEWED = ("uniform", "dirichlet")
 DECODE_ROWS = 64  # with fewer rows an expert than the smallest tile has, a step is one of decode
+DECODE_TOKENS = 64  # at most so many are one step of decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,31 +35,136 @@ class Case:
 
     @property
     def label(self) -> str:
-        sizes = f"E {self.experts}, H {self.hidden}, I {self.intermediate}, T {self.rows}"
-        return f"{self.name} ({sizes})"
+        return f"{self.name} (E {self.experts}, H {self.hidden}, I {self.intermediate}, T {self.rows})"
+
+    @property
+    def decode(self) -> bool:
+        return self.rows < DECODE_ROWS * self.experts
 
     def flop(self, op: str) -> int:
-        """Useful floating-point operations of one call: two for a multiply-add, activations not counted."""
+        """Useful operations of one call: two for a multiply-add, activations not counted. A backward does each GEMM of
+        the forward twice; dglu holds one GEMM of FC2's size.
+        """
         fc2 = 2 * self.rows * self.hidden * self.intermediate
-        return {"fc1": 2 * fc2, "fc2": fc2, "mlp": 3 * fc2}[op]
+        gemms = {"fc1": 2, "fc2": 1, "mlp": 3, LAYER: 9, "dglu": 1, "dgrad": 2, "dw1": 2, "dw2": 1}
+        return gemms[op] * fc2
 
     def bytes(self, op: str, active_experts: int, weight_bits: float = 8 * BYTES_PER_ELEMENT) -> int:
         """The fewest bytes of one call: each active expert's weights and each input once, each output once.
 
-        The activation between FC1 and FC2 of an mlp is written once and read once. `weight_bits`: of a weight, its part
-        of a scale included.
+        The activation between FC1 and FC2 of an mlp is written once and read once. Weight gradients are written for
+        every expert. `weight_bits`: of a weight, its part of a scale included.
         """
         matrix, x, mid = self.hidden * self.intermediate, self.rows * self.hidden, self.rows * self.intermediate
         weights, rows = {
             "fc1": (2 * active_experts * matrix, x + mid),
             "fc2": (active_experts * matrix, mid + x),
             "mlp": (3 * active_experts * matrix, 2 * mid + 2 * x),
+            "dglu": (active_experts * matrix, x + 5 * mid),
+            "dgrad": (2 * active_experts * matrix, 2 * mid + x),
+            "dw1": (2 * self.experts * matrix, 2 * mid + x),
+            "dw2": (self.experts * matrix, x + mid),
         }[op]
         return BYTES_PER_ELEMENT * rows + round(weights * weight_bits / 8)
 
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase:
+    """A layer from tokens to tokens: each of `tokens` goes through `top_k` SwiGLU experts, and their results are added.
+
+    routing: of the expected loads, as of a `Case`; seed: of the routing and of the random data.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    routing: str = "uniform"
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def label(self) -> str:
+        sizes = f"N {self.tokens}, H {self.hidden}, I {self.intermediate}, E {self.experts}, K {self.top_k}"
+        return f"{self.name} ({sizes})"
+
+    @property
+    def mlp(self) -> Case:
+        """The experts' MLP alone."""
+        return Case(self.name, self.experts, self.hidden, self.intermediate, self.rows, self.routing, self.seed)
+
     @property
     def decode(self) -> bool:
-        return self.rows < DECODE_ROWS * self.experts
+        return self.tokens <= DECODE_TOKENS
+
+    def flop(self, op: str) -> int:
+        """Useful operations: 6 N K H I, and of forward and backward three times as many. The router's do not count."""
+        return self.mlp.flop(LAYER if op == TRAIN else "mlp")
+
+    def bytes(self, active_experts: int) -> int:
+        """The fewest bytes of a forward: active experts' weights, x and y once, what stands between kernels twice."""
+        weights = 3 * active_experts * self.hidden * self.intermediate
+        tokens, rows = self.tokens * self.hidden, self.rows * (self.hidden + self.intermediate)
+        return BYTES_PER_ELEMENT * (weights + 2 * tokens + 2 * rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingCase(LayerCase):
+    """Experts of one GPU. world_experts: experts that a router chooses among; 0: all are on this GPU."""
+
+    world_experts: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.world_experts or self.experts
+
+    @property
+    def is_part(self) -> bool:
+        return self.world > self.experts
+
+    @property
+    def label(self) -> str:
+        of_world = f" of {self.world}" if self.is_part else ""
+        sizes = f"H {self.hidden}, I {self.intermediate}, E {self.experts}{of_world}, K {self.top_k}"
+        return f"{self.name} (N {self.tokens}, {sizes})"
+
+    def expected_rows(self, tokens: int) -> int:
+        """Rows of so many tokens whose experts are here, if a router chooses evenly."""
+        return -(-tokens * self.top_k * self.experts // self.world)
+
+    def work(self, recipe: str, rows: int, active_experts: int) -> dict[str, int]:
+        """Useful FLOP of the rows that have an expert here, and the fewest bytes."""
+        mlp = dataclasses.replace(self.mlp, rows=rows)
+        return {"flop": mlp.flop("mlp"), "bytes": mlp.bytes("mlp", active_experts, WEIGHT_BITS[recipe])}
+
+
+AnyCase = TypeVar("AnyCase", Case, LayerCase, ServingCase)
+
+
+def with_routings(cases: Iterable[AnyCase], routings: Sequence[str]) -> list[AnyCase]:
+    """Every case under every routing, a case's routings side by side."""
+    return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
+
+
+def select(cases: Sequence[AnyCase], wanted: str | None) -> list[AnyCase]:
+    """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
+
+    Raises ValueError, with the names there are, where none does.
+    """
+    if wanted is None:
+        return list(cases)
+    text = wanted.lower()
+    exact = [case for case in cases if case.name.lower() == text]
+    chosen = exact or [case for case in cases if text in f"{case.label} {case.routing}".lower()]
+    if not chosen:
+        names = ", ".join(sorted({case.name for case in cases}))
+        raise ValueError(f"--case {wanted!r} matches no case; there are: {names}")
+    return chosen
 
 
 MIXTRAL = Case("Mixtral-8x7B", 8, 4096, 14336, 8192)
@@ -75,117 +186,96 @@ TOKEN = (
     dataclasses.replace(MIXTRAL, name="Mixtral token", rows=2, routing="token:2"),
 )
 # What else tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
+GPT_OSS_20B = Case("gpt-oss-20b", 32, 2880, 2880, 16384)
 OTHER_MODELS = (
     Case("Mixtral-8x22B", 8, 6144, 16384, 8192),
     Case("Qwen3-235B-A22B", 128, 4096, 1536, 32768),
     Case("DeepSeek-V3 EP1", 256, 7168, 2048, 65536),
     Case("DeepSeek-V3 EP32", 8, 7168, 2048, 16384),
-    Case("gpt-oss-20b", 32, 2880, 2880, 16384),
+    GPT_OSS_20B,
     Case("Kimi-K2 EP8", 48, 7168, 2048, 16384),
 )
 # SonicMoE's largest layer: 32768 tokens, each through 8 of 128 experts; d 4096, n 1024.
 SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 # Small enough that the GPU is done before the host has launched again: what is left is the host's time.
 TINY = Case("tiny", 8, 512, 256, 64)
+DOUBLINGS = tuple(1 << doubling for doubling in range(13))  # of rows an expert
+ZIPFS = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
+FP8 = (*DECODE, GPT_OSS_DECODE)
+
+# Experts of a token on one GPU. A GPU that has a part of the experts ("EP") gets a token for one of them.
+TOP_K = {MIXTRAL.name: 2, "Mixtral-8x22B": 2, GPT_OSS.name: 4, GPT_OSS_20B.name: 4, QWEN3.name: 8,
+         "Qwen3-235B-A22B": 8, "DeepSeek-V3 EP1": 8, SONIC.name: 8}  # fmt: skip
 
 
-class Named(Protocol):
-    """What a case of any suite is known by; a dataclass, with a routing that can be replaced."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def routing(self) -> str: ...
-
-    @property
-    def label(self) -> str: ...
+def layer_of(case: Case, tokens: int = 0) -> LayerCase:
+    """The layer whose experts get a known model's rows, or that of so many tokens."""
+    k = TOP_K.get(case.name, 1)
+    return LayerCase(case.name, tokens or case.rows // k, case.hidden, case.intermediate, case.experts, k)
 
 
-AnyCase = TypeVar("AnyCase", bound=Named)
+CASES: dict[str, Sequence[Any]] = {
+    "forward": with_routings(PREFILL, EVEN_AND_SKEWED),
+    "decode": (*with_routings(DECODE, ("uniform", "zipf")), *TOKEN),
+    "backward": with_routings(PREFILL, ("uniform", "dirichlet", "half-empty")),
+    "train": (*with_routings((QWEN3, DEEPSEEK), EVEN_AND_SKEWED), SONIC),
+    "power": PREFILL,
+    "quantize": (MIXTRAL, QWEN3, DEEPSEEK, GPT_OSS, DECODE[0]),
+    "fp8": (*with_routings(PREFILL, EVEN_AND_SKEWED), *FP8),
+    "frozen": (*PREFILL, *FP8),
+    "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
+    "graph": (TINY, *with_routings(DECODE, ("zipf",))),
+    "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
+}
+"""Cases by suite, except the sweeps of rows and skew (`cases_of`), the layer's and those of serving."""
 
 
-def with_routings(cases: Sequence[AnyCase], routings: tuple[str, ...]) -> list[AnyCase]:
-    """Every case under every routing, a case's routings side by side."""
-    return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
-
-
-def forward_cases(wanted: str | None = None) -> list[Case]:
-    """Prefill: hundreds of rows an expert, even and skewed."""
-    return select(with_routings(PREFILL, EVEN_AND_SKEWED), wanted)
-
-
-def decode_cases(wanted: str | None = None) -> list[Case]:
-    """A step of decoding: a few rows an expert, or a single token, and weights are all that counts."""
-    return select([*with_routings(DECODE, ("uniform", "zipf")), *TOKEN], wanted)
-
-
-def models(wanted: str | None, default: tuple[Case, ...]) -> list[Case]:
+def models(wanted: str | None, default: Sequence[Case]) -> list[Case]:
     """Any models that are known here, by name; the default ones where none is wanted."""
     return select([*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS], wanted) if wanted else list(default)
 
 
-def rows_cases(wanted: str | None = None) -> list[Case]:
-    """1 to 4096 rows an expert, in powers of two."""
-    doublings = range(13)
-    return [dataclasses.replace(m, rows=m.experts << d) for m in models(wanted, (QWEN3,)) for d in doublings]
+def sweep(
+    of: Iterable[Case], rows_per_expert: Sequence[int] = (), routings: Sequence[str] = ("uniform",)
+) -> list[Case]:
+    """Models at numbers of rows an expert, by default their own, under routings."""
+    sized = ([dataclasses.replace(m, rows=m.experts * rows) for rows in rows_per_expert] or [m] for m in of)
+    return with_routings((case for cases in sized for case in cases), routings)
 
 
-def skew_cases(wanted: str | None = None) -> list[Case]:
-    """Zipf's law from an even share to more than half for one expert."""
-    routings = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
-    return with_routings(tuple(models(wanted, (QWEN3, DEEPSEEK))), routings)
+def cases_of(suite: str, wanted: str | None) -> list[Any]:
+    """A suite's cases by its name: what the user wants of them."""
+    if suite == "rows":
+        return sweep(models(wanted, (QWEN3,)), DOUBLINGS)
+    if suite == "skew":
+        return sweep(models(wanted, (QWEN3, DEEPSEEK)), routings=ZIPFS)
+    return select(CASES[suite], wanted)
 
 
-def fp8_cases(wanted: str | None = None, prefill: tuple[str, ...] = ("uniform",)) -> list[Case]:
-    """Prefill by these routings, and decode, even."""
-    return select([*with_routings(PREFILL, prefill), *DECODE, GPT_OSS_DECODE], wanted)
+PUBLISHED = (
+    layer_of(SONIC),
+    layer_of(QWEN3),
+    layer_of(MIXTRAL),
+    dataclasses.replace(layer_of(QWEN3, 64), name="Qwen3 64 tokens"),
+    dataclasses.replace(layer_of(QWEN3, 1), name="Qwen3 1 token"),
+)
+"""Layers that others publish times of, and two steps of decoding."""
+MODELS = tuple(layer_of(case) for case in (DEEPSEEK, GPT_OSS, *OTHER_MODELS))
+LAYER_ROUTINGS = ("uniform", "zipf", "dirichlet")
 
 
-def backward_cases() -> list[Case]:
-    """The kernels of the backward: even, skewed, and with half of the experts empty."""
-    return with_routings(PREFILL, ("uniform", "dirichlet", "half-empty"))
+def layer_cases(wanted: str | None, routings: Sequence[str] = (), published: bool = False) -> list[LayerCase]:
+    """Every layer under every routing, a layer's routings side by side; `published`: of those layers only."""
+    chosen = PUBLISHED if published else (*PUBLISHED, *MODELS)
+    return select(with_routings(chosen, routings or LAYER_ROUTINGS), wanted)
 
 
-def graph_cases() -> list[Case]:
-    """The default cases of the graph suite: decode, where launch gaps show."""
-    return [TINY, *with_routings(DECODE, ("zipf",))]
-
-
-def train_cases() -> list[Case]:
-    """The default cases of the train suite: layers as they are trained, thousands of rows an expert or skewed."""
-    return [*with_routings((QWEN3, DEEPSEEK), EVEN_AND_SKEWED), SONIC]
-
-
-def compare_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...]) -> list[Case]:
-    """The cases that kernels are compared on: any model, PREFILL where none is wanted, at any number of rows."""
-    chosen = models(wanted, PREFILL)
-    if rows_per_expert:
-        chosen = [dataclasses.replace(case, rows=rows * case.experts) for case in chosen for rows in rows_per_expert]
-    return with_routings(tuple(chosen), routings)
-
-
-def tile_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...] = ()) -> list[Case]:
-    """What a table of choices covers: every model at 1 to 4096 rows an expert, in powers of two."""
-    chosen = select([*PREFILL, *OTHER_MODELS], wanted)
-    rows = rows_per_expert or tuple(1 << doubling for doubling in range(13))
-    sweep = (dataclasses.replace(case, rows=count * case.experts) for case in chosen for count in rows)
-    return with_routings(tuple(sweep), routings)
-
-
-def select(cases: list[AnyCase], wanted: str | None) -> list[AnyCase]:
-    """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
-
-    Raises ValueError, with the names there are, where none does.
-    """
-    if wanted is None:
-        return cases
-    text = wanted.lower()
-    exact = [case for case in cases if case.name.lower() == text]
-    chosen = exact or [case for case in cases if text in f"{case.label} {case.routing}".lower()]
-    if not chosen:
-        names = ", ".join(sorted({case.name for case in cases}))
-        raise ValueError(f"--case {wanted!r} matches no case; there are: {names}")
-    return chosen
+SERVING_TOKENS = (1, 16, 64, 256, 2048, 8192)
+SERVING_RECIPES = ("bf16", "mxfp8", "fp8_block", "mxfp8_weight_only", "mxfp4", "mxfp4_weight_only")
+"""Our recipes; a record has one of them and the peers that read such weights."""
+PARTS: dict[str, dict[str, int]] = {DEEPSEEK.name: {"top_k": 8, "world_experts": 256}}
+SERVING = [
+    ServingCase(**{**dataclasses.asdict(layer_of(model)), "tokens": tokens, **PARTS.get(model.name, {})})
+    for model in (QWEN3, GPT_OSS, DEEPSEEK, MIXTRAL)
+    for tokens in SERVING_TOKENS
+]

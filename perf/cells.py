@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from .cases import Case
-from .layer_cases import LayerCase
+from .cases import Case, LayerCase, ServingCase
 from .results import Record, Result
-from .serving_cases import ServingCase
 
 OURS, DENSE = "glulam", "dense"
 HOST = "host"
 """The operation of a record of host times, whose contestants are items."""
 Limits = dict[str, float]
-Column = tuple[str, Callable[[Record], str]]
+Cell = Callable[[Record], str]
+Column = tuple[str, Cell]
 """A heading, and the cell of a record."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     title: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -30,12 +27,30 @@ class Table:
 def table(title: str, records: Iterable[Record], columns: Sequence[Column]) -> list[Table]:
     """Return a table with a row a record; none where there are no records."""
     rows = [tuple(cell(record) for _, cell in columns) for record in records]
-    return [Table(title, tuple(heading for heading, _ in columns), rows)] if rows else []
+    return rows_table(title, tuple(heading for heading, _ in columns), rows)
 
 
 def rows_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Table]:
     """Return a table of ready rows; none where there are none."""
     return [Table(title, header, rows)] if rows else []
+
+
+def pivot(
+    title: str,
+    head: Sequence[str],
+    records: Iterable[Record],
+    keys: Callable[[Record], tuple[str, ...]],
+    column: str,
+    cell: Cell,
+    unit: str = " us",
+) -> list[Table]:
+    """Return a table with a row for each of the records' keys, and a column for each value of the field `column`."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for record in records:
+        rows.setdefault(keys(record), {})[record[column]] = cell(record)
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    cells = [(*key, *(row.get(name, "-") for name in names)) for key, row in rows.items()]
+    return rows_table(title, (*head, *(f"{name}{unit}" for name in names)), cells)
 
 
 def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> list[Table]:
@@ -46,6 +61,10 @@ def below_target(what: tuple[str, ...], found: Iterable[tuple[Any, ...]]) -> lis
         if reached is not None and wanted is not None and reached < wanted
     ]
     return rows_table("Below the target", (*what, "ratio", "target"), rows)
+
+
+def of_op(records: Iterable[Record], op: str) -> list[Record]:
+    return [record for record in records if record["op"] == op]
 
 
 def case_of(record: Record) -> Any:
@@ -59,7 +78,7 @@ def label(record: Record) -> str:
     return str(case_of(record).label)
 
 
-def field(*path: str) -> Callable[[Record], str]:
+def field(*path: str) -> Cell:
     """Return the cell of a field, of nested dicts by its path."""
 
     def cell(record: Record) -> str:
@@ -102,13 +121,13 @@ def work(record: Record) -> tuple[float, float]:
 
 
 def rate(record: Record, us: float | None, limits: Limits) -> str:
-    """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
+    """The rate of a call that takes `us`, in what the machine's limits bind first, and how much of that limit it is."""
     flop, moved = work(record)
     return bound(flop / us, moved / us, limits) if us else "-"
 
 
 def bound(flop_per_us: float, bytes_per_us: float, limits: Limits) -> str:
-    """The rate in what binds first, and how much of that limit it is."""
+    """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
     tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
     if of_bytes > of_flop:
@@ -122,7 +141,7 @@ def names_of(records: Iterable[Record], field: str = "times") -> list[str]:
 
 
 def peers_of(records: Iterable[Record]) -> list[str]:
-    """Every contestant but us."""
+    """Every contestant except us."""
     return [name for name in names_of(records) if name != OURS]
 
 
@@ -149,17 +168,14 @@ def our_cell(record: Record) -> str:
     return f"{microseconds(ours['median_us'])} ± {100 * spread:.1f} %"
 
 
-def skew_cell(record: Record) -> str:
-    return f"{record['case']['routing']} ({record['skew']['max_over_mean']:.1f})"
-
-
 CASE: Column = ("case", label)
-ROUTING: Column = ("routing (max/mean)", skew_cell)
+ROUTING: Column = ("routing", field("case", "routing"))
+SKEW: Column = ("routing (max/mean)", lambda r: f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})")
 OUR_TIME: Column = ("glulam us", our_cell)
 
 
-def our_rate(limits: Limits, heading: str = "rate (of limit)") -> Column:
-    return heading, lambda record: rate(record, median(record), limits)
+def our_rate(limits: Limits) -> Column:
+    return "rate (of limit)", lambda record: rate(record, median(record), limits)
 
 
 def columns_of(
@@ -171,8 +187,8 @@ def columns_of(
 
 def host_table(title: str, result: Result, digits: int) -> list[Table]:
     """Host time of each item: the median and the outer deciles."""
-    items = (item for record in result["records"] if record["op"] == HOST for item in record["times"].items())
-    rows: list[tuple[str, ...]] = [
+    items = (item for record in of_op(result["records"], HOST) for item in record["times"].items())
+    rows = [
         (name, *(number(times[key], digits) for key in ("median_us", "low_us", "high_us"))) for name, times in items
     ]
-    return [Table(title, ("item", "median us", "10 %", "90 %"), rows)]
+    return rows_table(title, ("item", "median us", "10 %", "90 %"), rows)

@@ -1,4 +1,4 @@
-"""From a result of the tiles suite to the table that the dispatcher reads."""
+"""Make the table that the dispatcher reads from a result of the tiles suite."""
 
 from __future__ import annotations
 

@@ -1,26 +1,53 @@
-"""Helpers of all suites around their measuring: who is left out, how errors are judged, and the record of a contest."""
+"""The contest that every suite runs: who competes, who is left out, how errors are judged, and the record of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
+from glulam.tuner.timing import Call, Summary
+
+from .cases import cases_of
+from .options import Options
 from .results import Record
-from .routing import skew
-from .timing import Call, Summary
+from .routing import routed
+from .timing import ENQUEUE_US, MIN_ROUNDS, measure_device
 
 Item = TypeVar("Item")
+Results = tuple[Tensor, ...]
+PART_ELEMENTS = 2**28  # that are compared at once
 
 
-class Wrong(Exception):
+class Wrong(RuntimeError):
     """A contestant's result is wrong; the text says by how much."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """One who competes.
+
+    Attributes:
+        build: prepares weights, compiles and tunes; returns the call that is timed, a function of its number.
+        error: of a call's result, relative; None: it computes something else, such as a copy of as many bytes.
+        bound: the largest error that rounding explains.
+        required: one of ours, who may not be left out, `unless` it raises one of these.
+    """
+
+    name: str
+    build: Callable[[], Call]
+    error: Callable[[Any], float] | None = None
+    bound: float = 0.0
+    required: bool = False
+    unless: tuple[type[Exception], ...] = ()
 
 
 @contextmanager
@@ -34,37 +61,128 @@ def or_left_out(
     run.
 
     Args:
-        required: of our own, who may not be left out, `unless` it is one of these that they raise.
         noting: where the reason is kept, and under which name.
     """
     try:
         yield
     except Exception as error:
-        if required and not isinstance(error, unless):
-            raise
         why = " ".join(f"{type(error).__name__}: {error}".removeprefix("Wrong: ").split())
+        if required and not isinstance(error, unless):
+            if isinstance(error, Wrong):
+                raise Wrong(f"{who}: {why}; nothing was timed") from None
+            raise
         if noting:
             noting[0][noting[1]] = why
         warnings.warn(f"{who} is left out: {why}", stacklevel=4)
 
 
-def check_error(what: str, got: Tensor, wanted: Tensor, most: float) -> float:
-    """Return the relative error in Frobenius norms. Raises RuntimeError above `most`: a wrong result's time says
-    nothing.
-    """
-    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    if not error <= most:
-        raise RuntimeError(f"{what}: relative error {error:.2g}; nothing was timed")
+class Admitted(NamedTuple):
+    """Contestants that are timed: calls and errors by name; and why the others are not."""
+
+    calls: dict[str, Call]
+    errors: dict[str, float]
+    left_out: dict[str, str]
+
+
+def _error(one: Contestant, call: Call) -> float | None:
+    """The error of a call's result, which is freed with this function; None if nothing is compared."""
+    result = call(0)
+    error = one.error(result) if one.error else None
+    if error is not None and not error <= one.bound:
+        raise Wrong(f"wrong, relative error {error:.2g}")
     return error
 
 
-def numbered(calls: Mapping[str, Callable[[], object]]) -> dict[str, Call]:
-    """Return calls that take their number, and do the same at each."""
+def admitted(where: str, contestants: Iterable[Contestant]) -> Admitted:
+    """Build everybody and compare a result of each. Who fails or is wrong is not timed: its time would say nothing."""
+    found = Admitted({}, {}, {})
+    for one in contestants:
+        with or_left_out(f"{where}: {one.name}", one.required, one.unless, (found.left_out, one.name)):
+            call = one.build()
+            if (error := _error(one, call)) is not None:
+                found.errors[one.name] = error
+            found.calls[one.name] = call
+    return found
 
-    def ignoring(call: Callable[[], object]) -> Call:
-        return lambda number: call()
 
-    return {name: ignoring(call) for name, call in calls.items()}
+def contest(
+    case: Any,
+    contestants: Iterable[Contestant],
+    budget_s: float,
+    sizes: Sequence[int] = (),
+    *,
+    where: str = "",
+    enqueue_us: float = ENQUEUE_US,
+    min_rounds: int = MIN_ROUNDS,
+    **fields: Any,
+) -> Record:
+    """Return the record of a contest in device time: check everybody, then let them take turns.
+
+    Args:
+        sizes: each expert's rows, where the routing matters.
+        where: the contest's name in warnings, after the case's.
+        enqueue_us: more than the host needs to enqueue one call of the slowest contestant.
+    """
+    who = admitted(f"{case.label}{where and ', '}{where}", contestants)
+    times = measure_device(who.calls, budget_s, enqueue_us, min_rounds)
+    return make_record(case, times, sizes, **fields, errors=who.errors)
+
+
+def over_cases(suite: str, measure: Callable[[Any, float], Iterable[Record]]) -> Callable[[Options], list[Record]]:
+    """Return the function of a suite: the records of each case, which `measure` makes in its share of the budget."""
+
+    def run(options: Options) -> list[Record]:
+        cases = cases_of(suite, options.case)
+        return records_of(suite, cases, lambda case: measure(case, options.budget_s / len(cases)))
+
+    return run
+
+
+def numbered(call: Callable[[], object]) -> Call:
+    """Return a call that takes its number, and does the same at each."""
+    return lambda number: call()
+
+
+def of_calls(
+    calls: Mapping[str, Callable[[], Any]],
+    compared: str,
+    wanted: Callable[[], Any] | None,
+    bound: float,
+    required: bool = True,
+) -> Iterator[Contestant]:
+    """Contestants that are ready calls; the result of `compared` is held to what `wanted` returns."""
+
+    def error(got: Any) -> float:
+        return relative_error(got, wanted() if wanted else got)
+
+    for name, call in calls.items():
+        has_error = wanted is not None and name == compared
+        yield Contestant(name, partial(numbered, call), error if has_error else None, bound, required)
+
+
+def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
+    """Return a call that takes its number, on one set of tensors after the other."""
+    return lambda number: call(sets[number % len(sets)])
+
+
+def listed(value: Any) -> Results:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+@torch.no_grad()
+def relative_error(got: Any, wanted: Any) -> float:
+    """The largest over the tensors, by Frobenius norms; NaN where one is NaN."""
+    errors = [_relative_error(a, b) for a, b in zip(listed(got), listed(wanted), strict=True)]
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def _relative_error(got: Tensor, wanted: Tensor) -> float:
+    """A part after the other: in float32, a model's weights would not fit beside their gradients."""
+    size = max(PART_ELEMENTS // max(wanted[:1].numel(), 1), 1)
+    parts = list(zip(got.split(size), wanted.split(size), strict=True))
+    difference = math.hypot(*(float((a.float() - b.float()).norm()) for a, b in parts))
+    norm = math.hypot(*(float(b.float().norm()) for _, b in parts))
+    return difference / norm if norm else math.nan
 
 
 def as_times(times: Mapping[str, Summary]) -> dict[str, Any]:
@@ -73,11 +191,9 @@ def as_times(times: Mapping[str, Summary]) -> dict[str, Any]:
 
 
 def make_record(case: Any, times: Mapping[str, Summary], sizes: Sequence[int] = (), **fields: Any) -> Record:
-    """Return the record of a contest. sizes: each expert's rows, where the routing matters."""
-    routed: Record = {}
-    if sizes:
-        routed = {"skew": dataclasses.asdict(skew(list(sizes))), "active_experts": sum(size > 0 for size in sizes)}
-    return {"case": dataclasses.asdict(case), **routed, **fields, "times": as_times(times)}
+    """Return the record of a contest."""
+    shared = {"case": dataclasses.asdict(case), **(routed(list(sizes)) if sizes else {})}
+    return {**shared, **fields, "times": as_times(times)}
 
 
 def records_of(title: str, items: Iterable[Item], measure: Callable[[Item], Iterable[Record]]) -> list[Record]:

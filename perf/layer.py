@@ -1,154 +1,141 @@
-"""Those that compute a layer in turns, and the check that precedes their timing.
+"""A layer's data: tokens, a router whose loads are skewed as wanted, and experts; and what its results are held to.
 
-A contestant is a function from the layer and a batch of tokens to their results; its gradients are autograd's. All
-begin with the same router GEMM by torch.
+All contestants begin with the same router GEMM by torch. Its 16-bit logits decide who is chosen, so tokens are drawn
+until the best and the others lie apart: whoever chooses otherwise is wrong, not unlucky.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contest import Wrong, or_left_out
-from .layer_cases import FORWARD, TRAIN
-from .layer_data import Batch, LayerData, choose, sort_choices
-from .layer_peers import find_peers
-from .layer_reference import expected
-from .training import Results, relative_error
+from .cases import TRAIN, LayerCase
+from .contest import Results
+from .mlp import CONCAT, TOKENS, normals, swiglu, weights_of
+from .routing import logit_offsets
 
-OURS, FLOOR, SORTED, TORCH = "glulam", "MLP alone", "sorted by torch", "torch"
-MAX_RELATIVE_ERROR = 0.03  # results round to 16 bits four times in a row, each about 0.004; atomics add K times
-WEIGHTS = slice(3, 5)  # of a training's results
-
-
-Forward = Callable[[LayerData, Batch], Tensor]
+GAP = 2.0**-5  # of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
+REDRAWS = 100  # of what is closer, some 40 % of the tokens left each time
 
 
 @dataclasses.dataclass(frozen=True)
-class Contestant:
-    """on_rows: an MLP of sorted rows, without router and sums. kept_whole: of experts without rows, weights' gradients
-    are zero, which peers may leave unwritten.
+class Batch:
+    """Tokens, x [N,H] and the gradient of their results d_y [N,H]; and the same as sorted rows, for the MLP alone:
+    rows and d_rows [T,H], offs int32 [E], weights float32 [T], token int64 [T]. x, rows and weights are leaves.
     """
 
-    name: str
-    forward: Forward
-    glu_layout: str = "concat"
-    trains: bool = True
-    on_rows: bool = False
-    kept_whole: bool = False
-
-    def leaves(self, d: LayerData, b: Batch) -> tuple[Tensor, ...]:
-        return (b.rows, b.weights, d.w1, d.w2) if self.on_rows else (b.x, d.router, d.w1, d.w2)
-
-    def infer(self, d: LayerData, b: Batch) -> Results:
-        with torch.no_grad():
-            return (self.forward(d, b),)
-
-    def train(self, d: LayerData, b: Batch) -> Results:
-        """The result, and the gradients of the leaves."""
-        with torch.enable_grad():
-            y = self.forward(d, b)
-        return (y.detach(), *torch.autograd.grad(y, self.leaves(d, b), b.d_rows if self.on_rows else b.d_y))
-
-    def call(self, op: str) -> Callable[[LayerData, Batch], Results]:
-        return self.train if op == TRAIN else self.infer
-
-
-def _api() -> Any:
-    import glulam
-
-    return glulam
-
-
-def _ours(d: LayerData, b: Batch) -> Tensor:
-    k = d.case.top_k
-    routing = _api().route(F.linear(b.x, d.router), k, normalize=k > 1)
-    y: Tensor = _api().moe(b.x, routing, d.w1, d.w2)
-    return y
-
-
-def _mlp_alone(d: LayerData, b: Batch) -> Tensor:
-    y: Tensor = _api().grouped_mlp(b.rows, d.w1, d.w2, offs=b.offs, row_scale=b.weights)
-    return y
-
-
-def _sorted_by_torch(d: LayerData, b: Batch) -> Tensor:
-    """Our MLP, and all around it by torch."""
-    weights, ids = choose(F.linear(b.x, d.router), d.case.top_k)
-    order, offs = sort_choices(ids, d.case.experts)
-    token = order // d.case.top_k
-    rows, scale = b.x.index_select(0, token), weights.reshape(-1).index_select(0, order)
-    y = _api().grouped_mlp(rows, d.w1, d.w2, offs=offs, row_scale=scale)
-    return torch.zeros_like(b.x).index_add(0, token, y)
-
-
-def _torch(d: LayerData, b: Batch) -> Tensor:
-    """No kernel of ours: torch's grouped GEMM, silu and a product, weights on the result, rows put back and added."""
-    weights, ids = choose(F.linear(b.x, d.router), d.case.top_k)
-    order, offs = sort_choices(ids, d.case.experts)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    rows = b.x.index_select(0, order // d.case.top_k)
-    gate, up = F.grouped_mm(rows, d.w1.mT, offs=offs).chunk(2, dim=1)
-    y = F.grouped_mm(F.silu(gate) * up, d.w2.mT, offs=offs)
-    y = y * weights.reshape(-1).index_select(0, order).to(y.dtype)[:, None]
-    return y.index_select(0, back).view(d.case.tokens, d.case.top_k, -1).sum(1)
-
-
-def contestants() -> list[Contestant]:
-    """Ours first; peers where they can be imported."""
-    return [
-        Contestant(OURS, _ours, kept_whole=True),
-        Contestant(FLOOR, _mlp_alone, on_rows=True, kept_whole=True),
-        Contestant(SORTED, _sorted_by_torch, kept_whole=True),
-        Contestant(TORCH, _torch),
-        *(Contestant(p.name, p.forward, p.glu_layout, p.trains) for p in find_peers()),
-    ]
-
-
-def check(contestant: Contestant, d: LayerData, op: str, wanted: Results) -> float:
-    """The largest relative error of its results on the first batch. Of sorted rows, their sums and the weights'
-    gradients are compared.
-    """
-    b = d.batches[0]
-    got = contestant.call(op)(d, b)
-    if contestant.on_rows:
-        sums = torch.zeros_like(b.x, dtype=torch.float32).index_add(0, b.token, got[0].float())
-        got, wanted = (sums, *got[WEIGHTS]), (wanted[0], *wanted[WEIGHTS])
-    elif not contestant.kept_whole and (empty := [e for e, load in enumerate(d.loads) if not load]):
-        for gradient in got[WEIGHTS]:
-            gradient[empty] = 0
-    return relative_error(got, wanted)
+    x: Tensor
+    d_y: Tensor
+    rows: Tensor
+    d_rows: Tensor
+    offs: Tensor
+    weights: Tensor
+    token: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Admitted:
-    """Who is timed, each one's error, and why the others are not."""
+class LayerData:
+    """A layer, leaves router [E,H], w1 [E,2I,H] and w2 [E,H,I], with its batches, which take turns in decoding."""
 
-    contestants: list[Contestant]
-    errors: dict[str, float]
-    left_out: dict[str, str]
+    case: LayerCase
+    router: Tensor
+    w1: Tensor
+    w2: Tensor
+    batches: list[Batch]
+
+    @property
+    def loads(self) -> list[int]:
+        """Rows of each expert, of the first batch."""
+        offs = self.batches[0].offs
+        loads: list[int] = offs.diff(prepend=offs.new_zeros(1)).tolist()
+        return loads
 
 
-def admitted(d: LayerData, op: str, competing: Sequence[Contestant]) -> Admitted:
-    """Whoever fails or is wrong is not timed: its time would say nothing."""
-    chosen, errors = [], {}
-    left_out: dict[str, str] = {}
-    wanted: dict[str, Results] = {}
-    for contestant in competing:
-        if op != FORWARD and not contestant.trains:
+def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Weights and experts [N,K]: softmax over all in at least float32, the k best, divided by their sum. A single one
+    keeps its probability: divided by itself, it would be 1 and train no router.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights, ids = wide.softmax(-1).topk(k)
+    return (weights / weights.sum(-1, keepdim=True) if k > 1 else weights), ids
+
+
+def sort_choices(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Choices in the order of experts, and where each expert's end."""
+    sorted_ids, order = ids.reshape(-1).sort(stable=True)
+    bounds = torch.arange(experts, device=ids.device)
+    return order, torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
+
+
+def _draw_tokens(case: LayerCase, router: Tensor, random: Callable[..., Tensor]) -> Tensor:
+    """x [N,H] whose choices no rounding changes. The first feature is 1: the router's column of it is an offset."""
+    x = random(case.tokens, case.hidden)
+    x[:, 0] = 1
+    if case.experts == case.top_k:
+        return x
+    for _ in range(REDRAWS):
+        best = F.linear(x, router).float().topk(case.top_k + 1).values
+        close = (best[:, -2] - best[:, -1] < GAP).nonzero().squeeze(1)
+        if not len(close):
+            return x
+        x[close, 1:] = random(len(close), case.hidden - 1)
+    raise RuntimeError(f"{case.label}: after {REDRAWS} draws some tokens' best logits are closer than {GAP}")
+
+
+def _batch(case: LayerCase, router: Tensor, random: Callable[..., Tensor]) -> Batch:
+    x, d_y = _draw_tokens(case, router, random), random(case.tokens, case.hidden)
+    weights, ids = choose(F.linear(x, router), case.top_k)
+    order, offs = sort_choices(ids, case.experts)
+    token = order // case.top_k
+    rows, row_weights = x[token].requires_grad_(), weights.reshape(-1)[order].requires_grad_()
+    return Batch(x.requires_grad_(), d_y, rows, d_y[token], offs, row_weights, token)
+
+
+def make_layer(case: LayerCase, device: str = "cuda") -> LayerData:
+    """The case's tensors, normal random with logits and results of scale 1, the same for the same case and seed."""
+    random = normals(torch.Generator(device).manual_seed(case.seed))
+    router = random(case.experts, case.hidden, scale=case.hidden**-0.5)
+    router[:, 0] = torch.tensor(logit_offsets(case))
+    w1, w2 = weights_of(case, random)
+    batches = [_batch(case, router, random) for _ in range(TOKENS if case.decode else 1)]
+    return LayerData(case, router.requires_grad_(), w1.requires_grad_(), w2.requires_grad_(), batches)
+
+
+@torch.enable_grad()
+def expected(d: LayerData, op: str, glu_layout: str = CONCAT) -> Results:
+    """In float64, one expert after the other: y, and of TRAIN the gradients of x, router, w1 and w2. The latter two are
+    rounded to their dtype, for room.
+    """
+    b, k, trains = d.batches[0], d.case.top_k, op == TRAIN
+    logits = F.linear(b.x, d.router).detach().double().requires_grad_()
+    weights, ids = choose(logits, k)
+    order, offs = sort_choices(ids, d.case.experts)
+    weights_of_row = weights.reshape(-1)[order].detach()
+    y, d_x = (torch.zeros_like(b.x, dtype=torch.float64) for _ in range(2))
+    d_weights = torch.zeros_like(weights)
+    d_w1, d_w2 = (torch.zeros_like(w) if trains else w for w in (d.w1, d.w2))
+    starts = [0, *offs.tolist()]
+    for e, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if start == end:
             continue
-        with or_left_out(f"{d.case.label}, {op}: {contestant.name}", noting=(left_out, contestant.name)):
-            if contestant.glu_layout not in wanted:
-                wanted = {contestant.glu_layout: expected(d, op, contestant.glu_layout)}  # one at a time, for room
-            error = check(contestant, d, op, wanted[contestant.glu_layout])
-            if not error <= MAX_RELATIVE_ERROR:
-                raise Wrong(f"wrong, relative error {error:.2g}")
-            chosen.append(contestant)
-            errors[contestant.name] = error
-    return Admitted(chosen, errors, left_out)
+        choice = order[start:end]
+        token = choice // k
+        given = (b.x[token], d.w1[e], d.w2[e], weights_of_row[start:end])
+        x, w1, w2, scale = leaves = [t.detach().double().requires_grad_(trains) for t in given]
+        y_e = (swiglu(x @ w1.mT, glu_layout) * scale[:, None]) @ w2.mT
+        y.index_add_(0, token, y_e.detach())
+        if trains:
+            gradients = torch.autograd.grad(y_e, leaves, b.d_y[token].double())
+            d_x.index_add_(0, token, gradients[0])
+            d_w1[e], d_w2[e] = gradients[1], gradients[2]
+            d_weights.view(-1)[choice] = gradients[3]
+    if not trains:
+        return (y,)
+    (d_logits,) = torch.autograd.grad(weights, logits, d_weights)
+    with torch.no_grad():
+        d_x += d_logits @ d.router.double()
+        return y, d_x, d_logits.mT @ b.x.double(), d_w1, d_w2

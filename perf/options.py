@@ -1,40 +1,69 @@
-"""What a user may choose about a run, and the flag of each choice."""
+"""Choices of a user about a run, each with its flag and the suites that read it."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 QUACK_MODES = ("off", "default", "tuned", "retuned")
+BUNDLES = ("compare", "tiles")
+QUACK = ("forward", "decode", "rows", "skew", "backward", "power", "host")
+OPS = (*QUACK[:-1], "layer", "fp8", "serving", *BUNDLES)
 
 
-def _choice(flag: str, default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"flag": flag})
+def _choice(default: Any, flag: str, about: str, suites: Sequence[str] = (), **more: Any) -> Any:
+    """suites: that read it; all where none is named."""
+    return dataclasses.field(default=default, metadata={"flag": flag, "help": about, "suites": suites, **more})
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in _words(text))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Not every suite reads every choice.
+    """Choices of a run. Empty tuples mean all operations, the suite's routings, the cases' rows, the usual bundle."""
 
-    budget_s: seconds of sampling for the whole suite (set-up comes on top). case: keep the cases whose name, sizes or
-    routing contain this text, or the case of exactly this name. ops: keep these operations; all where empty. quack: how
-    to run it where it is installed. specs: shell patterns of exported functions; bundles: folders to take them from;
-    routings and rows_per_expert: of every case; where empty the suite's routings, and the case's own rows. published:
-    only layers that others publish times of. batch_invariant: measure with `glulam.batch_invariant(True)`.
-    """
+    budget_s: float = _choice(40.0, "--budget", "seconds of sampling for the whole suite (40.0)", type=float)
+    case: str | None = _choice(None, "--case", "the case of this name, or whose name, sizes or routing contain it")
+    ops: tuple[str, ...] = _choice((), "--op", "only these operations, separated by commas", OPS, type=_words)
+    quack: str = _choice("tuned", "--quack", "where it is installed (tuned)", QUACK, choices=QUACK_MODES)
+    specs: tuple[str, ...] = _choice((), "--specs", "functions: names or shell patterns", BUNDLES, type=_words)
+    bundles: tuple[str, ...] = _choice(
+        (), "--bundle", "folders to take functions from ($GLULAM_BUNDLE)", BUNDLES, type=_words
+    )
+    routings: tuple[str, ...] = _choice((), "--routing", "of every case", ("layer", *BUNDLES), type=_words)
+    rows_per_expert: tuple[int, ...] = _choice((), "--rows-per-expert", "of every case", BUNDLES, type=_numbers)
+    published: bool = _choice(False, "--published", "only layers that others publish times of", ("layer",))
+    batch_invariant: bool = _choice(False, "--batch-invariant", "with glulam.batch_invariant(True)")
 
-    budget_s: float = _choice("--budget", 40.0)
-    case: str | None = _choice("--case", None)
-    ops: tuple[str, ...] = _choice("--op", ())
-    quack: str = _choice("--quack", "tuned")
-    specs: tuple[str, ...] = _choice("--specs", ())
-    bundles: tuple[str, ...] = _choice("--bundle", ())
-    routings: tuple[str, ...] = _choice("--routing", ())
-    rows_per_expert: tuple[int, ...] = _choice("--rows-per-expert", ())
-    published: bool = _choice("--published", False)
-    batch_invariant: bool = _choice("--batch-invariant", False)
+
+def _fields(suite: str) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(Options):
+        if suite in (field.metadata["suites"] or (suite,)) and (suite, field.name) != ("host", "case"):  # it has one
+            yield field.name, field.metadata
+
+
+def add_flags(parser: argparse.ArgumentParser, suite: str) -> None:
+    """Add a suite's flags; a flag that is not given leaves no attribute."""
+    for name, choice in _fields(suite):
+        more = {key: value for key, value in choice.items() if key not in ("flag", "suites")}
+        if getattr(Options, name) is False:
+            more["action"] = "store_true"
+        parser.add_argument(choice["flag"], dest=name, default=argparse.SUPPRESS, **more)
+
+
+def chosen(arguments: argparse.Namespace) -> Options:
+    """Return what the command line says, and defaults for the other choices."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 def command_line(suite: str, options: Options) -> str:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
 from .results import Record, Result
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
-MODEL = "Qwen3-30B-A3B"
-ROUTING = "uniform"
+MODEL, ROUTING = "Qwen3-30B-A3B", "uniform"
 TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
 HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all cases the least, the most)")
-HOST_PEERS = {"torch": "torch mlp (out allocated)", "QuACK": "quack default mlp (out given)"}
+LIBRARIES = {"torch": "torch", "quack tuned": "QuACK"}
+FP8_PEERS = {BF16: "BF16", TORCH_FP8: "torch's FP8"}
+HOST_PEERS = {"torch mlp (out allocated)": "torch", "quack default mlp (out given)": "QuACK"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """What was measured, our median in us, its rate, and by peer its time over ours: in this case, then in all."""
+class Line(NamedTuple):
+    """A case's name, our median in us, the rate, and by peer its time over ours: in this case, then in all."""
 
     what: str
     us: float
@@ -30,7 +30,7 @@ class Line:
 
 
 def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
-    """By a peer's title, its time over ours: in `shown`, then in every record that has both."""
+    """Return by a peer's title its time over ours: in `shown`, then in every record that has both."""
     return {
         title: [found for record in (shown, *records) if (found := ratio(record, name, ours)) is not None]
         for name, title in names.items()
@@ -46,18 +46,15 @@ def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, resu
             us = median(record, ours) or math.inf
             in_bf16 = ours == OURS  # the limit of FLOP is BF16's
             reached = rate(record, us, result["limits"]) if in_bf16 else f"{work(record)[0] / us * 1e-6:.0f} TF/s"
-            rows = case_of(record).rows
-            return Line(f"{what}, {rows} rows", us, reached, _against(record, records, ours, names))
+            return Line(f"{what}, {case_of(record).rows} rows", us, reached, _against(record, records, ours, names))
     return None
 
 
 def _host(result: Result) -> Line | None:
-    items = (record["times"] for record in result["records"] if record["op"] == HOST)
-    us = {item: float(time["median_us"]) for times in items for item, time in times.items()}
-    if HOST_OURS not in us:
-        return None
-    peers = {title: [us[item] / us[HOST_OURS]] for title, item in HOST_PEERS.items() if item in us}
-    return Line("host: until `grouped_mlp` returns", us[HOST_OURS], "-", peers)
+    for record in result["records"]:
+        if record["op"] == HOST and (us := median(record, HOST_OURS)):
+            return Line("host: until `grouped_mlp` returns", us, "-", _against(record, [], HOST_OURS, HOST_PEERS))
+    return None
 
 
 def _mhc(result: Result) -> Line | None:
@@ -71,13 +68,10 @@ def _mhc(result: Result) -> Line | None:
     return None
 
 
-LIBRARIES = {"torch": "torch", "quack tuned": "QuACK"}
 LINES: dict[str, Callable[[Result], Line | None]] = {
     "forward": partial(_layer, "prefill: `grouped_mlp`", "mlp", MODEL, LIBRARIES, OURS),
     "decode": partial(_layer, "decode: `grouped_mlp`", "mlp", "Qwen3 decode", LIBRARIES, OURS),
-    "fp8": partial(
-        _layer, "`grouped_mlp` in MXFP8", "mlp", MODEL, {BF16: "BF16", TORCH_FP8: "torch's FP8"}, FP8_RECIPES[0]
-    ),
+    "fp8": partial(_layer, "`grouped_mlp` in MXFP8", "mlp", MODEL, FP8_PEERS, FP8_RECIPES[0]),
     "train": partial(_layer, "training: forward and backward", "layer", MODEL, LIBRARIES, OURS),
     "host": _host,
     "mhc": _mhc,

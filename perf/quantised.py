@@ -1,14 +1,40 @@
-"""Weights in a recipe's format, as suites of quantised weights measure them."""
+"""Weights in a recipe's format, and the MLP by each recipe and by torch's FP8 grouped GEMM, unfused.
+
+torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and nothing to
+promote. To make the same result it is given an input that is quantised, an activation, and its quantisation. These are
+one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch gets.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+import glulam
+from ffi_bridge import BundleError
+from glulam.formats.form import Form
 from glulam.formats.prepared import prepare
 from glulam.formats.scaled import Parts
 from glulam.ops.quantized_weights import FORMS
+
+from .contest import Contestant, relative_error, rotating
+from .mlp import Buffers, our_mlp, swiglu, torch_mlp
+from .targets import BF16, FP8_RECIPES, TORCH_FP8
+
+CONTESTANTS = (BF16, *FP8_RECIPES, TORCH_FP8)
+# Of the result against BF16's: three quantised operands on the way to it, or two; a wrong scale or group is about 1.
+MAX_RELATIVE_ERROR = {
+    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4": 0.3, "mxfp4_weight_only": 0.3,
+    "nvfp4_weight_only": 0.25, "fp8_block": 0.08, "fp8_block_weight_only": 0.06, TORCH_FP8: 0.08,
+}  # fmt: skip
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+
+Mlp = Callable[[Buffers], Tensor]
 
 
 def quantised(name: str, w: Tensor, is_gate: bool = False) -> tuple[Any, Any]:
@@ -20,3 +46,90 @@ def quantised(name: str, w: Tensor, is_gate: bool = False) -> tuple[Any, Any]:
     made = form.quantized_tensor(w)
     parts = Parts(*made.parts)
     return form.tensor_of(parts if form.is_ready(parts) else prepare(form, parts, report=True)), made
+
+
+def compiled(what: str, function: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
+    """A function by torch.compile, or as it is where that does not work here."""
+    made: Callable[..., Any] = torch.compile(function, dynamic=False)
+    try:
+        made(*example)
+    except Exception as error:  # a compiler that is missing must not cost the run
+        warnings.warn(f"{what} is not compiled: {type(error).__name__}", stacklevel=2)
+        return function
+    return made
+
+
+def dequantising(w: Any) -> Callable[[], Tensor]:
+    """A weight in 16 bits, by one kernel where torch.compile works: it reads the format's bytes and writes 16 bits."""
+    return compiled("dequantising", lambda: w.dequantize(torch.bfloat16))
+
+
+def _recipe(name: Any, sets: Sequence[Buffers]) -> Mlp:
+    """grouped_mlp on weights that were prepared before, as a server holds them."""
+    if name == BF16:
+        return our_mlp
+    form = FORMS[name]
+
+    def prepared(w: Tensor, form: Form) -> Any:
+        return form.tensor_of(prepare(form, Parts(w), report=True))
+
+    weights = {id(b): (prepared(b.w1, form.of_gate(b.w1.shape[1])), prepared(b.w2, form)) for b in sets}
+    return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, C] to E4M3 with a float32 scale a row."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=1).clamp(min=1e-12) / E4M3_MAX
+    return (wide / scale[:, None]).to(E4M3), scale
+
+
+def _swiglu_rows(h: Tensor) -> tuple[Tensor, Tensor]:
+    """SwiGLU of [T, 2I], and its quantisation."""
+    return quantise_rows(swiglu(h.float()))
+
+
+def _fp8_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, N, K] as the second operand, [E, K, N] along its columns, and scales [E, N]."""
+    data, scale = torch.empty(w.shape, dtype=E4M3, device=w.device), torch.empty(w.shape[:2], device=w.device)
+    for expert, one in enumerate(w):
+        data[expert], scale[expert] = quantise_rows(one)
+    return data.mT, scale
+
+
+def _torch_fp8(sets: Sequence[Buffers]) -> Mlp:
+    torch._dynamo.reset()  # else it gives up after so many shapes of the cases before
+    first = sets[0]
+    weights = {id(b): (_fp8_weight(b.w1), _fp8_weight(b.w2)) for b in sets}
+    quantise = compiled(TORCH_FP8, quantise_rows, first.x)
+    activate = compiled(TORCH_FP8, _swiglu_rows, first.x.new_zeros(first.x.shape[0], first.w1.shape[1]))
+
+    def gemm(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], offs: Tensor) -> Tensor:
+        return torch._scaled_grouped_mm(
+            x[0], w[0], x[1], w[1], offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def mlp(b: Buffers) -> Tensor:
+        w1, w2 = weights[id(b)]
+        return gemm(activate(gemm(quantise(b.x), w1, b.offs)), w2, b.offs)
+
+    return mlp
+
+
+def mlp_by(name: str, sets: Sequence[Buffers]) -> Mlp:
+    """The MLP by a contestant's name on these sets of tensors, its weights prepared."""
+    return _torch_fp8(sets) if name == TORCH_FP8 else _recipe(name, sets)
+
+
+def error(result: Tensor, b: Buffers) -> float:
+    """Relative error against torch in BF16."""
+    return relative_error(result, torch_mlp(b))
+
+
+def contestants(names: Sequence[str], sets: Sequence[Buffers]) -> Iterator[Contestant]:
+    """A peer that fails or is wrong, and a recipe that the bundle lacks, may be left out; a recipe may not be wrong."""
+    for name in names:
+        yield Contestant(
+            name, lambda name=name: rotating(mlp_by(name, sets), sets), partial(error, b=sets[0]),  # type: ignore[misc]
+            MAX_RELATIVE_ERROR[name], required=name != TORCH_FP8, unless=(BundleError,),
+        )  # fmt: skip

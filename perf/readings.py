@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import time
@@ -23,16 +24,6 @@ class Reading(NamedTuple):
     capped: float
 
 
-def parse(line: str) -> Reading | None:
-    """A line of nvidia-smi's; None where a field is missing."""
-    fields = [field.strip() for field in line.split(",")]
-    try:
-        mhz, watts, reason = fields
-        return Reading(float(mhz), float(watts), float(reason == "Active"))
-    except ValueError:
-        return None
-
-
 class Readings:
     """A reading every PERIOD_MS, with the time (`time.monotonic`) that it came at."""
 
@@ -40,9 +31,11 @@ class Readings:
         self.taken: list[tuple[float, Reading]] = []
 
     def follow(self, lines: Iterator[str]) -> None:
+        """Take lines of nvidia-smi's; a line where a field is missing is passed over."""
         for line in lines:
-            reading = parse(line)
-            if reading:
+            with contextlib.suppress(ValueError):
+                mhz, watts, reason = (field.strip() for field in line.split(","))
+                reading = Reading(float(mhz), float(watts), float(reason == "Active"))
                 self.taken.append((time.monotonic(), reading))
 
     def mean(self, begin: float, end: float) -> Reading:

@@ -161,13 +161,11 @@ def read(path: Path) -> Result:
     """Read a result file. Raises ValueError, naming the file, if it is none of this schema."""
     first, *lines = path.read_text().splitlines() or [""]
     if first != f"# {SCHEMA}":
-        was = "JSON, as results were before" if first.startswith(("{", "[")) else f"not a {SCHEMA!r}"
-        raise ValueError(f"{path} is {was}; measure it again with `python -m perf`")
+        raise ValueError(f"{path} is not a {SCHEMA!r}; measure it again with `python -m perf`")
     head = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
-    made = {"limits": {}, "tuned": {}, **_head(head)}
-    return {**made, "records": list(_records(lines[len(head) :]))}
+    return {"limits": {}, "tuned": {}, **_head(head), "records": list(_records(lines[len(head) :]))}
 
 
 def read_all(folder: Path = RESULTS) -> list[Result]:
-    """Read every result file of a folder, in the order of their names. Raises ValueError if one is of JSON."""
-    return [read(path) for path in sorted((*folder.glob("*.csv"), *folder.glob("*.json")))]
+    """Read every result file of a folder, in the order of their names."""
+    return [read(path) for path in sorted(folder.glob("*.csv"))]

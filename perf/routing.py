@@ -7,51 +7,38 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 from collections.abc import Callable
 
-from glulam.tuner.routing import apportion as apportion
+from glulam.tuner.routing import apportion
 
-from .cases import Case
+from .cases import Case, LayerCase
 
 Weights = Callable[[int, random.Random, float], list[float]]
+LEAST_SHARE, MOST_SHARE = 1e-4, 0.98  # of the tokens, that an expert gets; nobody gets a token twice
+SHARES = 10**6
 
 
-def _uniform(experts: int, rng: random.Random, _: float) -> list[float]:
-    return [1.0] * experts
-
-
-def _dirichlet(experts: int, rng: random.Random, concentration: float) -> list[float]:
-    return [rng.gammavariate(concentration, 1.0) for _ in range(experts)]
-
-
-def _zipf(experts: int, rng: random.Random, exponent: float) -> list[float]:
-    weights = [1.0 / rank**exponent for rank in range(1, experts + 1)]
+def _shuffled(weights: list[float], rng: random.Random) -> list[float]:
     rng.shuffle(weights)
     return weights
 
 
 def _one_expert(experts: int, rng: random.Random, _: float) -> list[float]:
-    weights = [0.0] * experts
-    weights[rng.randrange(experts)] = 1.0
-    return weights
+    chosen = rng.randrange(experts)
+    return [float(expert == chosen) for expert in range(experts)]
 
 
 def _token(experts: int, rng: random.Random, chosen: float) -> list[float]:
-    weights = [float(expert < chosen) for expert in range(experts)]
-    rng.shuffle(weights)
-    return weights
-
-
-def _half_empty(experts: int, rng: random.Random, _: float) -> list[float]:
-    return _token(experts, rng, -(-experts // 2))
+    return _shuffled([float(expert < chosen) for expert in range(experts)], rng)
 
 
 ROUTINGS: dict[str, Weights] = {
-    "uniform": _uniform,
-    "dirichlet": _dirichlet,
-    "zipf": _zipf,
+    "uniform": lambda experts, rng, _: [1.0] * experts,
+    "dirichlet": lambda experts, rng, concentration: [rng.gammavariate(concentration, 1.0) for _ in range(experts)],
+    "zipf": lambda experts, rng, exponent: _shuffled([1.0 / rank**exponent for rank in range(1, experts + 1)], rng),
     "one": _one_expert,
-    "half-empty": _half_empty,
+    "half-empty": lambda experts, rng, _: _token(experts, rng, -(-experts // 2)),
     "token": _token,
 }
 PARAMETERS = {"dirichlet": 0.5, "zipf": 1.0, "token": 8.0}  # where a routing names none
@@ -77,14 +64,36 @@ def group_sizes(case: Case) -> list[int]:
     return apportion(case.rows, ROUTINGS[name](case.experts, rng, _parameter(case.routing, name, text)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Skew:
-    """How far a routing is from even: the largest group over the mean, and how many experts got no row."""
+def routed(sizes: list[int]) -> dict[str, object]:
+    """How far from even a routing is, as a record has it: the largest group over the mean, and empty experts."""
+    mean, empty = sum(sizes) / len(sizes), sizes.count(0)
+    skew = {"max_over_mean": max(sizes) / mean if mean else 0.0, "empty_experts": empty}
+    return {"skew": skew, "active_experts": len(sizes) - empty}
 
-    max_over_mean: float
-    empty_experts: int
+
+def shares(case: LayerCase) -> list[float]:
+    """Each expert's chance of being among a token's choices, [experts]; they sum to top_k.
+
+    They follow the routing's law, except that nobody gets more than MOST_SHARE: what is above goes to the others.
+    """
+    weights = group_sizes(dataclasses.replace(case.mlp, rows=SHARES))
+    found, rest, left = [0.0] * case.experts, set(range(case.experts)), float(case.top_k)
+    while over := [e for e in rest if left * weights[e] > MOST_SHARE * sum(weights[r] for r in rest)]:
+        for expert in over:
+            found[expert] = MOST_SHARE
+        left -= MOST_SHARE * len(over)
+        rest -= set(over)
+    whole = max(sum(weights[e] for e in rest), 1)
+    for expert in rest:
+        found[expert] = max(left * weights[expert] / whole, LEAST_SHARE)
+    return found
 
 
-def skew(sizes: list[int]) -> Skew:
-    mean = sum(sizes) / len(sizes)
-    return Skew(max(sizes) / mean if mean else 0.0, sizes.count(0))
+def logit_offsets(case: LayerCase) -> list[float]:
+    """Offsets of the experts' logits, which are normal with scale 1, that make each expert's expected load its share.
+
+    A token's K best lie above a threshold that hardly varies with the token; with it at 0, a logit lies above it with
+    the probability asked for. The loads miss the shares by 1 to 5 % in sum, by less where K is large.
+    """
+    normal = statistics.NormalDist()
+    return [normal.inv_cdf(share) for share in shares(case)]

@@ -8,7 +8,6 @@ and sums of rows are vLLM's own; here a routing of ours and `serving_rows` stand
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -25,8 +24,8 @@ from torch import Tensor
 import glulam
 from glulam.ops.quantized_weights import FORMS
 
-from .serving_cases import TOKENS, ServingCase
-from .serving_data import ROWS_16_BITS, ROWS_FP8, Batch, Call, Contestant
+from .cases import SERVING_TOKENS, ServingCase
+from .serving import ROWS_16_BITS, ROWS_FP8, Batch, Experts
 
 SWIGLU = {"activation_type": "binary_split", "activation_impl": "a / (1.f + expf(-a)) * b"}
 ROW_BLOCK = 128  # elements of a row that share a scale
@@ -36,8 +35,7 @@ LOCKS_PER_SM = 8
 COMPILED_AT_ONCE = 4  # pairs of a scheme and a model; each has as many compilers as there are cores
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """A pair of formats. weights: the recipe whose checkpoint format it reads."""
 
     name: str
@@ -115,7 +113,7 @@ def plan(scheme: Scheme, case: ServingCase, is_gate: bool) -> Plan:
     )  # fmt: skip
     transform.check_and_pad_tensors(config, loaded)
     gemm = CONTIGUOUS if case.is_part else INDEXED
-    rows = [case.expected_rows(tokens) for tokens in (*TOKENS, case.tokens)]
+    rows = [case.expected_rows(tokens) for tokens in (*SERVING_TOKENS, case.tokens)]
     every = tune.get_heuristics_config(layer_config=config, gemm_type=gemm)
     tiles = [tile for tile in every if any(tile[0] < count <= tile[1] for count in rows)]
     numbers = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm}
@@ -157,7 +155,7 @@ class Linear:
         return y
 
 
-class Experts:
+class Layers:
     """Both layers of one model."""
 
     def __init__(self, scheme: Scheme, case: ServingCase, w1: Any, w2: Any) -> None:
@@ -200,11 +198,7 @@ class Experts:
         return sums
 
 
-def _make(scheme: Scheme, case: ServingCase, w1: Any, w2: Any) -> Call:
-    return Experts(scheme, case, w1, w2)
-
-
-def contestants(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
+def peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Experts]:
     """Return Humming's experts by every scheme, with GEMMs compiled for these models where a recipe asks for them.
 
     Raises ImportError if the package cannot be imported.
@@ -214,9 +208,6 @@ def contestants(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[C
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
         list(pool.map(lambda pair: _compile(*pair), itertools.product(wanted, models)))
     return [
-        Contestant(
-            scheme.name, scheme.recipes, scheme.weights, partial(_make, scheme),
-            ROWS_FP8 if scheme.has_fp8_rows else ROWS_16_BITS,
-        )
-        for scheme in wanted
-    ]  # fmt: skip
+        Experts(s.name, s.recipes, s.weights, partial(Layers, s), ROWS_FP8 if s.has_fp8_rows else ROWS_16_BITS)
+        for s in wanted
+    ]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .serving_cases import ServingCase
-from .serving_data import ROWS_FP8, Batch, Call, Contestant
+from .cases import ServingCase
+from .serving import ROWS_FP8, Batch, Call, Experts
 from .targets import BF16
 
 LAYERS = "vllm.model_executor.layers"
@@ -61,15 +61,15 @@ def _marlin(weights: str, type_name: str, case: ServingCase, w1: Any, w2: Any) -
     )  # fmt: skip
 
 
-def contestants(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Contestant]:
+def peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Experts]:
     """Return vLLM's experts, of all recipes. Raises ImportError if its modules, or what these need, are missing."""
     for module in (f"{MOE}.fused_moe", f"{MOE}.experts.marlin_moe"):
         importlib.import_module(module)
     return [
-        Contestant("vLLM Triton", (BF16,), BF16, _triton),
-        Contestant("vLLM Triton FP8", ("mxfp8", "fp8_block"), "fp8_block", _triton, ROWS_FP8),
+        Experts("vLLM Triton", (BF16,), BF16, _triton),
+        Experts("vLLM Triton FP8", ("mxfp8", "fp8_block"), "fp8_block", _triton, ROWS_FP8),
         *(
-            Contestant(f"Marlin {name}", (recipe,), recipe, partial(_marlin, recipe, type_name))
+            Experts(f"Marlin {name}", (recipe,), recipe, partial(_marlin, recipe, type_name))
             for name, recipe, type_name in (
                 ("W8A16", "mxfp8_weight_only", "float8_e4m3fn"),
                 ("W4A16", "mxfp4_weight_only", "float4_e2m1f"),

@@ -1,9 +1,10 @@
-"""What a result was measured on and with, so that it can be measured again."""
+"""The stamp of a result: what it was measured on and with, so that it can be measured again."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -14,8 +15,6 @@ from typing import Any
 import torch
 
 from ffi_bridge import toolchain
-
-from .quack import quack_version
 
 ROOT = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"
@@ -30,7 +29,7 @@ SMI_FIELDS = {
 
 
 def _output_of(command: list[str]) -> str | None:
-    """What a command printed; None where it is missing or fails."""
+    """Return what a command printed; None where it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -46,9 +45,22 @@ def git_commit() -> str:
     return commit + ("+changes" if _output_of(["git", "status", "--porcelain"]) else "")
 
 
+def quack_version() -> str | None:
+    """The installed QuACK's version; None where there is none."""
+    if importlib.util.find_spec("quack") is None:
+        return None
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return str(importlib.import_module("quack").__version__)
+
+
 def versions() -> dict[str, str]:
-    """Of everything that a time depends on; "unknown" for what is not installed as a distribution."""
-    found = {name: version or UNKNOWN for name, version in toolchain.versions().items()}
+    """Versions of everything that a time depends on; "unknown" for what is not installed as a distribution."""
+    found, peers = {name: version or UNKNOWN for name, version in toolchain.versions().items()}, {}
+    for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            peers[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -56,17 +68,8 @@ def versions() -> dict[str, str]:
         **found,
         "kernel sources": toolchain.sources_hash("cute_kernels")[:16],
         "quack": quack_version() or "absent",
-        **_layers(),
+        **peers,
     }
-
-
-def _layers() -> dict[str, str]:
-    """Of other packages' layers what is installed."""
-    found = {}
-    for name in ("sonic-moe", "flashinfer-python", "transformers", "megatron-core", "humming-kernels", "vllm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def smi_query(fields: Iterable[str]) -> list[str]:

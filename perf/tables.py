@@ -1,4 +1,4 @@
-"""From results to tables: plain rows of text, shown with rich or written as Markdown."""
+"""Tables of results: plain rows of text, shown with rich or written as Markdown."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from .cells import (
     CASE,
     DENSE,
-    HOST,
     OUR_TIME,
     OURS,
     ROUTING,
+    SKEW,
     Column,
     Limits,
     Table,
@@ -26,6 +26,7 @@ from .cells import (
     microseconds,
     names_of,
     number,
+    of_op,
     our_rate,
     peer_cell,
     peers_of,
@@ -34,12 +35,11 @@ from .cells import (
     table,
     us_cell,
     work,
-)
-from .distributed_tables import distributed_tables
-from .layer_tables import layer_tables
-from .mhc_tables import mhc_tables
-from .recipe_tables import fp8_tables, frozen_tables, lora_tables, portable_tables, serving_tables
+)  # fmt: skip
 from .results import TRAINING, Record, Result
+from .tables_across import distributed_tables, mhc_tables
+from .tables_layer import layer_tables
+from .tables_recipes import fp8_tables, frozen_tables, lora_tables, portable_tables, serving_tables
 from .targets import copy_target, target
 
 TITLES = {
@@ -59,8 +59,8 @@ def _operators(result: Result) -> list[Table]:
     """A table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
     tables: list[Table] = []
     for op, title in TITLES.items():
-        records = [record for record in result["records"] if record["op"] == op]
-        columns = [CASE, ROUTING, OUR_TIME, our_rate(result["limits"]), *columns_of(peers_of(records))]
+        records = of_op(result["records"], op)
+        columns = [CASE, SKEW, OUR_TIME, our_rate(result["limits"]), *columns_of(peers_of(records))]
         tables += table(title, records, columns)
     return tables
 
@@ -82,9 +82,9 @@ def _missed(result: Result) -> list[Table]:
 def _half_empty(result: Result) -> list[Table]:
     """Half of the experts empty, against the same rows over all experts: the same useful FLOP."""
     us = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in result["records"]}
-    pairs = ((key, us.get((*key[:2], "uniform")), value) for key, value in us.items() if key[2] == "half-empty")
+    pairs = ((key[:2], us.get((*key[:2], "uniform")), half) for key, half in us.items() if key[2] == "half-empty")
     rows: list[tuple[str, ...]] = [
-        (*key[:2], microseconds(even), microseconds(half), number(half / even)) for key, even, half in pairs if even
+        (*key, microseconds(even), microseconds(half), number(half / even)) for key, even, half in pairs if even
     ]
     header = ("case", "operation", "all experts us", "half empty us", "half / all")
     return rows_table("Half of the experts empty, the same number of rows", header, rows)
@@ -98,46 +98,48 @@ def _memory(result: Result) -> list[Table]:
 
     records = [record for record in result["records"] if "peak_bytes" in record]
     names = names_of(records, "peak_bytes")
-    needed: Column = ("x, h and s", lambda r: number(r["needed_bytes"] * 1e-9 if "needed_bytes" in r else None))
     columns: list[Column] = [
         ("case", lambda record: f"{label(record)}, {record['case']['routing']}"),
         *columns_of(names, gigabytes, " peak", what="peak_bytes"),
         *columns_of(names, gigabytes, " saved", what="saved_bytes"),
-        needed,
+        ("x, h and s", lambda record: number(record["needed_bytes"] * 1e-9)),
     ]
     return table("Memory of forward and backward, GB", records, columns)
 
 
 def _host(result: Result) -> list[Table]:
     """Host time of each item, then the differences that decide."""
-    found = (item for record in result["records"] if record["op"] != HOST for item in record["times"].items())
+    found = (item for record in of_op(result["records"], "differences") for item in record["times"].items())
     rows: list[tuple[str, ...]] = [(name, number(time["median_us"])) for name, time in found]
     items = host_table("Host time of a call", result, 2)
     return [*items, Table("Differences of the medians", ("what", "us"), rows)]
 
 
+def _layer_host(result: Result) -> list[Table]:
+    return host_table("Host time of forward and backward, tiny layer", result, 1)
+
+
 def _graph(result: Result) -> list[Table]:
     """Wall time a layer, eager and replayed."""
     times = columns_of(names_of(result["records"]), us_cell)
-    columns = [CASE, ("routing", field("case", "routing")), *times]
     equal: Column = ("replays equal to eager", field("replays_equal_to_eager"))
-    return table("Wall time an MLP layer", result["records"], [*columns, equal])
-
-
-def _error_cell(record: Record) -> str:
-    """Our error against float32, and the best of the others'."""
-    errors = record.get("errors", {})
-    best = min((error for name, error in errors.items() if name != OURS), default=None)
-    return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
+    return table("Wall time an MLP layer", result["records"], [CASE, ROUTING, *times, equal])
 
 
 def _transformers(result: Result) -> list[Table]:
     """Blocks first, then a decoding step."""
+
+    def error(record: Record) -> str:
+        """Our error against float32, and the best of the others'."""
+        errors = record.get("errors", {})
+        best = min((error for name, error in errors.items() if name != OURS), default=None)
+        return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
+
     tables: list[Table] = []
     head: list[Column] = [(name, field(name)) for name in ("model", "tokens", "mode")]
     for is_block, title in {True: "One MoE block", False: "A decoding step, experts dominating"}.items():
         records = [record for record in result["records"] if ("errors" in record) is is_block]
-        columns = [*head, OUR_TIME, *columns_of(peers_of(records)), ("error (best of others)", _error_cell)]
+        columns = [*head, OUR_TIME, *columns_of(peers_of(records)), ("error (best of others)", error)]
         tables += table(title, records, columns)
     return tables
 
@@ -184,10 +186,11 @@ def _compare(result: Result) -> list[Table]:
         groups.setdefault(f"{record['op']}: {label(record)}, {record['form']}", []).append(record)
     tables = []
     for title, records in groups.items():
-        routings = (f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})" for r in records)
-        header = ("tile", *(cell for routing in routings for cell in (f"{routing} us", "of dense", "rate (of limit)")))
-        cells = {name: [_compare_cells(r, name, result["limits"]) for r in records] for name in names_of(records)}
-        rows = [(name, *(cell for of_routing in row for cell in of_routing)) for name, row in cells.items()]
+        header = ("tile", *(cell for r in records for cell in (f"{SKEW[1](r)} us", "of dense", "rate (of limit)")))
+        rows = [
+            (name, *(cell for record in records for cell in _compare_cells(record, name, result["limits"])))
+            for name in names_of(records)
+        ]
         tables.append(Table(title, header, rows))
     return tables
 
@@ -220,21 +223,20 @@ def _power(result: Result) -> list[Table]:
     return [Table(title, header, rows)]
 
 
-def _over_fastest(tile: str, records: list[Record]) -> str:
-    """How much longer than the fastest a tile takes, geometric mean over records."""
-    logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
-    return number(math.exp(sum(logs) / len(logs)) if logs else None)
-
-
 def _tiles(result: Result) -> list[Table]:
-    """A table an operation: tiles by rows an expert, time over the fastest tile's."""
+    """A table an operation: tiles by rows an expert, time over the fastest tile's, geometric mean."""
+
+    def over_fastest(tile: str, records: list[Record]) -> str:
+        logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
+        return number(math.exp(sum(logs) / len(logs)) if logs else None)
+
     tables = []
     for op in dict.fromkeys(record["op"] for record in result["records"]):
-        records = [record for record in result["records"] if record["op"] == op]
+        records = of_op(result["records"], op)
         sizes = sorted({record["rows_per_expert"] for record in records})
         by_size = [[record for record in records if record["rows_per_expert"] == size] for size in sizes]
         title = f"{op}: time over the fastest tile's, mean over models and routings, by rows an expert"
-        rows = [(tile, *(_over_fastest(tile, of_size) for of_size in by_size)) for tile in names_of(records, "us")]
+        rows = [(tile, *(over_fastest(tile, of_size) for of_size in by_size)) for tile in names_of(records, "us")]
         tables.append(Table(title, ("tile", *map(str, sizes)), rows))
     return tables
 
@@ -250,18 +252,13 @@ def _limits(result: Result) -> list[Table]:
     return rows_table("The machine's limits, same run", ("limit", "measured"), rows)
 
 
-def _layer_host(result: Result) -> list[Table]:
-    return host_table("Host time of forward and backward, tiny layer", result, 1)
-
-
-Make = Callable[[Result], list[Table]]
-TABLES: dict[str, tuple[Make, ...]] = {
+TABLES: dict[str, tuple[Callable[[Result], list[Table]], ...]] = {
     **dict.fromkeys(("forward", "decode", "rows", "skew"), (_operators, _missed)),
     "backward": (_operators, _half_empty, _missed),
     "train": (_operators, _memory, _layer_host, _missed),
+    **dict.fromkeys(TRAINING, (_curves,)),
     "host": (_host,),
     "graph": (_graph,),
-    **dict.fromkeys(TRAINING, (_curves,)),
     "quantize": (_quantize,),
     "power": (_power,),
     "frozen": (frozen_tables,),

@@ -1,4 +1,4 @@
-"""Samples of device and host time, taken in turns: device time as the tuner takes it, host time here."""
+"""Samples of device and host time, taken in turns (`glulam.tuner.timing`); graphs, memory and the machine's limits."""
 
 from __future__ import annotations
 
@@ -7,29 +7,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from glulam.tuner.timing import Call, Sampler, Summary, device_us, interleave, percentile, sleep_cycles, summarise
-
-__all__ = [
-    "ENQUEUE_US",
-    "MIN_ROUNDS",
-    "WARM_UP_CALLS",
-    "Call",
-    "Sampler",
-    "Summary",
-    "device_sampler",
-    "device_us",
-    "flushed_sampler",
-    "host_sampler",
-    "interleave",
-    "measure_device",
-    "no_garbage_collection",
-    "percentile",
-    "sleep_cycles",
-    "summarise",
-]
+from glulam.tuner.timing import Call, Sampler, Summary, device_us, interleave, sleep_cycles
 
 SAMPLE_US = 1000.0  # one device sample lasts about this long
 MAX_CALLS_PER_SAMPLE = 50
@@ -39,13 +21,11 @@ REPLAY_US = 200.0  # more than the host needs to enqueue a graph's replay
 FLUSHED_L2 = 4  # sizes of L2 that are read to evict all of it
 MIN_ROUNDS = 5
 HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
+SQUARE, COPY_BYTES, LIMITS_S = 8192, 2**32, 2.0
 
 
 def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
-    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw.
-
-    enqueue_us: more than the host needs to enqueue one call.
-    """
+    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw."""
     for number in range(WARM_UP_CALLS):
         call(number)
     calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
@@ -97,6 +77,14 @@ def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE,
     return sample
 
 
+def measure_host(
+    items: Mapping[str, Callable[[], object]], budget_s: float, calls: int = HOST_CALLS_PER_SAMPLE
+) -> dict[str, Summary]:
+    """Host time until each item returns, interleaved, without the garbage collector's pauses; microseconds."""
+    with no_garbage_collection():
+        return interleave({name: host_sampler(item, calls) for name, item in items.items()}, budget_s)
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Host times without the collector's pauses."""
@@ -106,3 +94,69 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def per_call(sampler: Sampler, count: int) -> Sampler:
+    """Samples of one of `count` calls that are timed together."""
+    return lambda: sampler() / count
+
+
+def capture(run: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
+    """Capture the run as a graph, after one warm-up on a side stream as torch asks; return the replay, which returns
+    what the captured run returned.
+
+    pool: memory shared by graphs that are replayed one after the other and whose results nobody keeps.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def peak_bytes(call: Callable[[], object], forget: Callable[[], None] = lambda: None) -> int:
+    """Return how far a call raises the memory allocated before it, results and gradients included.
+
+    Args:
+        forget: drops gradients, before and after.
+    """
+    forget()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    forget()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def launch_nothing() -> None:
+    """One launch of a kernel that returns at once."""
+    sleep_cycles(0)
+
+
+def measure_limits() -> dict[str, float]:
+    """cuBLAS BF16 8192^3 (TF/s), device copy (TB/s, read plus written), one launch's host time (us)."""
+    a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, source = torch.empty_like(a), torch.empty(COPY_BYTES, device="cuda", dtype=torch.uint8).random_()
+    target = torch.empty_like(source)
+    samplers = {
+        "mm": device_sampler(lambda number: torch.mm(a, b, out=out)),
+        "copy": device_sampler(lambda number: target.copy_(source)),
+        "launch": host_sampler(launch_nothing),
+    }
+    times = interleave(samplers, LIMITS_S)
+    return {
+        "cublas_8192_tflops": 2 * SQUARE**3 / times["mm"].median_us * 1e-6,
+        "copy_tbps": 2 * COPY_BYTES / times["copy"].median_us * 1e-6,
+        "launch_us": times["launch"].median_us,
+    }

@@ -12,11 +12,11 @@ from support import fake_gpu
 from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
 from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, operands_of, to_dict
-from perf import tables
-from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
-from perf.operations import OPERATIONS, bytes_moved, flop
+from perf import contest, tables
+from perf.cases import DEEPSEEK, PREFILL, Case, models, sweep
 from perf.options import Options
 from perf.suites import compare
+from perf.suites.compare import OPERATIONS, Contest
 from perf.timing import Summary
 
 CASE = Case("small", 5, 64, 128, 70, "dirichlet")
@@ -57,15 +57,15 @@ def on_the_cpu(monkeypatch):
 def untimed(monkeypatch):
     """Small sets on the CPU; every contestant is called a few times, and takes 100 us, 101 us, ..."""
 
-    def measure(calls, budget_s):
+    def measure(calls, *rest):
         for number in range(3):
             for call in calls.values():
                 call(number)
         return {name: Summary(100.0 + i, 99.0, 101.0, 3) for i, name in enumerate(calls)}
 
     make_sets = compare.make_sets
-    monkeypatch.setattr(compare, "make_sets", lambda *given: make_sets(*given, device="cpu")[:2])
-    monkeypatch.setattr(compare, "measure_device", measure)
+    monkeypatch.setattr(compare, "make_sets", lambda *given: make_sets(*given, device="cpu", most=2))
+    monkeypatch.setattr(contest, "measure_device", measure)
 
 
 def found(*patterns, bundles=None):
@@ -74,14 +74,14 @@ def found(*patterns, bundles=None):
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
-    for _, spec, group in compare.contests(found("*"), (op,)):
-        record = compare._record(CASE, op, spec, group, 1.0)
-        assert len(record["errors"]) == len(group)
+    for of in compare.contests(found("*"), (op,)):
+        (record,) = compare._measure(CASE, of, 1.0)
+        assert len(record["errors"]) == len(of.competing)
         assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
 
 
 def test_all_operations_of_a_layer_are_there():
-    served = {op for op, _, _ in compare.contests(found("*"), ())}
+    served = {op for op, *_ in compare.contests(found("*"), ())}
     assert served == set(OPERATIONS) == {"fc1", "fc2", "mlp", "dglu", "dgrad", "dw1", "dw2"}
 
 
@@ -89,17 +89,16 @@ def test_work_is_counted_as_the_other_suites_count_it():
     case = dataclasses.replace(CASE, routing="uniform")
     for op, pattern in {"fc1": "grouped_glu_bf16_gated_blocked_t*", "fc2": "*mm_bf16_nt*", "mlp": "*mlp_bf16*"}.items():
         (_, spec, _), *_ = compare.contests(found(pattern), (op,))
-        made = compare.make_sets(case, op, spec, "cpu")[0]
-        assert flop(made, case.rows) == case.flop(op)
-        assert bytes_moved(made, case.experts) == case.bytes(op, case.experts)
+        (made,) = compare.make_sets(case, op, spec, 1, "cpu")
+        assert made.work(case.experts) == {"flop": case.flop(op), "bytes": case.bytes(op, case.experts)}
 
 
 def test_a_wrong_kernel_is_left_out_and_the_others_are_timed(untimed):
     right, wrong = GroupedMmSpec(tile=LARGE), GroupedMmSpec(tile=SMALL)
     group = found("*", bundles={"one": FakeBundle([right, wrong], wrong=[wrong.name])})
-    with pytest.warns(UserWarning, match=f"{wrong.name} is left out: its relative error is 0.1"):
-        record = compare._record(CASE, "fc2", right, group, 1.0)
-    assert list(record["times"]) == [LARGE.name]
+    with pytest.warns(UserWarning, match=f"{SMALL.name} is left out: wrong, relative error 0.1"):
+        (record,) = compare._measure(CASE, Contest("fc2", right, group), 1.0)
+    assert list(record["times"]) == [LARGE.name, "dense"][: 2 - CASE.decode]
 
 
 def test_a_kernel_that_raises_is_left_out(untimed):
@@ -108,7 +107,7 @@ def test_a_kernel_that_raises_is_left_out(untimed):
 
     group = [compare.Candidate("t", GroupedMmSpec(), fails)]
     with pytest.warns(UserWarning, match="is left out: .*too much shared memory"):
-        assert compare._record(CASE, "fc2", GroupedMmSpec(), group, 1.0) is None
+        assert compare._measure(CASE, Contest("fc2", GroupedMmSpec(), group), 1.0) == []
 
 
 def test_names_and_patterns_choose_functions():
@@ -142,20 +141,19 @@ def test_only_kernels_of_one_form_compete():
 
 
 def test_cases_of_a_comparison():
-    assert len(compare_cases(None, ("uniform", "zipf"), ())) == 2 * len(PREFILL)
-    (case,) = compare_cases("DeepSeek-V3 EP8", ("zipf",), ())
+    assert len(sweep(models(None, PREFILL), (), ("uniform", "zipf"))) == 2 * len(PREFILL)
+    (case,) = sweep(models("DeepSeek-V3 EP8", PREFILL), (), ("zipf",))
     assert case == dataclasses.replace(DEEPSEEK, routing="zipf")
-    sweep = compare_cases("deepseek-v3 ep8", ("uniform",), (1, 64))
-    assert [case.rows for case in sweep] == [32, 2048]
-    assert compare_cases("Qwen3 decode", ("uniform",), ()) == [DECODE[0]]
+    assert [case.rows for case in sweep(models("deepseek-v3 ep8", PREFILL), (1, 64))] == [32, 2048]
 
 
 def test_table_marks_the_fastest_and_shows_the_share_of_dense(untimed):
     case = dataclasses.replace(CASE, rows=5 * 64)
-    (_, spec, group), *_ = compare.contests(found("grouped_mm_bf16_nt_*"), ("fc2",))
+    of, *_ = compare.contests(found("grouped_mm_bf16_nt_*"), ("fc2",))
     records = [
-        compare._record(dataclasses.replace(case, routing=routing), "fc2", spec, group, 1.0)
+        record
         for routing in ("uniform", "dirichlet")
+        for record in compare._measure(dataclasses.replace(case, routing=routing), of, 1.0)
     ]
     table, _ = tables.tables_of({"suite": "compare", "limits": {**LIMITS, "launch_us": 1.0}, "records": records})
     assert table.title == "fc2: small (E 5, H 64, I 128, T 320), grouped_mm_bf16_nt_sm_90a"
@@ -176,6 +174,6 @@ def test_a_missing_bundle_is_named(tmp_path):
 
 def test_tensors_start_as_nan_so_that_unwritten_results_show():
     (_, spec, _), *_ = compare.contests(found("grouped_dglu_bf16_swiglu_concat*"), ())
-    made = compare.make_sets(CASE, "dglu", spec, "cpu")[0]
+    made, other = compare.make_sets(CASE, "dglu", spec, 2, "cpu")
     assert all(bool(result.isnan().all()) for result in made.results)
-    assert not torch.equal(made.call.dy, compare.make_sets(CASE, "dglu", spec, "cpu")[1].call.dy)
+    assert not torch.equal(made.call.dy, other.call.dy)

@@ -11,25 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from perf import layer, layer_peers, training
-from perf.cases import OTHER_MODELS, PREFILL
-from perf.layer_cases import (
+from perf import layer_peers
+from perf.cases import (
     FORWARD,
-    LEAST_SHARE,
+    LAYER_ROUTINGS,
     MODELS,
-    MOST_SHARE,
+    OTHER_MODELS,
+    PREFILL,
     PUBLISHED,
-    ROUTINGS,
     TRAIN,
     LayerCase,
     layer_cases,
     layer_of,
-    logit_offsets,
-    shares,
 )
-from perf.layer_data import GAP, choose, make_layer, sort_choices
-from perf.layer_reference import expected
-from perf.problem import TOKENS
+from perf.contest import admitted, relative_error
+from perf.layer import GAP, choose, expected, make_layer, sort_choices
+from perf.layer_peers import MAX_RELATIVE_ERROR, Layer, contestants
+from perf.mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS
+from perf.routing import LEAST_SHARE, MOST_SHARE, logit_offsets, shares
 
 CASE = LayerCase("small", 70, 64, 32, 5, 2, "zipf")
 TOP_1 = LayerCase("top-1", 70, 64, 32, 4, 1)
@@ -59,9 +58,9 @@ def test_every_known_model_has_a_layer():
 
 def test_cases_are_chosen_by_name_routing_and_publication():
     assert len(layer_cases(None)) == 3 * (len(PUBLISHED) + len(MODELS))
-    assert {case.routing for case in layer_cases("sonic")} == set(ROUTINGS)
+    assert {case.routing for case in layer_cases("sonic")} == set(LAYER_ROUTINGS)
     assert layer_cases(None, ("uniform",), published=True) == list(PUBLISHED)
-    each = [dataclasses.replace(case, routing=routing) for case in PUBLISHED for routing in ROUTINGS]
+    each = [dataclasses.replace(case, routing=routing) for case in PUBLISHED for routing in LAYER_ROUTINGS]
     assert layer_cases(None, published=True) == each
     assert [case.name for case in layer_cases("kimi-k2 ep8", ("zipf",))] == ["Kimi-K2 EP8"]
 
@@ -74,7 +73,7 @@ def test_work_is_six_and_eighteen_a_weight_and_row():
 
 
 @pytest.mark.parametrize("case", [*PUBLISHED, *MODELS], ids=lambda case: case.name)
-@pytest.mark.parametrize("routing", [*ROUTINGS, "one", "half-empty"])
+@pytest.mark.parametrize("routing", [*LAYER_ROUTINGS, "one", "half-empty"])
 def test_shares_are_chances_that_sum_to_the_choices(case, routing):
     found = shares(dataclasses.replace(case, routing=routing))
     assert all(LEAST_SHARE <= share <= MOST_SHARE for share in found)
@@ -83,7 +82,7 @@ def test_shares_are_chances_that_sum_to_the_choices(case, routing):
         assert sum(found) == pytest.approx(case.top_k, abs=1e-6 + floor)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", LAYER_ROUTINGS)
 @pytest.mark.parametrize(("experts", "k"), [(128, 8), (8, 2), (32, 1), (8, 1)])
 def test_offsets_give_experts_the_loads_asked_for(routing, experts, k):
     case = LayerCase("x", 4096, 64, 32, experts, k, routing)
@@ -116,12 +115,11 @@ def test_no_rounding_changes_who_is_chosen(case):
 
 
 def test_where_everybody_is_chosen_no_token_is_drawn_again():
-    d = data(LayerCase("all", 9, 64, 32, 3, 3))
-    assert d.loads == [9, 9, 9]
+    assert data(LayerCase("all", 9, 64, 32, 3, 3)).loads == [9, 9, 9]
 
 
 def test_tokens_that_never_lie_apart_are_refused(monkeypatch):
-    monkeypatch.setattr("perf.layer_data.GAP", 100.0)
+    monkeypatch.setattr("perf.layer.GAP", 100.0)
     with pytest.raises(RuntimeError, match="after 100 draws some tokens' best logits are closer than 100"):
         data()
 
@@ -177,96 +175,73 @@ def plain_layer(d, glu_layout):
 
 
 @pytest.mark.parametrize("case", [CASE, TOP_1, STEP])
-@pytest.mark.parametrize("glu_layout", ["concat", "interleaved", "interleaved32, linear first"])
+@pytest.mark.parametrize("glu_layout", [CONCAT, INTERLEAVED, LINEAR_FIRST])
 def test_the_reference_is_the_layer(case, glu_layout):
     d = data(dataclasses.replace(case, intermediate=64))
     wanted = plain_layer(d, glu_layout)
     got = expected(d, TRAIN, glu_layout)
     assert got[0].dtype == got[1].dtype == got[2].dtype == torch.float64
-    assert training.relative_error(got[:3], wanted[:3]) < 1e-6
-    assert training.relative_error(got, wanted) < 0.003  # weights' gradients are rounded
+    assert relative_error(got[:3], wanted[:3]) < 1e-6
+    assert relative_error(got, wanted) < 0.003  # weights' gradients are rounded
     (y,) = expected(d, FORWARD, glu_layout)
     assert torch.equal(y, got[0])
+
+
+def found(d, op, layers=None):
+    """Who is timed."""
+    return admitted("here", contestants(d, op, layers or layer_peers.layers()))
 
 
 @pytest.mark.parametrize("op", [FORWARD, TRAIN])
 @pytest.mark.parametrize("case", [CASE, TOP_1, STEP])
 def test_every_contestant_passes_the_check(case, op):
-    found = layer.admitted(data(case), op, layer.contestants())
-    names = [layer.OURS, layer.FLOOR, layer.SORTED, layer.TORCH]
-    assert list(found.errors) == [c.name for c in found.contestants] == names and found.left_out == {}
-    assert 0 < max(found.errors.values()) <= layer.MAX_RELATIVE_ERROR / 3
+    who = found(data(case), op)
+    names = [layer_peers.OURS, layer_peers.FLOOR, layer_peers.SORTED, layer_peers.TORCH]
+    assert list(who.errors) == list(who.calls) == names and who.left_out == {}
+    assert 0 < max(who.errors.values()) <= MAX_RELATIVE_ERROR / 3
 
 
 def of_name(name):
-    (found,) = [c for c in layer.contestants() if c.name == name]
-    return found
-
-
-def wrong_in(part):
-    """A contestant whose result or gradient of this number is too large."""
-    right = of_name(layer.SORTED)
-
-    class Wrong(layer.Contestant):
-        def train(self, d, b):
-            return tuple(t * 1.15 if i == part else t for i, t in enumerate(right.train(d, b)))
-
-    return Wrong("wrong", right.forward)
+    (one,) = [c for c in layer_peers.layers() if c.name == name]
+    return one
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_a_wrong_one_is_reported_and_not_timed(part):
-    with pytest.warns(UserWarning, match="small .*, train: wrong is left out: wrong, relative error 0.1[45]"):
-        found = layer.admitted(data(), TRAIN, [wrong_in(part), of_name(layer.TORCH)])
-    assert [c.name for c in found.contestants] == [layer.TORCH] == list(found.errors)
-    assert list(found.left_out) == ["wrong"]
+    right = of_name(layer_peers.SORTED)
 
+    class Wrong(Layer):
+        def train(self, d, b):
+            return tuple(t * 1.15 if i == part else t for i, t in enumerate(right.train(d, b)))
 
-def test_one_that_fails_is_reported_too():
-    def fails(d, b):
-        raise OSError("no such\nkernel")
-
-    with pytest.warns(UserWarning, match="broken is left out: OSError: no such kernel"):
-        found = layer.admitted(data(), FORWARD, [layer.Contestant("broken", fails)])
-    assert found.contestants == [] and found.left_out == {"broken": "OSError: no such kernel"}
+    with pytest.warns(UserWarning, match="here: wrong is left out: wrong, relative error 0.1[45]"):
+        who = found(data(), TRAIN, [Wrong("wrong", right.forward), of_name(layer_peers.TORCH)])
+    assert list(who.calls) == [layer_peers.TORCH] == list(who.errors) and list(who.left_out) == ["wrong"]
 
 
 def test_only_who_trains_is_asked_to_train():
     def infers(d, b):
         assert not torch.is_grad_enabled()
-        return of_name(layer.TORCH).forward(d, b)
+        return of_name(layer_peers.TORCH).forward(d, b)
 
-    peer = layer.Contestant("infers", infers, trains=False)
-    assert list(layer.admitted(data(), FORWARD, [peer]).errors) == ["infers"]
-    assert layer.admitted(data(), TRAIN, [peer]) == layer.Admitted([], {}, {})
+    peer = Layer("infers", infers, trains=False)
+    assert list(found(data(), FORWARD, [peer]).errors) == ["infers"]
+    assert found(data(), TRAIN, [peer]) == ({}, {}, {})
 
 
 def test_peers_may_leave_the_gradients_of_empty_experts_unwritten_and_we_may_not():
-    d, right = data(STEP), of_name(layer.TORCH)
+    d, right = data(STEP), of_name(layer_peers.TORCH)
 
-    class Unwritten(layer.Contestant):
+    class Unwritten(Layer):
         def train(self, d, b):
             results = right.train(d, b)
-            for gradient in results[layer.WEIGHTS]:
+            for gradient in results[layer_peers.WEIGHTS]:
                 gradient[d.loads.index(0)] = torch.nan
             return results
 
-    wanted = expected(d, TRAIN)
-    assert layer.check(Unwritten("peer", right.forward), d, TRAIN, wanted) <= layer.MAX_RELATIVE_ERROR
-    error = layer.check(Unwritten("ours", right.forward, kept_whole=True), d, TRAIN, wanted)
-    assert error != error
-
-
-def test_errors_of_large_tensors_are_added_up_in_parts(monkeypatch):
-    wanted = torch.randn(7, 6)
-    got = wanted.clone()
-    got[5] *= 1.5
-    whole = training.relative_error((got,), (wanted,))
-    monkeypatch.setattr(training, "PART_ELEMENTS", 13)
-    assert training.relative_error((got,), (wanted,)) == pytest.approx(whole) and whole > 0.01
-    got[6, 0] = torch.nan
-    error = training.relative_error((got,), (wanted,))
-    assert error != error
+    with pytest.warns(UserWarning, match="ours is left out: wrong, relative error nan"):
+        who = found(d, TRAIN, [Unwritten("peer", right.forward), Unwritten("ours", right.forward, kept_whole=True)])
+    assert list(who.calls) == ["peer"]
 
 
 # Other packages
@@ -334,9 +309,9 @@ def peers(monkeypatch):
 @pytest.mark.parametrize("case", [CASE, TOP_1])
 def test_other_packages_compute_the_layer_untuned(peers, case):
     d = data(case)
-    forward = layer.admitted(d, FORWARD, layer.contestants())
+    forward = found(d, FORWARD)
     assert list(forward.errors)[-2:] == [layer_peers.SONIC, layer_peers.FLASHINFER] and not forward.left_out
-    train = layer.admitted(d, TRAIN, layer.contestants())
+    train = found(d, TRAIN)
     assert list(train.errors)[-1] == layer_peers.SONIC and not train.left_out
     assert peers == [False] * 4
 
@@ -344,9 +319,9 @@ def test_other_packages_compute_the_layer_untuned(peers, case):
 def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning(peers, monkeypatch):
     monkeypatch.setitem(sys.modules, "sonicmoe.functional", None)
     with pytest.warns(UserWarning, match="sonicmoe is left out: ModuleNotFoundError"):
-        assert [peer.name for peer in layer_peers.find_peers()] == [layer_peers.FLASHINFER]
+        assert [one.name for one in layer_peers.layers()][4:] == [layer_peers.FLASHINFER]
 
 
 def test_without_other_packages_there_are_four(monkeypatch):
     monkeypatch.setattr(layer_peers.importlib.util, "find_spec", lambda name: None)
-    assert len(layer.contestants()) == 4
+    assert len(layer_peers.layers()) == 4

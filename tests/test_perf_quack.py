@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from perf import contestants, quack, training
-from perf.cases import OPS, TINY
-from perf.options import Options
-from perf.problem import make_problem
-from perf.suites import backward, forward
+from perf import mlp, quack, stamp
+from perf.cases import KERNELS, OPS, TINY
+from perf.contest import admitted
+from perf.suites import mlp as suite
 from perf.timing import Summary
 
 CASE = dataclasses.replace(TINY, routing="dirichlet")
@@ -119,61 +118,57 @@ def api(monkeypatch):
 
     monkeypatch.setattr(quack, "measure_device", measure)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for module in (contestants, quack):
+    for module in (stamp, quack):
         monkeypatch.setattr(module, "quack_version", lambda: "0.6.5")
-    make = make_problem
-    monkeypatch.setattr(contestants, "make_problem", lambda case: make(case, device="cpu"))
+    monkeypatch.setattr(quack, "make_buffers", lambda case: mlp.make_buffers(case, device="cpu"))
     return interface
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_quack_computes_the_forward(api, op):
-    b = make_problem(CASE, device="cpu").sets[0]
-    assert contestants.check(quack.Quack("default"), op, b) <= contestants.MAX_RELATIVE_ERROR
-    assert {config for _, config in api.used} == {None}
+def buffers(**changes):
+    return mlp.make_buffers(dataclasses.replace(CASE, **changes), device="cpu")[:2]
 
 
-@pytest.mark.parametrize("op", training.KERNELS)
+@pytest.mark.parametrize("op", [*OPS, *KERNELS])
 @pytest.mark.parametrize("routing", ["dirichlet", "half-empty"])
-def test_quack_computes_the_backward(api, op, routing):
-    d = training.make_data(dataclasses.replace(CASE, routing=routing), device="cpu")
-    peer = quack.Quack("tuned")
-    peer.prepare_backward(d, op)
-    chosen = training.competing(d, op, peer)
-    assert list(chosen)[-1] == "quack tuned" and len(chosen) == 4
-    assert chosen["quack tuned"][1] <= training.MAX_RELATIVE_ERROR
+@torch.no_grad()
+def test_quack_computes_every_operation(api, op, routing):
+    case = dataclasses.replace(CASE, routing=routing)
+    sets = buffers(routing=routing) if op in OPS else [mlp.make_training(case, device="cpu")]
+    found = admitted("tiny", mlp.contestants(op, sets, quack.Quack("tuned")))
+    assert list(found.calls) == ["glulam", "dense", "torch", "quack tuned"] and not found.left_out
+
+
+def test_the_default_configuration_needs_no_tuning(api):
+    peer, sets = quack.Quack("default"), buffers()
+    peer.prepared("mlp", sets)(sets[0])
+    assert api.used == [("gated", None), ("rows", None)] and peer.tunings("mlp", sets) == {} and not peer.spaces
+    assert quack.find_quack("off") is None and quack.find_quack("default").name == "quack default"
 
 
 def test_the_fastest_configuration_is_used_from_then_on(api):
-    sets = make_problem(CASE, device="cpu").sets[:2]
-    peer = quack.Quack("tuned")
-    tunings = peer.prepare_forward(sets, ("mlp",))
+    sets, peer = buffers(), quack.Quack("tuned")
+    call = peer.prepared("mlp", sets)
+    tunings = peer.tunings("mlp", sets)
     assert set(tunings) == {"fc1", "fc2"} and tunings["fc1"]["timed"] == 3 and tunings["fc2"]["timed"] == 2
-    assert "gated b" in tunings["fc1"]["config"]
+    assert "gated b" in tunings["fc1"]["config"] and set(peer.tunings("fc2", sets)) == {"fc2"}
     api.used.clear()
-    peer.mlp(sets[0])
+    call(sets[0])
     assert [(name, config.name) for name, config in api.used] == [("gated", "gated b"), ("rows", "None b")]
-    assert set(peer.prepare_forward(sets, ("fc2",))) == {"fc2"}
 
 
 def test_tuned_keeps_its_choice_for_a_shape_and_retuned_does_not(api, monkeypatch):
-    chosen = iter(["first", "second", "third", "fourth"])
-    monkeypatch.setattr(quack, "fastest", lambda *_: (next(chosen), quack.Tuning("c", 1, 0, 0.0)))
-    problems = [make_problem(dataclasses.replace(CASE, routing=r), device="cpu") for r in ("uniform", "dirichlet")]
-    for mode, wanted in (("tuned", ["first", "first"]), ("retuned", ["second", "third"])):
-        peer, seen = quack.Quack(mode), []
-        for problem in problems:
-            peer.prepare_forward(problem.sets, ("fc1",))
-            seen.append(peer.configs["fc1"])
-        assert seen == wanted
-    wider = make_problem(dataclasses.replace(CASE, rows=2 * CASE.rows), device="cpu")
-    peer.prepare_forward(wider.sets, ("fc1",))
-    assert peer.configs["fc1"] == "fourth"
+    chosen = itertools.count()
+    monkeypatch.setattr(quack, "fastest", lambda *_: (None, quack.Tuning(str(next(chosen)), 1, 0, 0.0)))
+    problems = [buffers(routing=routing) for routing in ("uniform", "dirichlet", "uniform")]
+    problems.append(buffers(rows=2 * CASE.rows))
+    for mode, wanted in (("tuned", ["0", "0", "0", "1"]), ("retuned", ["2", "3", "2", "4"])):
+        peer = quack.Quack(mode)
+        assert [peer.tunings("fc1", sets)["fc1"]["config"] for sets in problems] == wanted
 
 
 def test_only_weight_gradients_may_swap_operands(api):
     spaces = quack.Quack("tuned").spaces
-    assert set(spaces) == {"fc1", "fc2", *training.KERNELS}
+    assert set(spaces) == {"fc1", "fc2", *KERNELS}
     swapping = {op for op, space in spaces.items() if any(config.swap_ab for config in space)}
     assert swapping - {"fc1", "dglu"} == {"dw1", "dw2"}
     assert all(config.device_capacity == 9 for space in spaces.values() for config in space)
@@ -219,84 +214,45 @@ def test_compiling_has_an_end(api, monkeypatch):
         fastest(Compiling(fails="ab"), "ab", monkeypatch)
 
 
+def measured(peer, ops):
+    """Records of the suite's operations on one small case, of which a call takes no time."""
+
+    def timed(calls, op):
+        return {name: {"median_us": 1.0} for name in calls}
+
+    return list(suite._measure("backward", dataclasses.replace(CASE, rows=512), ops, peer, timed))
+
+
 @pytest.fixture
-def untimed(monkeypatch):
-    """The suites on small cases on the CPU, without a clock; the seconds of sampling that they asked for."""
-    budgets = []
-
-    def measure(calls, budget_s, *rest):
-        budgets.append(budget_s)
-        for call in calls.values():
-            call(0)
-        return {name: Summary(100.0, 99.0, 101.0, 3) for name in calls}
-
-    for suite in (forward, backward):
-        monkeypatch.setattr(suite, "measure_device", measure)
-    monkeypatch.setattr(forward, "make_problem", lambda case: make_problem(case, device="cpu"))
-    monkeypatch.setattr(backward, "make_data", lambda case: training.make_data(case, device="cpu"))
-    monkeypatch.setattr(backward, "backward_cases", lambda: [CASE, dataclasses.replace(CASE, routing="half-empty")])
-    return budgets
+def on_the_cpu(monkeypatch):
+    make, training = mlp.make_buffers, mlp.make_training
+    monkeypatch.setattr(suite, "make_buffers", lambda case: make(case, device="cpu")[:2])
+    monkeypatch.setattr(suite, "make_training", lambda case: training(case, device="cpu"))
 
 
-def test_the_forward_suite_measures_what_was_chosen(api, untimed):
-    case = dataclasses.replace(CASE, rows=512)
-    run = forward.forward_suite("forward", lambda _: [dataclasses.replace(case, routing="zipf")])
-    records = run(Options(quack="tuned", ops=("fc1", "mlp")))
-    assert [(r["op"], r["case"]["routing"]) for r in records] == [("fc1", "zipf"), ("mlp", "zipf")]
-    assert all(list(r["times"]) == ["glulam", "dense", "torch", "quack tuned"] for r in records)
-    assert set(records[0]["tuning"]["quack tuned"]) == {"fc1", "fc2"}
-    with pytest.raises(ValueError, match="--op 'dw1' is not known here; choose among: fc1, fc2, mlp"):
-        run(Options(quack="off", ops=("dw1",)))
+def test_records_say_what_was_chosen(api, on_the_cpu):
+    records = measured(quack.Quack("tuned"), ("mlp", *KERNELS))
+    assert all(list(record["times"]) == ["glulam", "dense", "torch", "quack tuned"] for record in records)
+    tuned = [set(record["tuning"]["quack tuned"]) for record in records]
+    assert tuned == [{"fc1", "fc2"}, *({op} for op in KERNELS)]
 
 
-def test_the_backward_suite_measures_every_kernel(api, untimed):
-    records = backward.run_backward(Options(quack="tuned"))
-    assert [r["op"] for r in records] == 2 * list(training.KERNELS)
-    assert all(list(r["times"]) == ["glulam", "dense", "torch", "quack tuned"] for r in records)
-    assert all(set(r["tuning"]["quack tuned"]) == {r["op"]} for r in records)
-
-
-@pytest.mark.parametrize("options", [Options(8.0, quack="off"), Options(8.0, quack="off", case="half")])
-def test_the_budget_is_what_all_samples_take(api, untimed, options):
-    backward.run_backward(options)
-    assert sum(untimed) == pytest.approx(8.0)
-    untimed.clear()
-    forward.forward_suite("forward", lambda _: [CASE, dataclasses.replace(CASE, seed=1)])(options)
-    assert sum(untimed) == pytest.approx(8.0) and len(untimed) == 6
-
-
-def test_a_quack_that_fails_in_a_case_leaves_it_with_a_warning(api, untimed, monkeypatch):
+def test_a_quack_that_fails_or_is_wrong_leaves_the_operation_with_a_warning(api, on_the_cpu, monkeypatch):
     def breaks(*arguments, **options):
         raise OSError("no such kernel")
 
-    peer = quack.Quack("tuned")
-    monkeypatch.setattr(backward, "find_quack", lambda mode: peer)
-    monkeypatch.setattr(api, "gemm_dgated", breaks)
-    with pytest.warns(
-        UserWarning, match="dglu: quack tuned is left out: RuntimeError: none of QuACK's 3 .*: no such kernel"
-    ):
-        (record, _) = backward.run_backward(Options(quack="tuned", ops=("dglu",)))
-    assert list(record["times"]) == ["glulam", "dense", "torch"] and record["tuning"] == {}
-
-
-def test_a_wrong_peer_leaves_the_forward_and_the_others_stay(api, untimed, monkeypatch):
-    case = dataclasses.replace(CASE, rows=512)
     right = api.gemm_gated
 
     def wrong(*arguments, **options):
         right(*arguments, **options)
         options["postact_out"].mul_(1.1)
 
-    run = forward.forward_suite("forward", lambda _: [case])
-    contestants_found = contestants.libraries("tuned")
-    monkeypatch.setattr(forward, "libraries", lambda mode: contestants_found)
+    monkeypatch.setattr(api, "gemm_dgated", breaks)
     monkeypatch.setattr(api, "gemm_gated", wrong)
-    with pytest.warns(UserWarning, match="fc1: quack tuned is left out: .* relative error 0.1"):
-        (record,) = run(Options(quack="tuned", ops=("fc1",)))
-    assert list(record["times"]) == ["glulam", "dense", "torch"]
-
-
-def test_quack_off_asks_for_nothing(api):
-    assert contestants.find_quack("off") is None
-    assert contestants.find_quack("default").name == "quack default"
-    assert not contestants.find_quack("default").spaces
+    with pytest.warns(UserWarning) as seen:
+        records = measured(quack.Quack("tuned"), ("fc1", "dglu"))
+    first, second = (str(warning.message) for warning in seen)
+    assert "fc1: quack tuned is left out: wrong, relative error 0.1" in first
+    assert "dglu: quack tuned is left out: RuntimeError: none of QuACK's 3" in second and "no such kernel" in second
+    for record in records:
+        assert list(record["times"]) == ["glulam", "dense", "torch"] and record["tuning"] == {}

@@ -12,11 +12,11 @@ import torch
 from support import fake_humming
 
 import glulam
-from perf import serving_data, serving_humming, serving_peers, timing
-from perf.serving_cases import CASES, MODELS, RECIPES, ServingCase
-from perf.serving_data import Contestant, check, expected, in_format, make_batch, make_weights
+from perf import serving, serving_humming
+from perf.cases import SERVING, SERVING_RECIPES, ServingCase
+from perf.contest import admitted
+from perf.serving import error, expected, in_format, make_batch, make_weights
 from perf.suites import serving as suite
-from perf.timing import Summary
 
 SMALL = ServingCase("small", 9, 128, 256, 4, 2)
 PART = ServingCase("part", 21, 128, 128, 4, 3, world_experts=16)  # tokens without an expert here, and empty experts
@@ -43,11 +43,10 @@ def rows(monkeypatch):
     sys.modules.update(compiled)
 
 
-def results(contestant, case):
-    """A contestant's call, a batch and what is expected of it."""
-    formats = {recipe: in_format(recipe, *make_weights(case, "cpu")) for recipe in {contestant.weights}}
-    given, ready = formats[contestant.weights]
-    call = contestant.make(case, *(ready if contestant.name == "glulam" else given))
+def results(experts, case):
+    """A call, a batch and what is expected of it."""
+    given, ready = in_format(experts.weights, *make_weights(case, "cpu"))
+    call = experts.make(case, *(ready if experts.name == "glulam" else given))
     b = make_batch(case, "cpu")
     return call, b, expected(b, *given)
 
@@ -56,10 +55,11 @@ def results(contestant, case):
 
 
 def test_cases_are_four_models_from_a_token_to_a_prefill():
-    assert len(CASES) == len(set(CASES)) == 4 * 6
-    deepseek = next(model for model in MODELS if model.is_part)
-    assert (deepseek.experts, deepseek.world, deepseek.top_k) == (32, 256, 8) and "E 32 of 256" in deepseek.label
-    assert [model.top_k for model in MODELS if not model.is_part] == [8, 4, 2]
+    assert len(SERVING) == len(set(SERVING)) == 4 * 6
+    parts = [case for case in SERVING if case.is_part]
+    assert {(case.experts, case.world, case.top_k) for case in parts} == {(32, 256, 8)}
+    assert all("E 32 of 256" in case.label for case in parts)
+    assert {case.top_k for case in SERVING if not case.is_part} == {8, 4, 2}
 
 
 def test_work_counts_the_rows_that_have_an_expert_here():
@@ -84,8 +84,8 @@ def test_a_single_token_has_an_expert_here(seed):
 
 
 def test_compared_tokens_include_the_first_and_the_last():
-    assert serving_data.compared(3) == [0, 1, 2] and serving_data.compared(1) == [0]
-    many = serving_data.compared(8192)
+    assert serving.compared(3) == [0, 1, 2] and serving.compared(1) == [0]
+    many = serving.compared(8192)
     assert len(set(many)) == 64 and (many[0], many[-1]) == (0, 8191)
 
 
@@ -106,11 +106,11 @@ def test_the_reference_is_a_plain_loop():
 
 
 @pytest.mark.parametrize("case", [SMALL, PART, ODD], ids=lambda case: case.name)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SERVING_RECIPES)
 def test_our_recipes_pass_the_check_that_precedes_timing(recipe, case):
-    contestant = serving_peers.ours(recipe)
-    call, b, reference = results(contestant, case)
-    assert 0 < check(contestant, call, b, reference) <= contestant.bound
+    mine = serving.ours(recipe)
+    call, b, reference = results(mine, case)
+    assert 0 < error(call(b), reference) <= mine.bound
     assert torch.equal(call(b), b.out)
 
 
@@ -122,18 +122,60 @@ WRONG = {
 }
 
 
+def measured(experts, wrap=lambda call: call):
+    """Who is timed on SMALL, whose calls `wrap` changes."""
+    call, b, _ = results(experts, SMALL)
+    model = suite.Model(SMALL)
+    return admitted("here", suite.contestants(model, [(experts, wrap(call))], b))
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """A graph is its call."""
+    monkeypatch.setattr(suite, "make_weights", lambda case: make_weights(case, "cpu"))
+    monkeypatch.setattr(suite, "capture", lambda run, pool: run)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_result_is_not_timed(wrong):
-    contestant = serving_peers.ours("mxfp8")  # of the wider bound
-    call, b, reference = results(contestant, SMALL)
-    with pytest.raises(RuntimeError, match="glulam: error .* against float32"):
-        check(contestant, WRONG[wrong](call), b, reference)
+def test_a_wrong_result_is_not_timed(on_the_cpu, wrong):
+    mine = serving.ours("mxfp8")  # of the wider bound
+    assert list(measured(mine).errors) == ["glulam"]
+    with pytest.raises(RuntimeError, match="here: glulam: wrong, relative error .*; nothing was timed"):
+        measured(mine, WRONG[wrong])
+    with pytest.warns(UserWarning, match="here: peer is left out: wrong, relative error"):
+        assert not measured(dataclasses.replace(serving.ours("bf16"), name="peer"), WRONG[wrong]).calls
+
+
+def test_a_wrong_replay_is_not_timed(on_the_cpu, monkeypatch):
+    """As of a graph that reads memory which is gone: calls are right, replays are not."""
+
+    def capture(run, pool):
+        result = run()
+        return lambda: result
+
+    monkeypatch.setattr(suite, "capture", capture)
+    with pytest.raises(RuntimeError, match="glulam: wrong, relative error nan"):
+        measured(serving.ours("bf16"))
+
+
+def test_only_peers_of_a_recipe_compete(on_the_cpu, monkeypatch):
+    def fails(*given):
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    mine = serving.ours("bf16")
+    peers = [dataclasses.replace(mine, name="good"), dataclasses.replace(mine, name="fails", make=fails),
+             dataclasses.replace(mine, name="elsewhere", recipes=("fp8_block",))]  # fmt: skip
+    with pytest.warns(UserWarning, match="small: fails is left out: ValueError: no kernel"):
+        found = suite.Model(SMALL).competing("bf16", peers)
+    assert [experts.name for experts, _ in found] == ["glulam", "good"]
 
 
 def test_a_package_that_is_absent_or_broken_is_left_out(monkeypatch):
-    monkeypatch.setattr(serving_peers, "PACKAGES", {"no_such_package": "", "torch": "no_such_module"})
+    monkeypatch.setattr(serving, "PACKAGES", {"no_such_package": "", "torch": "no_such_module"})
     with pytest.warns() as seen:
-        assert serving_peers.find_peers([], RECIPES) == []
+        assert serving.find_peers([], SERVING_RECIPES) == []
     absent, broken = (str(warning.message) for warning in seen)
     assert absent == "no_such_package is left out: it is not installed" and broken.startswith("torch is left out: Mod")
 
@@ -180,115 +222,13 @@ def test_humming_is_called_as_its_gemms_read_it(rows, scheme, case, monkeypatch)
     properties = types.SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     serving_humming.plan.cache_clear()
-    (contestant,) = (one for one in serving_humming.contestants([case], scheme.recipes) if one.name == scheme.name)
+    (experts,) = (one for one in serving_humming.peers([case], scheme.recipes) if one.name == scheme.name)
     gemm = "grouped_contiguous" if case.is_part else "indexed"
     assert {(name, len(tiles)) for _, name, tiles in fake_humming.Kernel.compiled} == {(gemm, 1)}  # not the larger tile
-    call, b, reference = results(contestant, case)
-    assert 0 < check(contestant, call, b, reference) < serving_data.ROWS_16_BITS  # the fake does not round rows
-
-
-# The suite
-
-
-@pytest.fixture
-def untimed(monkeypatch):
-    """The suite on the CPU: a graph is its call, and contestants take 100 us, 110 us, ..."""
-
-    def interleave(samplers, budget_s):
-        for sample in samplers.values():
-            sample()
-        return {name: Summary(100.0 + 10 * i, 99.0, 130.0, 3) for i, name in enumerate(samplers)}
-
-    monkeypatch.setattr(suite, "interleave", interleave)
-    monkeypatch.setattr(suite, "capture", lambda run, pool: types.SimpleNamespace(replay=run))
-    monkeypatch.setattr(suite, "flushed_sampler", lambda replay: replay)
-    monkeypatch.setattr(suite, "make_weights", lambda case: make_weights(case, "cpu"))
-    monkeypatch.setattr(suite, "make_batch", lambda case: make_batch(case, "cpu"))
-    monkeypatch.setattr(suite, "CASES", [SMALL, dataclasses.replace(SMALL, tokens=1), PART])
-    for name in ("empty_cache", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-
-
-def peer(name, wrap=lambda call: call, **changes):
-    """Our 16-bit experts under another name."""
-    mine = serving_peers.ours("bf16")
-    return dataclasses.replace(mine, name=name, make=lambda *given: wrap(mine.make(*given)), **changes)
-
-
-def test_the_suite_has_a_record_a_case_and_recipe(untimed, monkeypatch):
-    def fail(call):
-        raise ValueError("no kernel")
-
-    peers = [peer("good"), peer("wrong", WRONG["other experts"]), peer("fails", fail)]
-    monkeypatch.setattr(suite, "find_peers", lambda *_: [*peers, peer("elsewhere", recipes=("fp8_block",))])
-    with pytest.warns(UserWarning) as seen:
-        records = suite.run_serving(suite.Options(1.0))
-    assert [(r["case"]["name"], r["op"], r["case"]["tokens"]) for r in records] == [
-        *(("small", recipe, tokens) for recipe in RECIPES for tokens in (9, 1)),
-        *(("part", recipe, 21) for recipe in RECIPES),
-    ]
-    names = {"bf16": ["glulam", "good"], "fp8_block": ["glulam", "elsewhere"]}
-    for record in records:
-        assert list(record["times"]) == list(record["errors"]) == names.get(record["op"], ["glulam"])
-        assert record["flop"] > 0 and record["bytes"] > 0
-    left_out = [str(warning.message) for warning in seen]
-    assert sum("fails is left out: ValueError" in text and text.endswith("no kernel") for text in left_out) == 2
-    assert sum("wrong is left out: RuntimeError" in text for text in left_out) == 3
-
-
-def test_a_part_is_measured_alone(untimed, monkeypatch):
-    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
-    records = suite.run_serving(suite.Options(1.0, case="part", ops=("mxfp8", "bf16")))
-    assert [record["op"] for record in records] == ["bf16", "mxfp8"]
-    with pytest.raises(ValueError, match="--op 'int4' is not known here"):
-        suite.run_serving(suite.Options(1.0, ops=("int4",)))
-
-
-def test_we_may_not_be_left_out(untimed, monkeypatch):
-    monkeypatch.setattr(suite, "find_peers", lambda *_: [])
-    monkeypatch.setattr(suite, "ours", lambda recipe: peer("glulam", WRONG["weights left out"]))
-    with pytest.raises(RuntimeError, match="glulam: error"):
-        suite.run_serving(suite.Options(1.0))
-
-
-def test_a_wrong_replay_is_left_out(untimed, monkeypatch):
-    """As of a graph that reads memory which is gone: calls are right, replays are not."""
-
-    def capture(run, pool):
-        run()
-        return types.SimpleNamespace(replay=lambda: None)
-
-    monkeypatch.setattr(suite, "capture", capture)
-    b, mine = make_batch(SMALL, "cpu"), serving_peers.ours("bf16")
-    weights = make_weights(SMALL, "cpu")
-    with pytest.raises(RuntimeError, match="glulam: error nan"):
-        suite._captured(mine, mine.make(SMALL, *weights), b, expected(b, *weights), None)
-
-
-def test_l2_is_read_over_before_each_sample(monkeypatch):
-    events = []
-
-    class Evicting:
-        def sum(self):
-            events.append("read")
-
-    def device_us(call, calls, enqueue_us):
-        events.append(calls)
-        call(0)
-        return 5.0
-
-    sizes = []
-    properties = types.SimpleNamespace(L2_cache_size=1000)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch, "zeros", lambda size, device: sizes.append(4 * size) or Evicting())
-    monkeypatch.setattr(timing, "device_us", device_us)
-    sample = timing.flushed_sampler(lambda: events.append("replay"))
-    events.clear()
-    assert sample() == 5.0 and events == ["read", 1, "replay"] and sizes == [4 * 1000]
+    call, b, reference = results(experts, case)
+    assert 0 < error(call(b), reference) < serving.ROWS_16_BITS  # the fake does not round rows
 
 
 def test_a_contestant_reads_one_format():
-    assert {scheme.weights for scheme in serving_humming.SCHEMES} <= set(RECIPES)
-    assert all(set(scheme.recipes) <= set(RECIPES) for scheme in serving_humming.SCHEMES)
-    assert isinstance(serving_peers.ours("bf16"), Contestant)
+    for scheme in serving_humming.SCHEMES:
+        assert {scheme.weights, *scheme.recipes} <= set(SERVING_RECIPES)

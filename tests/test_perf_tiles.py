@@ -12,7 +12,7 @@ from test_perf_compare import FakeBundle
 
 from cute_kernels.sm90.configs import LARGE, SMALL
 from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec
-from perf.cases import Case, tile_cases
+from perf.cases import Case
 from perf.suites import compare, tiles
 
 SPECS = [spec for tile in (LARGE, SMALL) for spec in (
@@ -33,7 +33,7 @@ def cpu(monkeypatch):
     """Small models on the CPU; a call takes 7 us less the length of the queue."""
     fake_gpu.install(monkeypatch)
     make_sets = tiles.make_sets
-    monkeypatch.setattr(tiles, "tile_cases", cases)
+    monkeypatch.setattr(tiles, "sweep", cases)
     monkeypatch.setattr(tiles, "make_sets", lambda *given: make_sets(*given, device="cpu"))
     monkeypatch.setattr(tiles, "device_us", lambda call, calls, enqueue: call(calls - 1) or 7.0)
 
@@ -45,7 +45,7 @@ def waiting(bundle, ops=(), options=None):
 
 def test_every_model_operation_routing_and_size_is_measured(cpu):
     todo = waiting(FakeBundle(SPECS))
-    records = list(tiles.sweep(todo, 60.0))
+    records = list(tiles.measure_all(todo, 60.0))
     seen = {(r["model"], r["op"], r["routing"], r["rows_per_expert"]) for r in records}
     assert len(records) == len(seen) == 2 * 3 * 2 * 3
     assert all(record["us"] == {LARGE.name: 7.0, SMALL.name: 7.0} for record in records)
@@ -57,18 +57,18 @@ def test_every_model_operation_routing_and_size_is_measured(cpu):
 
 def test_the_budget_ends_a_sweep_whose_coarse_half_comes_first(cpu, monkeypatch):
     todo = waiting(FakeBundle(SPECS))
-    sizes = [case.rows // case.experts for case, *_ in todo]
+    sizes = [case.rows // case.experts for case, _ in todo]
     assert sizes[:24].count(2) == 0 and set(sizes[24:]) == {2}
     clock = itertools.count()
     monkeypatch.setattr(tiles, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     with pytest.warns(UserWarning, match="--budget ended with 31 of 36 cases to go"):
-        assert len(list(tiles.sweep(todo, 6))) == 5
+        assert len(list(tiles.measure_all(todo, 6))) == 5
 
 
 def test_a_wrong_kernel_is_left_out_of_its_operation(cpu):
     wrong = GroupedMmSpec(tile=SMALL).name
     with pytest.warns(UserWarning, match=f"{wrong} is left out"):
-        records = list(tiles.sweep(waiting(FakeBundle(SPECS, wrong=[wrong])), 60.0))
+        records = list(tiles.measure_all(waiting(FakeBundle(SPECS, wrong=[wrong])), 60.0))
     assert all((SMALL.name in record["us"]) == (record["op"] != "fc2") for record in records)
 
 
@@ -82,23 +82,22 @@ def test_what_was_measured_before_a_failure_is_kept(cpu, monkeypatch):
 
     monkeypatch.setattr(tiles, "measure", fails)
     with pytest.warns(UserWarning, match="ended the sweep with 33 cases to go: an illegal"):
-        assert len(list(tiles.sweep(waiting(FakeBundle(SPECS)), 60.0))) == 3
+        assert len(list(tiles.measure_all(waiting(FakeBundle(SPECS)), 60.0))) == 3
 
 
 def test_the_sweep_covers_the_models_and_leaves_out_what_is_too_large():
-    assert len(tile_cases(None, ("uniform", "dirichlet"))) == 10 * 13 * 2
-    assert {case.rows for case in tile_cases("Mixtral-8x7B", ("zipf",), (1, 64))} == {8, 512}
     todo = waiting(FakeBundle(SPECS))
-    assert {case.rows // case.experts for case, *_ in todo} == {1 << d for d in range(13)}
-    for case, op, _, group in todo:
-        assert tiles.case_bytes(case, op) <= tiles.MAX_BYTES and tiles.rough_us(case, op) <= tiles.MAX_US
-        assert len(group) == 2
+    assert len({case.name for case, _ in todo}) == 10
+    assert {case.rows // case.experts for case, _ in todo} == {1 << d for d in range(13)}
+    for case, contest in todo:
+        assert tiles.case_bytes(case, contest.op) <= tiles.MAX_BYTES and len(contest.competing) == 2
+        assert tiles.rough_us(case, contest.op) <= tiles.MAX_US
 
 
 @pytest.mark.parametrize("op", tiles.FORWARD_AND_DGRAD)
 def test_bytes_are_those_of_the_tensors(op, cpu):
     case = dataclasses.replace(MODELS[0], rows=24)
-    spec = next(spec for _, name, spec, _ in waiting(FakeBundle(SPECS), (op,)) if name == op)
-    made = compare.make_sets(case, op, spec, "cpu")[0]
+    spec = next(contest.spec for _, contest in waiting(FakeBundle(SPECS), (op,)))
+    (made,) = compare.make_sets(case, op, spec, 1, "cpu")
     gated_away = 2 * case.rows * case.intermediate if op == "fc1" else 0  # counted before the gate
-    assert tiles.case_bytes(case, op) - gated_away == tiles.bytes_moved(made, case.experts)
+    assert tiles.case_bytes(case, op) - gated_away == made.work(case.experts)["bytes"]

@@ -4,50 +4,39 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..options import Options
 from ..results import Record
 
-COMPARE, TILES = "compare", "tiles"
-
-
-class Suite(NamedTuple):
-    """Description of a suite on the command line. module: the module of its function; empty: the one of its name."""
-
-    help: str
-    has_ops: bool = False
-    has_quack: bool = False
-    module: str = ""
-
-
 SUITES = {
-    "forward": Suite("FC1, FC2 and the MLP at hundreds of rows an expert", True, True),
-    "decode": Suite("the same at a few rows an expert", True, True, "forward"),
-    "rows": Suite("the same at 1 to 4096 rows an expert", True, True, "forward"),
-    "skew": Suite("the same from even to one-sided routing", True, True, "forward"),
-    "backward": Suite("the backward's kernels", True, True),
-    "train": Suite("a layer's forward and backward: time, memory, host"),
-    "layer": Suite("the whole layer from tokens to tokens: time, memory, where it goes, and its parts", True),
-    "power": Suite("FC1 and the backward's kernels, each contestant alone: time, clock and power", True, True),
-    "quantize": Suite("quantising to MXFP8"),
-    "fp8": Suite("the MLP in MXFP8, by every recipe", True),
-    "frozen": Suite("gradients of rows through frozen quantised weights"),
-    "lora": Suite("adapters of frozen experts, forward and backward: time, memory"),
-    "serving": Suite("whole experts as serving engines call them, cold, in CUDA graphs, beside engines' own", True),
-    "portable": Suite("the MLP on kernels without wgmma and TMA, beside Hopper's own, in CUDA graphs"),
-    "mhc": Suite("the hyper-connections' operators"),
-    "transformers": Suite("a block of transformers, and a decoding step, by each implementation of experts"),
-    "distributed": Suite("experts across the GPUs of this host: both ends, and layers by either transport"),
-    "host": Suite("host time of a call", has_quack=True),
-    "graph": Suite("CUDA graphs"),
-    COMPARE: Suite("named kernels against each other", True),
-    TILES: Suite("every tile at 1 to 4096 rows an expert, for tables of choices", True),
+    "forward": "FC1, FC2 and the MLP at hundreds of rows an expert",
+    "decode": "the same at a few rows an expert",
+    "rows": "the same at 1 to 4096 rows an expert",
+    "skew": "the same from even to one-sided routing",
+    "backward": "the backward's kernels",
+    "train": "a layer's forward and backward: time, memory, host",
+    "layer": "the whole layer from tokens to tokens: time, memory, where it goes, and its parts",
+    "power": "FC1 and the backward's kernels, each contestant alone: time, clock and power",
+    "quantize": "quantising to MXFP8",
+    "fp8": "the MLP in MXFP8, by every recipe",
+    "frozen": "gradients of rows through frozen quantised weights",
+    "lora": "adapters of frozen experts, forward and backward: time, memory",
+    "serving": "whole experts as serving engines call them, cold, in CUDA graphs, beside engines' own",
+    "portable": "the MLP on kernels without wgmma and TMA, beside Hopper's own, in CUDA graphs",
+    "mhc": "the hyper-connections' operators",
+    "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
+    "distributed": "experts across the GPUs of this host: both ends, and layers by either transport",
+    "host": "host time of a call",
+    "graph": "CUDA graphs",
+    "compare": "named kernels against each other",
+    "tiles": "every tile at 1 to 4096 rows an expert, for tables of choices",
 }
+MODULES = dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "power"), "mlp")
+"""Modules of suites that do not have the suite's name."""
 
 
 def function_of(name: str) -> Callable[[Options], list[Record]]:
     """Return a suite's function. Importing it imports torch and glulam."""
-    module = importlib.import_module(f".{SUITES[name].module or name}", __package__)
+    module = importlib.import_module(f".{MODULES.get(name, name)}", __package__)
     run: Callable[[Options], list[Record]] = getattr(module, f"run_{name}")
     return run

@@ -1,38 +1,145 @@
 """Named kernels of one or several bundles against each other and against dense cuBLAS, without the dispatcher.
 
-For whoever writes kernels and tuning tables. Kernels of one form (the same but for tiles) compete on the same tensors;
-each result is compared with the reference before anything is timed.
+For whoever writes kernels and tuning tables. An operation holds one call of its operator on tensors of a case, made for
+a form: a spec whose tiles do not matter. Every kernel of that form runs on the same tensors by its exported function,
+with arguments taken beforehand; each result is compared with the reference before anything is timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of
+from cute_kernels import specs
+from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
+from glulam.calls.launch import launch_nothing
+from glulam.choose.kernels import Fixed
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import family_of
+from glulam.tuner.tensors import calls_of
+from glulam.tuner.timing import Call
 
-from ..cases import EVEN_AND_SKEWED, Case, compare_cases
-from ..contest import Wrong, make_record, or_left_out, records_of
-from ..operations import OPERATIONS, Operation, bytes_moved, flop
+from ..cases import EVEN_AND_SKEWED, PREFILL, Case, models, sweep
+from ..cells import DENSE
+from ..contest import Contestant, contest, records_of, relative_error, rotating
+from ..mlp import copies_needed, normals, offsets
 from ..options import Options, select_ops
-from ..problem import MAX_COPIES, ROTATION_BYTES
 from ..results import Record
 from ..routing import group_sizes
-from ..timing import Call, measure_device
-from ..training import relative_error
 
 ARCH = "sm_90a"
-DENSE = "dense"
 MAX_RELATIVE_ERROR = 0.02  # one rounding of a result to 16 bits is about 0.002; a wrong group or layout about 1
+
+
+class Kind(NamedTuple):
+    """An operation: its kernels' spec and fields of that spec, its operator, and widths of the operator's problem."""
+
+    spec: type[Any]
+    fields: dict[str, Any]
+    operator: str
+    widths: tuple[str, str, str]
+
+    def serves(self, spec: Any) -> bool:
+        """Return whether a kernel computes the operation, without adapters, and an MLP without its preactivation."""
+        if self.spec is GroupedMlpSpec:
+            return isinstance(spec, GroupedMlpSpec) and not spec.fc1.save_preact
+        wanted = {"adapted": False, **self.fields}
+        return type(spec) is self.spec and all(getattr(spec, name, False) == value for name, value in wanted.items())
+
+
+_MM, _16_BIT = {"in_halves": False}, {"operands": "16bit"}
+OPERATIONS = {
+    "fc1": Kind(specs.GroupedGluSpec, {}, "grouped_glu", ("h", "i", "")),
+    "fc2": Kind(specs.GroupedMmSpec, {**_MM, "transpose_w": False}, "grouped_mm", ("i", "", "h")),
+    "mlp": Kind(GroupedMlpSpec, {}, "grouped_mlp", ("h", "i", "h")),
+    "dglu": Kind(specs.GroupedDgluSpec, {"dgrad": None}, "grouped_dglu", ("h", "i", "")),
+    "dgrad": Kind(specs.GroupedMmSpec, {**_MM, "transpose_w": True}, "grouped_mm", ("2i", "", "h")),
+    "dw1": Kind(specs.GroupedWgradSpec, _16_BIT, "grouped_wgrad", ("h", "", "2i")),
+    "dw2": Kind(specs.GroupedWgradSpec, _16_BIT, "grouped_wgrad", ("i", "", "h")),
+}
+"""dgrad and dw1 are of a gated w1."""
+
+
+def problem_of(op: str, case: Case, spec: Any) -> Problem:
+    """The problem of an operation in a case that kernels of a form serve."""
+    kind, sizes = OPERATIONS[op], {"h": case.hidden, "i": case.intermediate, "2i": 2 * case.intermediate, "": 0}
+    in_features, inner, out_features = (sizes[name] for name in kind.widths)
+    form = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
+    same = [name for name in ("save_preact", "transpose_w", "out_dtype") if hasattr(form, name)]
+    fields: dict[str, Any] = {name: getattr(form, name) for name in same}
+    if hasattr(form, "activation"):
+        fields["activation"] = specs.ACTIVATION_FORMS[form.activation][0]
+        fields["glu_layout"] = specs.LAYOUT_FORMS[form.glu_layout][0]
+    return Problem(kind.operator, spec.dtype, case.rows, case.experts, in_features, inner, out_features, **fields)
+
+
+class Operation:
+    """One set of tensors: random inputs, scaled so that every result has scale 1, and results full of NaN.
+
+    Attributes:
+        call: of the operator. values: what exported functions of the form are passed.
+        weight: each [E, ., .] that is read or written. moved: every other tensor that is.
+        results: what a call writes.
+    """
+
+    def __init__(self, op: str, case: Case, spec: Spec, generator: torch.Generator) -> None:
+        self.problem, self.rows = problem_of(op, case, spec), case.rows
+        random = normals(generator, getattr(torch, self.problem.dtype))
+        (self.call,) = calls_of(self.problem, random, offsets(group_sizes(case), str(generator.device))[0])
+        bare = self.call.bare(self.problem, Fixed(spec, launch_nothing))
+        self.values, self.results, self._kept = bare.values, bare.results, bare.memory
+        self.forget()
+        tensors = [*(tensor for name, tensor in self.call.tensors() if name != "offs"), *self.results]
+        self.weight = tuple(tensor for tensor in tensors if tensor.dim() == 3)
+        mid = [value for argument, value in zip(bare.arguments, bare.values, strict=True) if argument.name == "mid"]
+        self.moved = (*(tensor for tensor in tensors if tensor.dim() < 3), *mid, *mid)  # it is written and read
+
+    def forget(self) -> None:
+        for result in self.results:
+            result.fill_(torch.nan)
+
+    def run(self, function: Callable[..., Any]) -> tuple[Tensor, ...]:
+        function(*self.values)
+        return self.results
+
+    def expected(self) -> tuple[Tensor, ...]:
+        """The reference's results, in the order of `results`."""
+        made = self.call.reference(self.problem)
+        return tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
+
+    def dense(self) -> object:
+        """cuBLAS on one matrix of the same FLOP: no groups, no activation."""
+        call, transpose_w = self.call, self.problem.transpose_w
+
+        def right(weights: Tensor, transpose_w: bool) -> Tensor:
+            return weights[0] if transpose_w else weights[0].mT
+
+        if self.problem.op == "grouped_wgrad":
+            return torch.mm(call.dy.mT, call.x)
+        if self.problem.op == "grouped_dglu":
+            return torch.mm(call.dy, right(call.w2, not transpose_w))
+        if self.problem.op == "grouped_mlp":
+            torch.mm(call.x, right(call.w1, transpose_w))
+            return torch.mm(self.moved[-1], right(call.w2, transpose_w))
+        return torch.mm(call.x, right(self.weight[0], transpose_w))
+
+    def work(self, active: int) -> dict[str, int]:
+        """Useful FLOP, two for a multiply-add; and the fewest bytes: each of `active` experts' weights once, each other
+        tensor once.
+        """
+        weights = sum(active * weight[0].numel() * weight.element_size() for weight in self.weight)
+        return {
+            "flop": sum(2 * self.rows * weight[0].numel() for weight in self.weight),
+            "bytes": weights + sum(tensor.nbytes for tensor in self.moved),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +160,7 @@ def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
 
 
 def tiles(spec: Spec) -> str:
-    """What tells kernels of one form apart."""
+    """Return the tiles, which tell kernels of one form apart."""
     if isinstance(spec, GroupedMlpSpec):
         return f"{spec.fc1.tile.name} + {spec.fc2.tile.name}"
     return getattr(spec, "tile", TileConfig()).name
@@ -64,7 +171,7 @@ def form_name(spec: Spec) -> str:
     return family_of(spec).name.replace(f"_{TileConfig().name}", "")
 
 
-def candidates(bundles: dict[str, Any], patterns: tuple[str, ...]) -> list[Candidate]:
+def candidates(bundles: dict[str, Any], patterns: Sequence[str]) -> list[Candidate]:
     """The functions whose names match one of the patterns, in the order of bundles and patterns.
 
     Raises ValueError, naming the pattern, where one matches nothing in any bundle.
@@ -74,7 +181,7 @@ def candidates(bundles: dict[str, Any], patterns: tuple[str, ...]) -> list[Candi
         before = len(found)
         for folder, bundle in bundles.items():
             for name in fnmatch.filter(bundle.names(), pattern):
-                spec = from_dict(bundle.manifest.functions[name].spec)
+                spec = specs.from_dict(bundle.manifest.functions[name].spec)
                 label = tiles(spec) + (f" in {folder}" if len(bundles) > 1 else "")
                 found.setdefault((folder, name), Candidate(label, spec, bundle.function(name)))
         if len(found) == before:
@@ -89,83 +196,66 @@ def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
     return groups
 
 
-def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[tuple[str, Spec, list[Candidate]]]:
-    """(operation, form, its kernels) for each operation of a layer that a form of 16-bit operands computes.
+class Contest(NamedTuple):
+    """Kernels of a form that compute an operation of a layer."""
+
+    op: str
+    spec: Spec
+    competing: list[Candidate]
+
+
+def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[Contest]:
+    """One for each operation that a form of 16-bit operands computes.
 
     Raises ValueError where no kernel computes any of `ops`.
     """
     wanted = select_ops(tuple(OPERATIONS), ops)
-    groups = [(spec, group) for spec, group in by_form(chosen).items() if operands_of(spec) == "16bit"]
-    found = [(op, spec, group) for op in wanted for spec, group in groups if OPERATIONS[op].serves(spec)]
+    groups = [(spec, group) for spec, group in by_form(chosen).items() if specs.operands_of(spec) == "16bit"]
+    found = [Contest(op, spec, group) for op in wanted for spec, group in groups if OPERATIONS[op].serves(spec)]
     if not found:
         raise ValueError(f"none of the chosen functions computes any of: {', '.join(wanted)}")
     return found
 
 
-def make_sets(case: Case, op: str, spec: Spec, device: str = "cuda") -> list[Operation]:
-    """As many sets of tensors as keep repeated calls out of L2."""
+def make_sets(case: Case, op: str, spec: Spec, most: int = 8, device: str = "cuda") -> list[Operation]:
+    """Return as many sets of tensors as keep repeated calls out of L2, or `most`."""
     generator = torch.Generator(device).manual_seed(case.seed)
     sets = [Operation(op, case, spec, generator)]
-    copies = min(max(math.ceil(ROTATION_BYTES / bytes_moved(sets[0], case.experts)), 1), MAX_COPIES)
+    copies = min(copies_needed(sets[0].work(case.experts)["bytes"]), most)
     return sets + [Operation(op, case, spec, generator) for _ in range(copies - 1)]
 
 
-def checked(sets: list[Operation], competing: list[Candidate]) -> dict[str, float]:
-    """The relative error of each kernel against the reference. A kernel that fails or is wrong is left out with a
-    warning: its time would say nothing.
-    """
+def launches(candidate: Candidate, sets: list[Operation]) -> Call:
+    return rotating(lambda one: one.run(candidate.function), sets)
+
+
+def contestants(sets: list[Operation], competing: list[Candidate]) -> Iterator[Contestant]:
+    """A kernel that fails or is wrong is left out; what it does not write is NaN."""
     wanted = sets[0].expected()
-    errors = {}
-    for candidate in competing:
-        for result in sets[0].results:
-            result.fill_(torch.nan)
-        with or_left_out(candidate.spec.name):
-            candidate.function(*sets[0].values)
-            error = relative_error(sets[0].results, wanted)
-            if not error <= MAX_RELATIVE_ERROR:
-                raise Wrong(f"its relative error is {error:.2g}")
-            errors[candidate.name] = error
-    return errors
+
+    def build(one: Candidate) -> Call:
+        sets[0].forget()
+        return launches(one, sets)
+
+    for one in competing:
+        yield Contestant(one.name, partial(build, one), lambda got: relative_error(got, wanted), MAX_RELATIVE_ERROR)
 
 
-def _call(function: Callable[..., Any], values: list[tuple[Any, ...]]) -> Call:
-    return lambda number: function(*values[number % len(values)])
-
-
-def calls_of(sets: list[Operation], competing: list[Candidate]) -> dict[str, Call]:
-    """Each kernel's launch by its name, in rotation over the sets."""
-    return {candidate.name: _call(candidate.function, [one.values for one in sets]) for candidate in competing}
-
-
-def _dense(sets: list[Operation], number: int) -> object:
-    return sets[number % len(sets)].dense()
-
-
-def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float) -> Record | None:
-    sets = make_sets(case, op, spec)
-    errors = checked(sets, competing)
-    calls = calls_of(sets, [c for c in competing if c.name in errors])
-    if not calls:
-        return None
+def _measure(case: Case, of: Contest, budget_s: float) -> list[Record]:
+    sets, sizes = make_sets(case, of.op, of.spec), group_sizes(case)
+    every = [*contestants(sets, of.competing)]
     if not case.decode:  # where weights are all that counts, one matrix says nothing
-        calls[DENSE] = partial(_dense, sets)
-    times = measure_device(calls, budget_s)
-    sizes = group_sizes(case)
-    moved = bytes_moved(sets[0], sum(size > 0 for size in sizes))
-    work = {"flop": flop(sets[0], case.rows), "bytes": moved}
-    return make_record(case, times, sizes, op=op, form=form_name(spec), **work, errors=errors)
+        every.append(Contestant(DENSE, lambda: rotating(Operation.dense, sets)))
+    fields: Record = {"op": of.op, "form": form_name(of.spec), **sets[0].work(sum(size > 0 for size in sizes))}
+    record = contest(case, every, budget_s, sizes, where=of.op, **fields)
+    return [record] if record["errors"] else []
 
 
 def run_compare(options: Options) -> list[Record]:
     """One record for each (case, operation, form)."""
     if not options.specs:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
-    competing = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
-    cases = compare_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
-    todo = [(case, *contest) for contest in competing for case in cases]
-
-    def measure(contest: tuple[Case, str, Spec, list[Candidate]]) -> list[Record]:
-        record = _record(*contest, options.budget_s / len(todo))
-        return [record] if record else []
-
-    return records_of("compare", todo, measure)
+    found = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
+    cases = sweep(models(options.case, PREFILL), options.rows_per_expert, options.routings or EVEN_AND_SKEWED)
+    todo = [(case, of) for of in found for case in cases]
+    return records_of("compare", todo, lambda each: _measure(*each, options.budget_s / len(todo)))

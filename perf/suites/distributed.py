@@ -7,10 +7,12 @@ a rank's experts and as many tokens, which choose among these experts alone.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,29 +25,18 @@ import glulam
 from glulam.distributed import ExpertParallel
 from glulam.layer.routing import Routing
 
-from ..distributed_tables import ALONE, OURS, THEIRS
+from ..cases import LayerCase
+from ..mlp import normals, weights_of
 from ..options import Options
+from ..results import Record
+from ..tables_across import ALL_TO_ALL, ALONE, SYMMETRIC
 
 BF16 = torch.bfloat16
 SAMPLES, WARM_UP = 12, 3
 REPEATS, IN_GRAPH = 4, 8  # calls of a sample, and of a graph
 PUT_BYTES = 2**28
 DECODE, PREFILL = 64, 4096
-
-
-class Layer(NamedTuple):
-    """E experts of width I, K a token, of H columns."""
-
-    name: str
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-
-
-QWEN3 = Layer("Qwen3-30B-A3B", 128, 8, 2048, 768)
-DEEPSEEK = Layer("DeepSeek-V3", 256, 8, 7168, 2048)
-LAYERS = (QWEN3, DEEPSEEK)
+LAYERS = (LayerCase("Qwen3-30B-A3B", 0, 2048, 768, 128, 8), LayerCase("DeepSeek-V3", 0, 7168, 2048, 256, 8))
 Calls = dict[str, Callable[[], object]]
 
 
@@ -97,12 +88,11 @@ def put_rate() -> float:
     held = symmetric.rendezvous(buffer, dist.distributed_c10d._get_default_group())
     peer = held.get_buffer((dist.get_rank() + 1) % world, buffer.shape, BF16)
     source = torch.ones_like(buffer)
-    times = timed({"put": lambda: torch.mul(source, 2, out=peer)}, 4)
-    return PUT_BYTES / times["put"] * 1e-3
+    return PUT_BYTES / timed({"put": lambda: torch.mul(source, 2, out=peer)}, 4)["put"] * 1e-3
 
 
 class Data(NamedTuple):
-    """What a rank has: tokens, choices and their weights, and weights of its experts."""
+    """Tensors of a rank: tokens, choices and their weights, and weights of its experts."""
 
     x: Tensor
     routing: Routing
@@ -110,19 +100,16 @@ class Data(NamedTuple):
     w2: Tensor
 
 
-def data_of(layer: Layer, tokens: int, num_local: int, experts: int) -> Data:
+def data_of(layer: LayerCase, num_local: int, experts: int) -> Data:
+    """experts: that tokens choose among; num_local: that have weights here."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-
-    def new(*shape: int, std: float) -> Tensor:
-        return torch.empty(shape, device="cuda", dtype=BF16).normal_(0, std, generator=generator)
-
-    logits = torch.randn(tokens, experts, device="cuda", generator=generator)
-    w1 = new(num_local, 2 * layer.inner, layer.hidden, std=layer.hidden**-0.5)
-    w2 = new(num_local, layer.hidden, layer.inner, std=layer.inner**-0.5)
-    return Data(new(tokens, layer.hidden, std=1.0), glulam.route(logits, layer.top_k), w1, w2)
+    random = normals(generator)
+    logits = torch.randn(layer.tokens, experts, device="cuda", generator=generator)
+    weights = weights_of(dataclasses.replace(layer, experts=num_local), random)
+    return Data(random(layer.tokens, layer.hidden), glulam.route(logits, layer.top_k), *weights)
 
 
-def _crossing(ep: ExpertParallel, layer: Layer, ids: Tensor) -> float:
+def _crossing(ep: ExpertParallel, layer: LayerCase, ids: Tensor) -> float:
     """Bytes that must leave or reach this rank, whichever are more."""
     goes = ep.owners.destinations(ids) >= 0
     counts = [torch.zeros(ep.world, device="cuda", dtype=torch.int64) for _ in range(ep.world)]
@@ -133,54 +120,48 @@ def _crossing(ep: ExpertParallel, layer: Layer, ids: Tensor) -> float:
     return float(rows * layer.hidden * 2)
 
 
-def _ends(layer: Layer, tokens: int, eps: dict[str, ExpertParallel], rate: float) -> dict[str, Any]:
-    """Dispatch with its routing, and combine, of rows that are there; both in a graph where that can be."""
-    ours = eps[OURS]
-    data = data_of(layer, tokens, 1, layer.experts)
-    routing = data.routing
-    bytes_out = _slowest(_crossing(ours, layer, routing.ids))
-    times: dict[str, dict[str, float]] = {}
-    for name, ep in eps.items():
-        x_here, here, handle = ep.dispatch(data.x, routing.ids, routing.weights)
-        y_here = torch.zeros(here.ids.numel(), layer.hidden, device="cuda", dtype=BF16)
+def _ends_of(ep: ExpertParallel, data: Data, has_graph: bool) -> dict[str, float]:
+    """Times of dispatch and of combine by events, and of both."""
+    routing, marks = data.routing, []
+    x_here, here, handle = ep.dispatch(data.x, routing.ids, routing.weights)
+    y_here = torch.zeros(here.ids.numel(), data.x.shape[1], device="cuda", dtype=BF16)
+    ep.combine(y_here, handle)
+
+    def both() -> None:
+        at = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        at[0].record()
+        _, _, handle = ep.dispatch(data.x, routing.ids, routing.weights)
+        at[1].record()
         ep.combine(y_here, handle)
-        marks: list[list[torch.cuda.Event]] = []
+        at[2].record()
+        marks.append(at)
 
-        def both(ep: ExpertParallel = ep, y_here: Tensor = y_here, marks: Any = marks) -> None:
-            at = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            at[0].record()
-            _, _, handle = ep.dispatch(data.x, routing.ids, routing.weights)
-            at[1].record()
-            ep.combine(y_here, handle)
-            at[2].record()
-            marks.append(at)
+    def step() -> None:
+        _, _, handle = ep.dispatch(data.x, routing.ids, routing.weights)
+        ep.combine(y_here, handle)
 
-        whole = timed({"both": both}, REPEATS)["both"]
-        last = marks[-REPEATS * SAMPLES :]
-        parts = {
-            part: _slowest(statistics.median([at[place].elapsed_time(at[place + 1]) * 1e3 for at in last]))
-            for place, part in enumerate(("dispatch", "combine"))
-        }
-        times[name] = {**parts, "both": whole}
-
-        def step(ep: ExpertParallel = ep, y_here: Tensor = y_here) -> None:
-            _, _, handle = ep.dispatch(data.x, routing.ids, routing.weights)
-            ep.combine(y_here, handle)
-
-        if name == OURS:
-            times[name]["graph"] = timed({"graph": in_graph(step)}, 1)["graph"] / IN_GRAPH
-    return {"kind": "ends", "layer": layer.name, "tokens": tokens, "bytes": bytes_out, "put_gbps": rate, "times": times}
+    whole, last = timed({"both": both}, REPEATS), marks[-REPEATS * SAMPLES :]
+    parts = {
+        part: _slowest(statistics.median([at[place].elapsed_time(at[place + 1]) * 1e3 for at in last]))
+        for place, part in enumerate(("dispatch", "combine"))
+    }
+    if has_graph:
+        return {**parts, **whole, "graph": timed({"graph": in_graph(step)}, 1)["graph"] / IN_GRAPH}
+    return {**parts, **whole}
 
 
-def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any]) -> Calls:
-    """Forward, the same by recipe "mxfp8" with folded weights, and forward with backward, of a rank's tokens."""
+def _ends(layer: LayerCase, eps: dict[str, ExpertParallel], rate: float) -> Record:
+    """Dispatch with its routing, and combine, of rows that are there; both in a graph where that can be."""
+    data = data_of(layer, 1, layer.experts)
+    crossing = _slowest(_crossing(eps[SYMMETRIC], layer, data.routing.ids))
+    times = {name: _ends_of(ep, data, name == SYMMETRIC) for name, ep in eps.items()}
+    shared = {"kind": "ends", "layer": layer.name, "tokens": layer.tokens}
+    return {**shared, "bytes": crossing, "put_gbps": rate, "times": times}
+
+
+def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any], has_graph: bool) -> Calls:
+    """Forward; and of many tokens the same by recipe "mxfp8" with folded weights, and forward with backward."""
     leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
-
-    def forward() -> Tensor:
-        return glulam.moe(data.x, data.routing, data.w1, data.w2, parallel=ep)
-
-    def in_mxfp8() -> Tensor:
-        return glulam.moe(data.x, data.routing, *folded, recipe="mxfp8", parallel=ep)
 
     def train() -> None:
         for leaf in leaves:
@@ -189,45 +170,41 @@ def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any]) -> Ca
             y = glulam.moe(leaves[0], data.routing, leaves[1], leaves[2], parallel=ep)
             y.backward(data.x)
 
-    return {"forward": forward, "forward, mxfp8": in_mxfp8, "forward + backward": train}
+    forward = partial(glulam.moe, data.x, data.routing, data.w1, data.w2, parallel=ep)
+    if folded:
+        in_mxfp8 = partial(glulam.moe, data.x, data.routing, *folded, recipe="mxfp8", parallel=ep)
+        return {"forward": forward, "forward, mxfp8": in_mxfp8, "forward + backward": train}
+    return {"forward": forward, **({"forward, graph": in_graph(forward)} if has_graph else {})}
 
 
-def _layers(layer: Layer, tokens: int, eps: dict[str, ExpertParallel]) -> list[dict[str, Any]]:
-    ours = eps[OURS]
-    data = data_of(layer, tokens, ours.num_local, layer.experts)
-    alone = data_of(layer, tokens, ours.num_local, ours.num_local)._replace(w1=data.w1, w2=data.w2)
-    folded = [] if tokens <= DECODE else [glulam.prepare_mxfp8_weight(w, report=False) for w in (data.w1, data.w2)]
+def _layers(layer: LayerCase, eps: dict[str, ExpertParallel]) -> Iterator[Record]:
+    local = eps[SYMMETRIC].num_local
+    data = data_of(layer, local, layer.experts)
+    alone = data_of(layer, local, local)._replace(w1=data.w1, w2=data.w2)
+    weights = (data.w1, data.w2) if layer.tokens > DECODE else ()
+    folded = [glulam.prepare_mxfp8_weight(w, report=False) for w in weights]
     modes: dict[str, Calls] = {}
-    for name, (of, ep) in {OURS: (data, ours), THEIRS: (data, eps[THEIRS]), ALONE: (alone, None)}.items():
-        calls = _layer_calls(of, ep, folded)
-        if tokens <= DECODE:
-            calls = {"forward": calls["forward"]}
-            if name != THEIRS:
-                calls["forward, graph"] = in_graph(calls["forward"])
-        for mode, call in calls.items():
+    for name, (of, ep) in {**{name: (data, ep) for name, ep in eps.items()}, ALONE: (alone, None)}.items():
+        for mode, call in _layer_calls(of, ep, folded, name != ALL_TO_ALL).items():
             modes.setdefault(mode, {})[name] = call
-    made = []
     for mode, of_mode in modes.items():
-        of_graph = mode.endswith("graph")
-        found = timed(of_mode, 1 if of_graph else REPEATS)
-        times = {name: {"us": value / (IN_GRAPH if of_graph else 1)} for name, value in found.items()}
-        made.append({"kind": "layer", "layer": layer.name, "tokens": tokens, "mode": mode, "times": times})
-    return made
+        repeats, count = (1, IN_GRAPH) if mode.endswith("graph") else (REPEATS, 1)
+        times = {name: {"us": value / count} for name, value in timed(of_mode, repeats).items()}
+        yield {"kind": "layer", "layer": layer.name, "tokens": layer.tokens, "mode": mode, "times": times}
 
 
-def _measure(case: str | None) -> list[dict[str, Any]]:
+@torch.no_grad()
+def _measure(case: str | None) -> list[Record]:
     rate, records = put_rate(), []
-    with torch.no_grad():
-        for tokens in (DECODE, PREFILL):
-            for layer in LAYERS:
-                if case and case not in f"{layer.name} {tokens}":
-                    continue
-                sizes = layer.experts, layer.top_k, layer.hidden, tokens
-                how: list[Any] = [OURS, THEIRS]
-                eps = {name: ExpertParallel(None, *sizes, dtype=BF16, transport=name) for name in how}
-                records += [_ends(layer, tokens, eps, rate), *_layers(layer, tokens, eps)]
-                del eps
-                torch.cuda.empty_cache()
+    for layer in (dataclasses.replace(model, tokens=tokens) for tokens in (DECODE, PREFILL) for model in LAYERS):
+        if case and case not in f"{layer.name} {layer.tokens}":
+            continue
+        sizes = (layer.experts, layer.top_k, layer.hidden, layer.tokens)
+        how: list[Any] = [SYMMETRIC, ALL_TO_ALL]
+        eps = {name: ExpertParallel(None, *sizes, dtype=BF16, transport=name) for name in how}
+        records += [_ends(layer, eps, rate), *_layers(layer, eps)]
+        del eps
+        torch.cuda.empty_cache()
     return records
 
 
@@ -243,7 +220,7 @@ def _rank(rank: int, world: int, folder: str, case: str | None) -> None:
         dist.destroy_process_group()
 
 
-def run_distributed(options: Options) -> list[dict[str, Any]]:
+def run_distributed(options: Options) -> list[Record]:
     """On all GPUs of the host. Raises RuntimeError where there is one."""
     world = torch.cuda.device_count()
     if world < 2:
@@ -251,5 +228,5 @@ def run_distributed(options: Options) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         processes: Any = torch.multiprocessing
         processes.spawn(_rank, (world, folder, options.case), nprocs=world)
-        records: list[dict[str, Any]] = torch.load(Path(folder) / "records", weights_only=True)
+        records: list[Record] = torch.load(Path(folder) / "records", weights_only=True)
     return records

@@ -1,4 +1,4 @@
-"""Where the host time of a grouped_mlp call goes.
+"""The host time of a grouped_mlp call, and where it goes.
 
 The problem is so small that the GPU is idle when the next call comes: what is timed is the time until a
 call returns. "Bare" items call the exported function with arguments made beforehand, so that a bare
@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+import glulam
 from cute_kernels.specs import GroupedMlpSpec
 from glulam.calls.launch import Bare
 from glulam.choose import choose
@@ -24,22 +24,21 @@ from glulam.host.plans import MAX_PLANS
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.tuner.tensors import call_with
+from glulam.tuner.timing import Call, Summary
 
 from ..cases import TINY
 from ..cells import HOST
-from ..contest import as_times
-from ..contestants import Glulam, Library, TorchGrouped, check, libraries
-from ..limits import launch_nothing
+from ..contest import admitted, as_times
+from ..mlp import Buffers, contestants, make_buffers
 from ..options import Options
-from ..problem import Buffers, make_problem
-from ..quack import Quack
-from ..targets import HOST_OURS
-from ..timing import Summary, host_sampler, interleave, no_garbage_collection
+from ..quack import find_quack
+from ..results import Record
+from ..targets import HOST_OURS, TORCH
+from ..timing import launch_nothing, measure_host
 
 Item = Callable[[], object]
 
 ARCH = "sm_90a"
-
 LAUNCH = "one launch (torch's empty kernel)"
 BARE_NOTHING = "bare grouped_mlp, launching nothing"
 BARE_MM = "bare grouped_mm (1 launch)"
@@ -49,35 +48,26 @@ KNOWN_ROWS = "glulam.grouped_mlp, out allocated, some rows of x"
 NEW_ROWS = "the same, as many rows as no plan is kept for"
 
 
-def problem_of_layer() -> Problem:
-    sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
-    return Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
-
-
-def chosen() -> GroupedMlpSpec:
-    """The kernels that the dispatcher gives the measured layer."""
-    spec = choose(problem_of_layer(), ARCH).spec
-    assert isinstance(spec, GroupedMlpSpec)
-    return spec
-
-
 def bare_items(b: Buffers) -> dict[str, Item]:
-    problem, spec = problem_of_layer(), chosen()
+    """The kernels that the dispatcher gives this layer, as bare launches."""
+    sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
+    problem = Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
+    spec = choose(problem, ARCH).spec
+    assert isinstance(spec, GroupedMlpSpec)
     mlp_kernel, mm_kernel = Fixed(spec), Fixed(spec.fc2)
     mlp = call_with(GroupedMlpCall, x=b.x, w1=b.w1, w2=b.w2, offs=b.offs, out=b.y)
     nothing = changed(mlp, x=b.x[:0], out=b.y[:0])
     mm = call_with(GroupedMmCall, x=b.mid, w=b.w2, offs=b.offs, out=b.y)
     of_mm = changed(problem, op="grouped_mm", in_features=TINY.intermediate, intermediate=0, activation="none")
-    calls = {
-        BARE_NOTHING: (nothing.bare(changed(problem, rows=0), mlp_kernel), mlp_kernel),
-        BARE_MM: (mm.bare(of_mm, mm_kernel), mm_kernel),
-        BARE_MLP: (mlp.bare(problem, mlp_kernel), mlp_kernel),
+    return {
+        BARE_NOTHING: _bare(nothing.bare(changed(problem, rows=0), mlp_kernel), mlp_kernel),
+        BARE_MM: _bare(mm.bare(of_mm, mm_kernel), mm_kernel),
+        BARE_MLP: _bare(mlp.bare(problem, mlp_kernel), mlp_kernel),
     }
-    return {name: _bare_item(bare, kernel.at(1).function) for name, (bare, kernel) in calls.items()}
 
 
-def _bare_item(bare: Bare, function: Callable[..., Any]) -> Item:
-    values = bare.values
+def _bare(bare: Bare, kernel: Fixed) -> Item:
+    function, values = kernel.at(1).function, bare.values
 
     def item(kept: object = bare.memory) -> object:
         return function(*values)
@@ -86,42 +76,30 @@ def _bare_item(bare: Bare, function: Callable[..., Any]) -> Item:
 
 
 def _our_items(b: Buffers) -> dict[str, Item]:
-    api = Glulam().api
-    return {
-        HOST_OURS: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
-        WITHOUT_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
-    }
-
-
-def _rows_items(b: Buffers) -> dict[str, Item]:
-    """Calls whose groups have no rows, so that the GPU has nothing to do however long x is."""
-    api, x, offs = Glulam().api, b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
+    """The last two are calls whose groups have no rows, so that the GPU has nothing to do however long x is."""
+    x, offs = b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
     counts = itertools.cycle(range(2, len(x)))
     return {
-        KNOWN_ROWS: lambda: api.grouped_mlp(x[:2], b.w1, b.w2, offs=offs),
-        NEW_ROWS: lambda: api.grouped_mlp(x[: next(counts)], b.w1, b.w2, offs=offs),
+        HOST_OURS: lambda: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
+        WITHOUT_OUT: lambda: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
+        KNOWN_ROWS: lambda: glulam.grouped_mlp(x[:2], b.w1, b.w2, offs=offs),
+        NEW_ROWS: lambda: glulam.grouped_mlp(x[: next(counts)], b.w1, b.w2, offs=offs),
     }
 
 
-def _parts(b: Buffers) -> dict[str, Item]:
-    """What a wrapper in Python is made of, each alone."""
-    rows, hidden = b.y.shape
+def _other_items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
+    """Parts of a wrapper in Python, each alone; then torch's operators, and peers."""
     tensors = (b.x, b.w1, b.w2, b.offs, b.y)
-    return {
-        "part: torch.empty of the output": lambda: torch.empty(rows, hidden, dtype=b.y.dtype, device=b.y.device),
+    items: dict[str, Item] = {
+        "part: torch.empty of the output": lambda: torch.empty(b.y.shape, dtype=b.y.dtype, device=b.y.device),
         "part: data_ptr of 5 tensors": lambda: [t.data_ptr() for t in tensors],
         "part: shape of 5 tensors": lambda: [t.shape for t in tensors],
         "part: torch.cuda.current_stream": torch.cuda.current_stream,
-    }
-
-
-def _peer_items(b: Buffers, peers: list[Library]) -> dict[str, Item]:
-    items: dict[str, Item] = {
         "torch.mm, out given": lambda: torch.mm(b.x, b.w2[0], out=b.act),
         "torch F.grouped_mm": lambda: F.grouped_mm(b.mid, b.w2.mT, offs=b.offs),
     }
-    for peer in peers:
-        items[f"{peer.name} mlp (out {'given' if isinstance(peer, Quack) else 'allocated'})"] = partial(peer.mlp, b)
+    for name, call in peers.items():
+        items[f"{name} mlp (out {'allocated' if name == TORCH else 'given'})"] = partial(call, 0)
     return items
 
 
@@ -141,22 +119,11 @@ def derived(times: dict[str, Summary]) -> dict[str, float]:
     }
 
 
-def run_host(options: Options) -> list[dict[str, Any]]:
+def run_host(options: Options) -> list[Record]:
     """A record of all items, then one of the differences."""
-    buffers = make_problem(TINY).sets[0]
-    contestants = libraries(options.quack)
-    for library in contestants:
-        check(library, "mlp", buffers)
-    peers: list[Library] = [library for library in contestants if isinstance(library, (TorchGrouped, Quack))]
-    items = {
-        LAUNCH: launch_nothing,
-        **bare_items(buffers),
-        **_our_items(buffers),
-        **_rows_items(buffers),
-        **_parts(buffers),
-        **_peer_items(buffers, peers),
-    }
-    with no_garbage_collection():
-        times = interleave({name: host_sampler(item) for name, item in items.items()}, options.budget_s / 4)
+    b = make_buffers(TINY)[0]
+    ours, *peers = admitted("host", contestants("mlp", [b], find_quack(options.quack), has_dense=False)).calls.items()
+    items = {LAUNCH: launch_nothing, **bare_items(b), **_our_items(b), **_other_items(b, dict(peers))}
+    times = measure_host(items, options.budget_s / 4)
     differences = {name: {"median_us": value} for name, value in derived(times).items()}
     return [{"op": HOST, "times": as_times(times)}, {"op": "differences", "times": differences}]

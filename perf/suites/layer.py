@@ -18,22 +18,21 @@ from typing import Any
 import torch
 
 import glulam
+from glulam.tuner.timing import Call, Sampler, interleave
 
-from ..contest import make_record, numbered, or_left_out, records_of
-from ..layer import FLOOR, Admitted, Contestant, admitted, contestants
-from ..layer_cases import FORWARD, GRAPH_TOKENS, PUBLISHED, TRAIN, LayerCase, layer_cases
-from ..layer_data import LayerData, make_layer
-from ..layer_parts import Part, layer_parts, routing_parts
-from ..layer_stages import Stages, stages
+from ..cases import FORWARD, PUBLISHED, TRAIN, LayerCase, layer_cases
+from ..contest import Admitted, admitted, make_record, numbered, or_left_out, records_of
+from ..layer import LayerData, make_layer
+from ..layer_peers import FLOOR, Layer, contestants, layers
+from ..layer_steps import Part, layer_parts, routing_parts, steps_of
 from ..options import Options, select_ops
 from ..results import Record
-from ..timing import Sampler, device_sampler, host_sampler, interleave, measure_device, no_garbage_collection
-from ..training import MAX_RELATIVE_ERROR, relative_error
-from .graph import capture
+from ..tables_layer import PARTS, REPLAYED, STAGES
+from ..timing import capture, device_sampler, host_sampler, measure_device, no_garbage_collection, peak_bytes, per_call
 
-STAGES, PARTS = "stages", "parts"
 OPS = (FORWARD, TRAIN, STAGES, PARTS)
 EAGER, GRAPH = "eager", "graph"
+GRAPH_TOKENS = 4096  # above, no gap between launches shows
 SAMPLE_US = 4000.0  # an eager sample lasts about so long: waiting for its end takes some 10 us
 MAX_CALLS = 50
 MIN_ROUNDS = 3  # of calls of up to 60 ms each
@@ -41,39 +40,35 @@ ENQUEUE_US = 400.0  # more than the host needs for a step
 PART_CALLS = 20  # of a part in a graph
 
 
-def memory(contestant: Contestant, d: LayerData, op: str) -> dict[str, int]:
+def memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
     """In bytes: the peak of a call, above what was there before; and of TRAIN what stays from forward to backward, the
     result included. In a thread of its own, so that buffers which ours keep for a thread's next call count as well.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_memory, contestant, d, op).result()
+        return thread.submit(_memory, layer, d, op).result()
 
 
-def _memory(contestant: Contestant, d: LayerData, op: str) -> dict[str, int]:
-    """Of a second call: what a first one compiles or tunes with does not count."""
-    b, call = d.batches[0], contestant.call(op)
+def _memory(layer: Layer, d: LayerData, op: str) -> dict[str, int]:
+    """Measure a second call: what the first one compiles or tunes with does not count, but what it keeps does."""
+    b, call = d.batches[0], layer.call(d, op)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    call(d, b)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    call(d, b)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    if op == FORWARD:
-        return {"peak": peak}
-    start = torch.cuda.memory_allocated()
-    y = contestant.forward(d, b)
-    kept = torch.cuda.memory_allocated() - start
-    del y
-    return {"peak": peak, "kept": kept}
+    call(b)
+    kept_buffers = torch.cuda.memory_allocated() - before
+    found = {"peak": kept_buffers + peak_bytes(lambda: call(b))}
+    if op == TRAIN:
+        start = torch.cuda.memory_allocated()
+        y = layer.forward(d, b)
+        found["kept"] = torch.cuda.memory_allocated() - start
+        del y
+    return found
 
 
-def _eager_sampler(contestant: Contestant, d: LayerData, op: str) -> Sampler:
-    call, batches = contestant.call(op), itertools.cycle(d.batches)
+def _eager_sampler(call: Call) -> Sampler:
+    numbers = itertools.count()
 
     def run() -> object:
-        return call(d, next(batches))
+        return call(next(numbers))
 
     for _ in range(2):  # the first may compile
         torch.cuda.synchronize()
@@ -84,42 +79,27 @@ def _eager_sampler(contestant: Contestant, d: LayerData, op: str) -> Sampler:
     return host_sampler(run, min(max(math.ceil(SAMPLE_US / took_us), 1), MAX_CALLS), drain=True)
 
 
-def _replay_sampler(run: Callable[[], object], calls: int, pool: Any) -> Sampler:
-    """Of a graph of so many calls, the time of one."""
-    graph = capture(run, pool)
-    sample = device_sampler(lambda number: graph.replay())
-    return lambda: sample() / calls
-
-
-def _graph_sampler(contestant: Contestant, d: LayerData, op: str, pool: Any) -> Sampler:
-    call = contestant.call(op)
+def _replay_sampler(call: Call, count: int, pool: Any = None) -> Sampler:
+    """Samples of one of `count` calls that are replayed as one graph."""
 
     def run() -> None:
-        for b in d.batches:
-            call(d, b)
+        for number in range(count):
+            call(number)
 
-    return _replay_sampler(run, len(d.batches), pool)
-
-
-def _samplers(
-    d: LayerData, op: str, mode: str, chosen: list[Contestant], left_out: dict[str, str]
-) -> dict[str, Sampler]:
-    """By name; whoever cannot be captured is noted in `left_out`."""
-    make: Callable[..., Sampler] = _eager_sampler
-    if mode == GRAPH:
-        make = partial(_graph_sampler, pool=torch.cuda.graph_pool_handle())
-    found = {}
-    for contestant in chosen:
-        with or_left_out(f"{d.case.label}, {op}, {mode}: {contestant.name}", noting=(left_out, contestant.name)):
-            found[contestant.name] = make(contestant, d, op)
-        torch.cuda.synchronize()
-    return found
+    return per_call(device_sampler(numbered(capture(run, pool))), count)
 
 
 def _time(d: LayerData, op: str, mode: str, who: Admitted, budget_s: float) -> Record:
-    left_out = dict(who.left_out)
+    """Time everybody in one mode. A contestant that cannot be captured is left out of replays."""
+    left_out, samplers = dict(who.left_out), {}
+    make: Callable[[Call], Sampler] = _eager_sampler
+    if mode == GRAPH:
+        make = partial(_replay_sampler, count=len(d.batches), pool=torch.cuda.graph_pool_handle())
     with no_garbage_collection():
-        samplers = _samplers(d, op, mode, who.contestants, left_out)
+        for name, call in who.calls.items():
+            with or_left_out(f"{d.case.label}, {op}, {mode}: {name}", noting=(left_out, name)):
+                samplers[name] = make(call)
+            torch.cuda.synchronize()
         times = interleave(samplers, budget_s, MIN_ROUNDS) if samplers else {}
     return make_record(d.case, times, d.loads, **_work(d, op), mode=mode, errors=who.errors, left_out=left_out)
 
@@ -129,80 +109,53 @@ def _work(d: LayerData, op: str) -> Record:
     return {"op": op, "flop": d.case.flop(op), **moved}
 
 
-def _measure_op(d: LayerData, op: str, budget_s: float) -> list[Record]:
+def _measure_op(d: LayerData, op: str, budget_s: float) -> Iterator[Record]:
     """An eager record, which has the memory as well, and a replayed one."""
-    who = admitted(d, op, contestants())
+    every = layers()
+    who = admitted(f"{d.case.label}, {op}", contestants(d, op, every))
     torch.cuda.empty_cache()
     modes = [EAGER, GRAPH] if d.case.tokens <= GRAPH_TOKENS else [EAGER]
-    held = {c.name: memory(c, d, op) for c in who.contestants if c.name != FLOOR}
-    records = [_time(d, op, mode, who, budget_s / len(modes)) for mode in modes]
-    return [{**records[0], "memory": held}, *records[1:]]
+    held = {layer.name: memory(layer, d, op) for layer in every if layer.name in who.calls and layer.name != FLOOR}
+    for mode in modes:
+        record = _time(d, op, mode, who, budget_s / len(modes))
+        yield {**record, "memory": held} if mode == EAGER else record
 
 
-def _measure_stages(d: LayerData, budget_s: float) -> list[Record]:
-    return [_stages_record(d, op, stages(d, op), budget_s / 2) for op in (FORWARD, TRAIN)]
-
-
-def _stages_record(d: LayerData, op: str, steps: Stages, budget_s: float) -> Record:
-    times = measure_device(numbered(steps), budget_s, ENQUEUE_US, MIN_ROUNDS)
+@torch.no_grad()
+def _measure_steps(d: LayerData, op: str, budget_s: float) -> Record:
+    calls = {name: numbered(call) for name, call in steps_of(d, op).items()}
+    times = measure_device(calls, budget_s, ENQUEUE_US, MIN_ROUNDS)
     return make_record(d.case, times, d.loads, **{**_work(d, op), "op": STAGES}, of=op)
 
 
-def _agreed(part: Part) -> float:
-    """The relative error of the first against what is wanted, or against the second. Raises RuntimeError where it is
-    large. Routing alone is left to the tests: ids and rows are right or wrong, and layers would not agree.
-    """
-    first, *others = part.calls.values()
-    if part.wanted is None and not others:
-        return 0.0
-    wanted = _listed(others[0]()) if part.wanted is None else (part.wanted,)
-    error = relative_error(_listed(first()), wanted)
-    if not error <= MAX_RELATIVE_ERROR:
-        raise RuntimeError(f"{part.name}: relative error {error:.2g}; nothing was timed")
-    return error
-
-
-def _listed(value: Any) -> tuple[torch.Tensor, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
-
-
-def _part_record(part: Part, budget_s: float) -> Record | None:
-    errors: list[float] = []
-    with or_left_out(f"{part.case.label}: {part.name}"):
-        errors.append(_agreed(part))
-    if not errors:
-        return None
-    if part.replayed:
-        (name, call), *_ = part.calls.items()
-        run = partial(_repeat, call)
-        times = interleave({name: _replay_sampler(run, PART_CALLS, None)}, budget_s)
+def _measure_part(part: Part, budget_s: float) -> list[Record]:
+    fields: Record = {"op": PARTS, "part": part.name, "flop": part.flop, "bytes": part.bytes}
+    who = admitted(f"{part.case.label}, {part.name}", part.contestants())
+    if who.left_out:
+        return []
+    if REPLAYED in part.calls:  # since a launch by the host takes longer
+        samplers = {name: _replay_sampler(call, PART_CALLS) for name, call in who.calls.items()}
     else:
-        times = measure_device(numbered(part.calls), budget_s, ENQUEUE_US)
-    work: Record = {"flop": part.flop, "bytes": part.bytes}
-    return make_record(part.case, times, op=PARTS, part=part.name, **work, difference=errors[0])
-
-
-def _repeat(call: Callable[[], object]) -> None:
-    for _ in range(PART_CALLS):
-        call()
+        samplers = {name: device_sampler(call, ENQUEUE_US) for name, call in who.calls.items()}
+    difference = max(who.errors.values(), default=0.0)
+    return [make_record(part.case, interleave(samplers, budget_s), **fields, difference=difference)]
 
 
 @torch.no_grad()
 def _measure_parts(parts: Iterator[Part], budget_s: float) -> list[Record]:
     """Each with a tenth of the budget: there are some ten."""
-    return [record for part in parts if (record := _part_record(part, budget_s / 10))]
+    return [record for part in parts for record in _measure_part(part, budget_s / 10)]
 
 
-def _measure(case: LayerCase, ops: tuple[str, ...], budget_s: float) -> list[Record]:
-    d, share, records = make_layer(case), budget_s / len(ops), []
+def _measure(case: LayerCase, ops: tuple[str, ...], budget_s: float) -> Iterator[Record]:
+    d, share = make_layer(case), budget_s / len(ops)
     for op in ops:
         if op in (FORWARD, TRAIN):
-            records += _measure_op(d, op, share)
+            yield from _measure_op(d, op, share)
         elif op == STAGES and case.routing == "uniform":
-            records += _measure_stages(d, share)
+            yield from (_measure_steps(d, of, share / 2) for of in (FORWARD, TRAIN))
         elif op == PARTS and case in PUBLISHED:
-            records += _measure_parts(layer_parts(d), share)
-    return records
+            yield from _measure_parts(layer_parts(d), share)
 
 
 def run_layer(options: Options) -> list[Record]:

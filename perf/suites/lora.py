@@ -8,37 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import glulam
 from glulam import ExpertLora
 
-from ..cases import OTHER_MODELS, QWEN3, select
-from ..contest import check_error, make_record, numbered, records_of
-from ..layer_cases import LayerCase, layer_of
-from ..memory import peak_bytes
-from ..options import Options
-from ..problem import normals
-from ..quantised import quantised
+from ..cases import LayerCase
+from ..contest import Results, contest, of_calls, over_cases
+from ..mlp import normals, swiglu, weights_of
+from ..quantised import dequantising, quantised
 from ..results import Record
 from ..targets import BF16
-from ..timing import measure_device
-from .frozen import DEQUANTISED, MAX_RELATIVE_ERROR, dequantising
+from ..timing import peak_bytes
+from .frozen import DEQUANTISED, MAX_RELATIVE_ERROR
 
-RANK, SCALE, TOKENS = 16, 2.0, 4096
+RANK, SCALE = 16, 2.0
 ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
 ALONE, ADAPTED, MATERIALISED = "the layer alone", "lora", "materialised"
 QUANTISED = "mxfp4_weight_only"
-CASES = [
-    dataclasses.replace(layer_of(case), tokens=TOKENS)
-    for case in (*OTHER_MODELS, QWEN3) if case.name in ("gpt-oss-20b", QWEN3.name)
-]  # fmt: skip
 
-Step = Callable[[], list[Tensor]]
+Step = Callable[[], Results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +56,22 @@ class Data:
     def step(self, forward: Callable[[], Tensor]) -> Step:
         """Return a forward and backward, which returns the gradients of all leaves that have one."""
 
-        def run() -> list[Tensor]:
+        def run() -> Results:
             self.forget_gradients()
             forward().backward(self.dy)
-            return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            return tuple(leaf.grad for leaf in self.leaves if leaf.grad is not None)
 
         return run
 
 
 def make_data(case: LayerCase) -> Data:
-    generator = torch.Generator("cuda").manual_seed(case.seed)
-
-    random = normals(generator)
+    random = normals(torch.Generator("cuda").manual_seed(case.seed))
     experts, hidden, inner = case.experts, case.hidden, case.intermediate
     shapes = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
     a1, b1, a2, b2 = (random(experts, *shape, scale=shape[1] ** -0.5).requires_grad_() for shape in shapes)
-    return Data(
-        x=random(case.tokens, hidden).requires_grad_(),
-        dy=random(case.tokens, hidden),
-        routing=glulam.route(random(case.tokens, experts), case.top_k),
-        w1=random(experts, 2 * inner, hidden, scale=hidden**-0.5),
-        w2=random(experts, hidden, inner, scale=inner**-0.5),
-        lora=ExpertLora(a1, b1, a2, b2, SCALE),
-    )
+    x, dy = random(case.tokens, hidden).requires_grad_(), random(case.tokens, hidden)
+    routing = glulam.route(random(case.tokens, experts), case.top_k)
+    return Data(x, dy, routing, *weights_of(case, random), ExpertLora(a1, b1, a2, b2, SCALE))
 
 
 def _materialised(d: Data) -> Tensor:
@@ -101,45 +87,35 @@ def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
         narrow = glulam.grouped_mm(x, a, offs=offs)
         return glulam.grouped_mm(x, w, offs=offs) + SCALE * glulam.grouped_mm(narrow, b, offs=offs)
 
-    gate, up = adapted(glulam.permute(d.x, d.routing), w1, a1, b1).chunk(2, dim=1)
-    y = adapted(F.silu(gate) * up, w2, a2, b2)
+    y = adapted(swiglu(adapted(glulam.permute(d.x, d.routing), w1, a1, b1)), w2, a2, b2)
     return glulam.combine(y * d.routing.weight_of_row.to(y.dtype)[:, None], d.routing)
 
 
 def _steps(d: Data) -> dict[str, dict[str, Step]]:
-    """By recipe, the contestants."""
+    """Contestants by recipe: the layer alone, ours, and what ours is compared with."""
     (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
     make1, make2 = dequantising(given1), dequantising(given2)
-
-    def ours(*weights: Any, recipe: Any, lora: ExpertLora | None = None) -> Step:
-        return d.step(lambda: glulam.moe(d.x, d.routing, *weights, recipe=recipe, lora=lora))
-
-    return {
-        BF16: {
-            ALONE: ours(d.w1, d.w2, recipe=BF16),
-            ADAPTED: ours(d.w1, d.w2, recipe=BF16, lora=d.lora),
-            MATERIALISED: d.step(lambda: _materialised(d)),
-        },
-        QUANTISED: {
-            ALONE: ours(w1, w2, recipe=QUANTISED),
-            ADAPTED: ours(w1, w2, recipe=QUANTISED, lora=d.lora),
-            DEQUANTISED: d.step(lambda: _apart(d, make1(), make2())),
-        },
-    }
+    made: dict[str, dict[str, Step]] = {}
+    of_recipe: dict[Any, Any] = {BF16: (d.w1, d.w2), QUANTISED: (w1, w2)}
+    for recipe, weights in of_recipe.items():
+        ours = partial(glulam.moe, d.x, d.routing, *weights, recipe=recipe)
+        made[recipe] = {ALONE: d.step(ours), ADAPTED: d.step(partial(ours, lora=d.lora))}
+    made[BF16][MATERIALISED] = d.step(lambda: _materialised(d))
+    made[QUANTISED][DEQUANTISED] = d.step(lambda: _apart(d, make1(), make2()))
+    return made
 
 
 def _measure(case: LayerCase, budget_s: float) -> Iterator[Record]:
+    """One record a recipe."""
     d = make_data(case)
     for recipe, steps in _steps(d).items():
-        _, adapted, other = steps
-        for got, exact in zip(steps[adapted](), steps[other](), strict=True):
-            check_error(f"a gradient, {recipe}", got, exact, MAX_RELATIVE_ERROR)
+        for step in steps.values():
+            step()  # what is prepared or compiled at a first call does not count as memory
         peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
-        times = measure_device(numbered(steps), budget_s / 2, ENQUEUE_US)
-        yield make_record(case, times, recipe=recipe, rank=RANK, peak_bytes=peaks)
+        fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
+        *_, other = steps.values()
+        contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)
+        yield contest(case, contestants, budget_s / 2, where=recipe, enqueue_us=ENQUEUE_US, **fields)
 
 
-def run_lora(options: Options) -> list[Record]:
-    """One record a case and recipe."""
-    cases = select(CASES, options.case)
-    return records_of("lora", cases, lambda case: _measure(case, options.budget_s / len(cases)))
+run_lora = over_cases("lora", _measure)

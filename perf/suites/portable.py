@@ -7,31 +7,63 @@ contestant is captured while its architecture serves, and then all take turns.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
 
 from glulam.host import device as devices
 from glulam.host.plans import forget_plans
+from glulam.tuner.timing import Call
 
-from .. import mma_sync
-from ..cases import DECODE, DEEPSEEK, MIXTRAL, QWEN3, Case, select
-from ..contest import make_record, records_of
-from ..contestants import TorchGrouped
-from ..fp8 import Mlp, check, make
-from ..options import Options
-from ..problem import Buffers, Problem, make_problem
+from ..cases import Case
+from ..contest import Contestant, contest, over_cases, rotating
+from ..mlp import Buffers, make_buffers, torch_mlp
+from ..quantised import MAX_RELATIVE_ERROR, Mlp, error, mlp_by
 from ..results import Record
 from ..targets import BF16, MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8, TORCH
-from ..timing import Call, measure_device
-from .graph import capture
+from ..timing import capture
 
 ARCHS = {PORTABLE: "sm_90", PORTABLE_MXFP8: "sm_90", NATIVE: "sm_90a"}
 RECIPES = {PORTABLE: BF16, NATIVE: BF16, PORTABLE_MXFP8: "mxfp8_weight_only"}
-CASES = [MIXTRAL, DEEPSEEK, QWEN3, *DECODE]
+MMA_SHAPE = 16, 8, 16
+TILES = 16
+"""Independent sums of a warp, so that no MMA waits for the one before."""
+WARPS, ROUNDS = 8, 2048
+SOURCE = f"""
+extern "C" __global__ void mma_alone(float* out, int rounds) {{
+    float sums[{TILES}][4];
+    unsigned a[4], b[2];
+    for (int i = 0; i < 4; ++i) a[i] = 0x3c003c00u + threadIdx.x * (i + 1);
+    for (int i = 0; i < 2; ++i) b[i] = 0x3c003c00u + threadIdx.x * (i + 5);
+    for (int t = 0; t < {TILES}; ++t) for (int i = 0; i < 4; ++i) sums[t][i] = 0.0f;
+    for (int round = 0; round < rounds; ++round) {{
+        #pragma unroll
+        for (int t = 0; t < {TILES}; ++t)
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                "{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"
+                : "+f"(sums[t][0]), "+f"(sums[t][1]), "+f"(sums[t][2]), "+f"(sums[t][3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }}
+    float total = 0.0f;
+    for (int t = 0; t < {TILES}; ++t) for (int i = 0; i < 4; ++i) total += sums[t][i];
+    out[blockIdx.x * blockDim.x + threadIdx.x] = total;
+}}
+"""
+"""The ceiling of kernels without wgmma: mma.sync from registers, and nothing else, on all SMs."""
+
+
+def mma_alone() -> tuple[Call, int]:
+    """A call, and its FLOP. Raises RuntimeError where torch cannot compile CUDA here."""
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        raise RuntimeError("this torch cannot compile CUDA at run time; take 2.9 or later")
+    num_sms, (m, n, k) = torch.cuda.get_device_properties("cuda").multi_processor_count, MMA_SHAPE
+    kernel, out = compile_kernel(SOURCE, "mma_alone"), torch.empty(num_sms * WARPS * 32, device="cuda")
+    flop = num_sms * WARPS * ROUNDS * TILES * 2 * m * n * k
+    return lambda number: kernel((num_sms, 1, 1), (WARPS * 32, 1, 1), (out, ROUNDS)), flop
 
 
 @contextmanager
@@ -50,31 +82,25 @@ def _forget() -> None:
     forget_plans()
 
 
-def _replays(mlp: Mlp, sets: list[Buffers]) -> Call:
-    graphs = [capture(lambda b=b: mlp(b)) for b in sets]  # type: ignore[misc]
-    return lambda number: graphs[number % len(graphs)].replay()
+def _replays(name: str, sets: Sequence[Buffers]) -> Call:
+    """A graph for each set of tensors."""
+    with served_by(ARCHS[name]) if name in ARCHS else nullcontext():
+        mlp: Mlp = mlp_by(RECIPES[name], sets) if name in RECIPES else torch_mlp
+        replays = [capture(partial(mlp, b)) for b in sets]
+    return rotating(lambda replay: replay(), replays)
 
 
-def _contestant(name: str, problem: Problem) -> tuple[Call, float]:
-    """Its calls, and its error against torch."""
-    with served_by(ARCHS[name]):
-        mlp = make(RECIPES[name], problem.sets)
-        return _replays(mlp, problem.sets), check(RECIPES[name], mlp, problem.sets[0])
+def contestants(case: Case, sets: Sequence[Buffers], alone: Call) -> Iterator[Contestant]:
+    for name in (PORTABLE, NATIVE, *((PORTABLE_MXFP8,) if case.decode else ())):
+        bound = MAX_RELATIVE_ERROR[RECIPES[name]]
+        yield Contestant(name, partial(_replays, name, sets), partial(error, b=sets[0]), bound, required=True)
+    yield Contestant(TORCH, partial(_replays, TORCH, sets), required=True)
+    yield Contestant(MMA_ALONE, lambda: alone, required=True)
 
 
-def _measure(case: Case, alone: Callable[[int], Any], budget_s: float) -> list[Record]:
-    problem = make_problem(case)
-    names = (PORTABLE, NATIVE, PORTABLE_MXFP8) if case.decode else (PORTABLE, NATIVE)
-    made = {name: _contestant(name, problem) for name in names}
-    calls: dict[str, Call] = {name: call for name, (call, _) in made.items()}
-    calls |= {TORCH: _replays(TorchGrouped().mlp, problem.sets), MMA_ALONE: alone}
-    times = measure_device(calls, budget_s)
-    errors = {name: error for name, (_, error) in made.items()}
-    flop = mma_sync.flop(torch.cuda.get_device_properties("cuda").multi_processor_count)
-    return [make_record(case, times, problem.sizes, op="mlp", errors=errors, mma_flop=flop)]
+def _measure(case: Case, budget_s: float) -> Iterator[Record]:
+    sets, (alone, flop) = make_buffers(case), mma_alone()
+    yield contest(case, contestants(case, sets, alone), budget_s, sets[0].sizes, op="mlp", mma_flop=flop)
 
 
-def run_portable(options: Options) -> list[Record]:
-    """One record a case."""
-    cases, (alone, _) = select(CASES, options.case), mma_sync.make()
-    return records_of("portable", cases, lambda case: _measure(case, alone, options.budget_s / len(cases)))
+run_portable = over_cases("portable", _measure)

@@ -7,24 +7,28 @@ a warning, and we may not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from ..cases import select
-from ..contest import make_record, or_left_out
+from glulam.tuner.timing import Call, interleave
+
+from ..cases import SERVING, SERVING_RECIPES, ServingCase, select
+from ..cells import OURS
+from ..contest import Contestant, Wrong, admitted, make_record, numbered, or_left_out
 from ..options import Options, select_ops
 from ..results import Record
-from ..serving_cases import CASES, RECIPES, ServingCase
-from ..serving_data import Batch, Call, Contestant, check, expected, in_format, make_batch, make_weights
-from ..serving_peers import find_peers, ours
-from ..timing import flushed_sampler, interleave
-from .graph import capture
+from ..serving import Batch, Experts, error, expected, find_peers, in_format, make_batch, make_weights, ours
+from ..serving import Call as OfBatch
+from ..timing import capture, flushed_sampler
 
-Competing = list[tuple[Contestant, Call]]
+Competing = list[tuple[Experts, OfBatch]]
 
 
 class Model:
@@ -41,7 +45,7 @@ class Model:
             self.formats[recipe] = in_format(recipe, *self.wide)
         return self.formats[recipe]
 
-    def competing(self, recipe: str, peers: list[Contestant]) -> Competing:
+    def competing(self, recipe: str, peers: list[Experts]) -> Competing:
         """Return those that have prepared their weights, we first; what another recipe read is freed before."""
         self.formats.clear()
         torch.cuda.empty_cache()
@@ -53,66 +57,57 @@ class Model:
         return found
 
 
-def _captured(
-    contestant: Contestant, call: Call, b: Batch, reference: Tensor, pool: Any
-) -> tuple[float, Callable[[], object]]:
-    """Return the error of a replay and the replay. Raises RuntimeError if a call or a replay is wrong."""
-    check(contestant, call, b, reference)
-    results: list[Tensor] = []
-    graph = capture(lambda: results.append(call(b)), pool)
-
-    def replayed(_: Batch) -> Tensor:
-        graph.replay()
-        return results[-1]
-
-    return check(contestant, replayed, b, reference), graph.replay
+def _captured(experts: Experts, call: OfBatch, b: Batch, reference: Tensor, pool: Any) -> Call:
+    """Return the replay. The buffer holds NaN before each checked call, so that what nobody writes is an error. Raises
+    Wrong if the call itself is wrong.
+    """
+    b.out.fill_(torch.nan)
+    found = error(call(b), reference)
+    if not found <= experts.bound:
+        raise Wrong(f"wrong, relative error {found:.2g}")
+    replay = numbered(capture(partial(call, b), pool))
+    b.out.fill_(torch.nan)
+    return replay
 
 
-def _checked(model: Model, competing: Competing, b: Batch, label: str) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return each contestant's error and replay by its name, without those that are left out."""
-    references: dict[str, Tensor] = {}
-    found = {}
+def contestants(model: Model, competing: Competing, b: Batch) -> Iterator[Contestant]:
+    """Contestants of a batch, each held to the reference of the weights that it reads."""
     pool = torch.cuda.graph_pool_handle()
-    for contestant, call in competing:
-        weights = contestant.weights
-        if weights not in references:
-            references[weights] = expected(b, *model.weights(weights)[0])
-        with or_left_out(f"{label}: {contestant.name}", required=contestant is competing[0][0]):
-            found[contestant.name] = _captured(contestant, call, b, references[weights], pool)
-    return found
+    references = functools.cache(lambda weights: expected(b, *model.weights(weights)[0]))
+    for one, call in competing:
+        reference = references(one.weights)
+        build = partial(_captured, one, call, b, reference, pool)
+        yield Contestant(one.name, build, partial(error, reference=reference), one.bound, one.name == OURS)
 
 
-def _record(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> Record:
+def _measure(model: Model, case: ServingCase, recipe: str, competing: Competing, budget_s: float) -> Record:
     b = make_batch(case)
-    found = _checked(model, competing, b, f"{case.label}, {recipe}")
-    times = interleave({name: flushed_sampler(replay) for name, (_, replay) in found.items()}, budget_s)
-    here = b.here
-    errors = {name: error for name, (error, _) in found.items()}
-    work: Record = case.work(recipe, here.numel(), here.unique().numel())
-    return make_record(case, times, op=recipe, **work, errors=errors)
+    who = admitted(f"{case.label}, {recipe}", contestants(model, competing, b))
+    samplers = {name: flushed_sampler(partial(replay, 0)) for name, replay in who.calls.items()}
+    work: Record = case.work(recipe, b.here.numel(), b.here.unique().numel())
+    return make_record(case, interleave(samplers, budget_s), op=recipe, **work, errors=who.errors)
 
 
 @torch.no_grad()
 def run_serving(options: Options) -> list[Record]:
     """One record a case and recipe."""
-    cases, recipes = select(CASES, options.case), select_ops(RECIPES, options.ops)
+    cases, recipes = select(SERVING, options.case), select_ops(SERVING_RECIPES, options.ops)
     budget_s = options.budget_s / len(cases) / len(recipes)
-    by_model: dict[str, list[ServingCase]] = {}
-    for case in cases:
-        by_model.setdefault(case.name, []).append(case)
+    by_model = [list(group) for _, group in itertools.groupby(cases, lambda case: case.name)]
     records: list[Record] = []
     with Progress() as progress:
         bar = progress.add_task("compiling peers' kernels", total=len(cases) * len(recipes))
-        peers = find_peers([of_model[0] for of_model in by_model.values()], recipes)
-        for name, of_model in by_model.items():
+        peers = find_peers([of_model[0] for of_model in by_model], recipes)
+        for of_model in by_model:
             model = Model(of_model[0])
             for recipe in recipes:
-                progress.update(bar, description=f"{name}, {recipe}")
+                what = f"{model.case.name}, {recipe}"
+                progress.update(bar, description=what)
                 competing = model.competing(recipe, peers)
                 for case in of_model:
-                    records.append(_record(model, case, recipe, competing, budget_s))
+                    records.append(_measure(model, case, recipe, competing, budget_s))
                     progress.advance(bar)
-                progress.console.print(f"measured {name}, {recipe}")  # where no bar shows
+                progress.console.print(f"measured {what}")  # where no bar shows
                 del competing
             del model
     return records

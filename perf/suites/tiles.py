@@ -14,19 +14,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-import torch
 from rich.progress import track
 
-from cute_kernels.specs import Spec
+from glulam.tuner.timing import device_us, interleave
 
-from ..cases import EVEN_AND_SKEWED, Case, tile_cases
-from ..operations import Operation, bytes_moved, flop
+from ..cases import DOUBLINGS, EVEN_AND_SKEWED, OTHER_MODELS, PREFILL, Case, select, sweep
+from ..contest import admitted
 from ..options import Options
+from ..results import Record
 from ..routing import group_sizes
-from ..timing import Call, Sampler, device_us, interleave
-from .compare import Candidate, calls_of, candidates, checked, contests, open_bundles
+from .compare import Candidate, Contest, candidates, contestants, contests, launches, make_sets, open_bundles
 
 FORWARD_AND_DGRAD = ("fc1", "fc2", "dgrad")
 SPECS = ("grouped_glu_bf16_swiglu_concat_t*", "grouped_mm_bf16_n?_t*")
@@ -35,21 +33,11 @@ CHECK_ROWS = 48  # an expert: whole tiles and tails under skew
 MAX_BYTES = 40e9  # of one set of tensors
 MAX_US = 5000.0  # by the limits below; larger problems have the choice of the largest that is measured
 FLOP_PER_US, BYTES_PER_US, LAUNCH_US = 700e6, 4e6, 5.0  # what an H200 reaches
-ROTATION_BYTES = 2**29  # 9 times its L2
-MAX_COPIES = 3
+MAX_COPIES = 3  # sets of tensors, where one would stay in L2 from call to call
 SAMPLE_US = 300.0
 MAX_CALLS_PER_SAMPLE = 12
 ENQUEUE_US = 25.0  # more than the host needs for a call of a bare function
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
-
-Contest = tuple[Case, str, Spec, list[Candidate]]
-Record = dict[str, Any]
-
-
-def rough_us(case: Case, op: str) -> float:
-    """About how long a good kernel takes, from the machine's limits."""
-    moved, work = case_bytes(case, op), 2 * case.rows * math.prod(columns_and_depth(case, op))
-    return max(moved / BYTES_PER_US, work / FLOP_PER_US) + LAUNCH_US
 
 
 def columns_and_depth(case: Case, op: str) -> tuple[int, int]:
@@ -64,89 +52,74 @@ def case_bytes(case: Case, op: str) -> int:
     return 2 * (case.experts * columns * depth + case.rows * (columns + depth))
 
 
-def todo(chosen: list[Candidate], options: Options) -> list[Contest]:
-    """What to measure, coarse numbers of rows first."""
-    cases = tile_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
+def rough_us(case: Case, op: str) -> float:
+    """About how long a good kernel takes, from the machine's limits."""
+    flop = 2 * case.rows * math.prod(columns_and_depth(case, op))
+    return max(case_bytes(case, op) / BYTES_PER_US, flop / FLOP_PER_US) + LAUNCH_US
+
+
+def todo(chosen: list[Candidate], options: Options) -> list[tuple[Case, Contest]]:
+    """Return what to measure, coarse numbers of rows an expert first: those that are even powers of two."""
+    models = select([*PREFILL, *OTHER_MODELS], options.case)
+    cases = sweep(models, options.rows_per_expert or DOUBLINGS, options.routings or EVEN_AND_SKEWED)
     found = [
-        (case, *contest)
+        (case, contest)
         for contest in contests(chosen, options.ops or FORWARD_AND_DGRAD)
         for case in cases
-        if case_bytes(case, contest[0]) <= MAX_BYTES and rough_us(case, contest[0]) <= MAX_US
+        if case_bytes(case, contest.op) <= MAX_BYTES and rough_us(case, contest.op) <= MAX_US
     ]
-    return sorted(found, key=lambda contest: _fine(contest[0]))
+    return sorted(found, key=lambda each: (each[0].rows // each[0].experts).bit_length() % 2 == 0)
 
 
-def _fine(case: Case) -> bool:
-    """Whether the rows an expert are an odd power of two."""
-    return bool((case.rows // case.experts).bit_length() % 2 == 0)
-
-
-def make_sets(case: Case, op: str, spec: Spec, device: str = "cuda") -> list[Operation]:
-    """A few sets of tensors where one would stay in L2 from call to call."""
-    generator = torch.Generator(device).manual_seed(case.seed)
-    copies = min(math.ceil(ROTATION_BYTES / case_bytes(case, op)), MAX_COPIES)
-    return [Operation(op, case, spec, generator) for _ in range(copies)]
-
-
-def right_kernels(contest: Contest) -> list[Candidate]:
+def right_kernels(case: Case, contest: Contest) -> list[str]:
     """The kernels whose results are right on a skewed case of few rows; a warning for any other."""
-    case, op, spec, competing = contest
     small = dataclasses.replace(case, rows=CHECK_ROWS * case.experts, routing="dirichlet")
-    errors = checked(make_sets(small, op, spec)[:1], competing)
-    return [candidate for candidate in competing if candidate.name in errors]
+    sets = make_sets(small, contest.op, contest.spec, 1)
+    return list(admitted(f"{case.name}, {contest.op}", contestants(sets, contest.competing)).calls)
 
 
-def _sampler(call: Call, calls: int) -> Sampler:
-    call(0)
-    return partial(device_us, call, calls, ENQUEUE_US)
-
-
-def measure(contest: Contest, competing: list[Candidate], budget_s: float) -> Record:
-    """One record: the median of each tile in microseconds."""
-    case, op, spec, _ = contest
-    sets = make_sets(case, op, spec)
-    calls = min(math.ceil(SAMPLE_US / rough_us(case, op)), MAX_CALLS_PER_SAMPLE)
-    samplers = {name: _sampler(call, calls) for name, call in calls_of(sets, competing).items()}
+def measure(case: Case, contest: Contest, right: list[str], budget_s: float) -> Record:
+    """The GEMM as the dispatcher knows it, its limits' numerators, and the median microseconds of each tile."""
+    sets = make_sets(case, contest.op, contest.spec, MAX_COPIES)
+    calls = min(math.ceil(SAMPLE_US / rough_us(case, contest.op)), MAX_CALLS_PER_SAMPLE)
+    samplers = {}
+    for one in contest.competing:
+        if one.name in right:
+            call = launches(one, sets)
+            call(0)
+            samplers[one.name] = partial(device_us, call, calls, ENQUEUE_US)
     times = interleave(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
-    return record(contest, sets[0], {name: summary.median_us for name, summary in times.items()})
-
-
-def record(contest: Contest, made: Operation, us: dict[str, float]) -> Record:
-    """The GEMM as the dispatcher knows it, its limits' numerators, and microseconds by tile."""
-    case, op = contest[:2]
-    columns, depth = columns_and_depth(case, op)
-    active = sum(size > 0 for size in group_sizes(case))
+    columns, depth = columns_and_depth(case, contest.op)
     return {
         "model": case.name,
-        "op": op,
+        "op": contest.op,
         "routing": case.routing,
         "experts": case.experts,
         "n": columns,
         "k": depth,
         "rows_per_expert": case.rows // case.experts,
-        "flop": flop(made, case.rows),
-        "bytes": bytes_moved(made, active),
-        "us": us,
+        **sets[0].work(sum(size > 0 for size in group_sizes(case))),
+        "us": {name: summary.median_us for name, summary in times.items()},
     }
 
 
-def sweep(waiting: list[Contest], budget_s: float) -> Iterator[Record]:
+def measure_all(waiting: list[tuple[Case, Contest]], budget_s: float) -> Iterator[Record]:
     """A record for each contest that the budget has room for. A kernel that breaks the GPU ends the sweep with a
     warning: what was measured before is kept.
     """
     deadline = time.perf_counter() + budget_s
-    right: dict[tuple[str, str], list[Candidate]] = {}
-    for done, contest in enumerate(track(waiting, "tiles")):
+    right: dict[tuple[str, str], list[str]] = {}
+    for done, (case, contest) in enumerate(track(waiting, "tiles")):
         to_go, left = len(waiting) - done, deadline - time.perf_counter()
         if left <= 0:
             warnings.warn(f"--budget ended with {to_go} of {len(waiting)} cases to go", stacklevel=2)
             return
-        key = contest[0].name, contest[1]
+        key = case.name, contest.op
         try:
             if key not in right:
-                right[key] = right_kernels(contest)
+                right[key] = right_kernels(case, contest)
             if right[key]:
-                yield measure(contest, right[key], left / to_go)
+                yield measure(case, contest, right[key], left / to_go)
         except RuntimeError as failure:
             warnings.warn(f"{key} ended the sweep with {to_go} cases to go: {failure}", stacklevel=2)
             return
@@ -155,5 +128,5 @@ def sweep(waiting: list[Contest], budget_s: float) -> Iterator[Record]:
 def run_tiles(options: Options) -> list[Record]:
     """One record for each (model, operation, routing, rows an expert) that the budget has room for."""
     chosen = candidates(open_bundles(options.bundles), options.specs or SPECS)
-    records = list(sweep(todo(chosen, options), options.budget_s))
+    records = list(measure_all(todo(chosen, options), options.budget_s))
     return sorted(records, key=lambda r: (r["op"], r["model"], r["routing"], r["rows_per_expert"]))

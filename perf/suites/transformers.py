@@ -6,27 +6,32 @@ Before a block is timed, its error against float32 may not be twice that of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..contest import as_times, or_left_out
-from ..options import Options
-from ..timing import Sampler, host_sampler, interleave
-from .graph import capture, of_each
+import glulam.integrations.transformers as integration
+from glulam.tuner.timing import Sampler, interleave
 
-OURS, BUILT_IN = "glulam", ("eager", "grouped_mm", "batched_mm")
+from ..cells import OURS
+from ..contest import as_times, or_left_out, relative_error
+from ..options import Options
+from ..results import Record
+from ..timing import capture, host_sampler, per_call
+
+BUILT_IN = ("eager", "grouped_mm", "batched_mm")
 TOKENS = (1, 16, 256, 8192)
 INPUTS = 16
-"""That take turns, so that the experts of one token have left L2 before they are read again."""
+"""Inputs that take turns, so that the experts of one token have left L2 before they are read again."""
 MOST_ERROR = 2.0
 MOST_BATCHED = 256
 """Tokens: batched_mm copies the weights of every choice, which takes at most half of the memory that is left, too."""
 CALLS = 16
 STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 64, 4, 16, 64
-"""Of a decoding step: 4 rows an expert of Qwen3-235B-A22B."""
+"""Sizes of a decoding step: 4 rows an expert of Qwen3-235B-A22B."""
 WEIGHT_ONLY = ("mxfp8_weight_only", "mxfp4_weight_only")
 STEP = "decoding step, graph"
 
@@ -56,13 +61,13 @@ QWEN3_235B = QWEN3._replace(
 ATTENTION = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
 
 
-def config_of(model: Model, **more: Any) -> Any:
+def _config_of(model: Model, **more: Any) -> Any:
     import transformers
 
     return getattr(transformers, f"{model.classes}Config")(**model.sizes, **more)
 
 
-def new_block(model: Model, config: Any) -> nn.Module:
+def _new_block(model: Model, config: Any) -> nn.Module:
     """In bfloat16, with weights that keep activations of order 1."""
     module = __import__(f"transformers.models.{model.module}.modeling_{model.module}", fromlist=[model.block])
     config._experts_implementation = BUILT_IN[0]
@@ -79,15 +84,14 @@ def _result(output: Any) -> Tensor:
     return found
 
 
-def errors_of(model: Model, block: nn.Module, config: Any, names: list[str], x: Tensor) -> dict[str, float]:
-    """Of each implementation against float32, in Frobenius norms. Raises RuntimeError where ours is too large."""
-    wide = new_block(model, config).float()
+def _errors(model: Model, block: nn.Module, config: Any, names: list[str], x: Tensor) -> dict[str, float]:
+    """Errors of each implementation against float32. Raises RuntimeError where ours is too large."""
+    wide = _new_block(model, config).float()
     wide.load_state_dict({name: value.float() for name, value in block.state_dict().items()})
-    reference = _result(wide(x.float()))
-    errors = {}
+    reference, errors = _result(wide(x.float())), {}
     for name in names:
         config._experts_implementation = name
-        errors[name] = float((_result(block(x)).float() - reference).norm() / reference.norm())
+        errors[name] = relative_error(_result(block(x)), reference)
     best = min(error for name, error in errors.items() if name != OURS)
     if not errors[OURS] <= MOST_ERROR * best:
         raise RuntimeError(f"{model.name}: error {errors[OURS]:.2g}, of transformers {best:.2g}; nothing was timed")
@@ -103,45 +107,35 @@ def _names(model: Model, block: Any, tokens: int) -> list[str]:
     return [OURS, *(name for name in BUILT_IN if name != "batched_mm" or batched)]
 
 
-def _samplers(block: nn.Module, config: Any, names: list[str], xs: list[Tensor]) -> Iterator[tuple[str, str, Sampler]]:
-    """Mode, implementation and samples of the wall time of len(xs) calls. What cannot be captured has no graph."""
-    for name in names:
-
-        def run(name: str = name) -> None:
-            config._experts_implementation = name
-            for x in xs:
-                block(x)
-
-        yield "eager", name, host_sampler(run, max(CALLS // len(xs), 1), drain=True)
-        if name != BUILT_IN[0]:  # which asks the host what is routed where
-            graph = capture(run)
-            yield "graph", name, host_sampler(graph.replay, 2, drain=True)
-
-
-def _measure_block(model: Model, tokens: int, budget_s: float) -> list[dict[str, Any]]:
-    """One record for calls one by one, one for a graph."""
-    config = config_of(model)
-    block = new_block(model, config)
-    names = _names(model, block, tokens)
-    count = INPUTS if tokens == 1 else 2
+def _measure_block(model: Model, tokens: int, budget_s: float) -> Iterator[Record]:
+    """One record for calls one by one, one for a graph: wall time of a call."""
+    config = _config_of(model)
+    block = _new_block(model, config)
+    names, count = _names(model, block, tokens), INPUTS if tokens == 1 else 2
     xs = [torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    errors = errors_of(model, block, config, names, xs[0])
+    errors = _errors(model, block, config, names, xs[0])
+
+    def run(name: str) -> None:
+        config._experts_implementation = name
+        for x in xs:
+            block(x)
+
     samplers: dict[str, dict[str, Sampler]] = {"eager": {}, "graph": {}}
-    for mode, name, sampler in _samplers(block, config, names, xs):
-        samplers[mode][name] = sampler
-    records = []
+    for name in names:
+        calls = max(CALLS // count, 1)
+        samplers["eager"][name] = per_call(host_sampler(partial(run, name), calls, drain=True), count)
+        if name != BUILT_IN[0]:  # which asks the host what is routed where, and cannot be captured
+            samplers["graph"][name] = per_call(host_sampler(capture(partial(run, name)), 2, drain=True), count)
     for mode, of_mode in samplers.items():
-        times = {name: of_each(summary, len(xs)) for name, summary in interleave(of_mode, budget_s / 2).items()}
-        block_record = {"model": model.name, "tokens": tokens, "mode": mode, "errors": errors}
-        records.append({**block_record, "times": as_times(times)})
-    return records
+        times = as_times(interleave(of_mode, budget_s / 2))
+        yield {"model": model.name, "tokens": tokens, "mode": mode, "errors": errors, "times": times}
 
 
 def _new_model() -> Any:
     """Some layers of Qwen3-235B-A22B, random, in bfloat16 from the start: in float32 it would take twice the memory."""
     import transformers
 
-    config = config_of(QWEN3_235B, num_hidden_layers=STEP_LAYERS, **ATTENTION)
+    config = _config_of(QWEN3_235B, num_hidden_layers=STEP_LAYERS, **ATTENTION)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -167,17 +161,11 @@ def _step(model: Any, implementation: str) -> Callable[[], object]:
             layer.cumulative_length.fill_(PROMPT)
         model(last, past_key_values=cache, use_cache=True)
 
-    graph = capture(step)
-
-    def replay(kept: object = step) -> None:  # with all memory that the graph reads
-        graph.replay()
-
-    return replay
+    replay = capture(step)
+    return lambda kept=step: replay()  # type: ignore[misc]  # with all memory that the graph reads
 
 
-def _measure_step(budget_s: float) -> dict[str, Any]:
-    import glulam.integrations.transformers as integration
-
+def _measure_step(budget_s: float) -> Record:
     model = _new_model()
     steps = {name: _step(model, name) for name in ("grouped_mm", OURS)}
     for recipe in WEIGHT_ONLY:
@@ -186,23 +174,22 @@ def _measure_step(budget_s: float) -> dict[str, Any]:
         torch.cuda.empty_cache()
     integration.register()
     times = interleave({name: host_sampler(step, 2, drain=True) for name, step in steps.items()}, budget_s)
-    step = {"model": f"{QWEN3_235B.name}, {STEP_LAYERS} layers", "tokens": STEP_TOKENS, "mode": STEP}
-    return {**step, "times": as_times(times)}
+    name = f"{QWEN3_235B.name}, {STEP_LAYERS} layers"
+    return {"model": name, "tokens": STEP_TOKENS, "mode": STEP, "times": as_times(times)}
 
 
-def run_transformers(options: Options) -> list[dict[str, Any]]:
-    """One record for a block, a number of tokens and a mode; then one for a decoding step. Wall time of a call."""
-    import glulam.integrations.transformers as integration
-
+@torch.no_grad()
+def run_transformers(options: Options) -> list[Record]:
+    """One record for a block, a number of tokens and a mode; then one for a decoding step."""
     integration.register()
     cases = [(model, tokens) for model in (QWEN3, GPT_OSS_20B) for tokens in TOKENS]
-    records = []
-    with torch.no_grad():
-        for model, tokens in track(cases, "transformers"):
-            if options.case in (None, model.name):
-                records += _measure_block(model, tokens, options.budget_s / (len(cases) + 1))
-                torch.cuda.empty_cache()
-        if options.case in (None, QWEN3_235B.name):
-            with or_left_out("the decoding step"):  # a version whose cache cannot be captured must not cost the blocks
-                records.append(_measure_step(options.budget_s / (len(cases) + 1)))
+    records: list[Record] = []
+    share = options.budget_s / (len(cases) + 1)
+    for model, tokens in track(cases, "transformers"):
+        if options.case in (None, model.name):
+            records += _measure_block(model, tokens, share)
+            torch.cuda.empty_cache()
+    if options.case in (None, QWEN3_235B.name):
+        with or_left_out("the decoding step"):  # a version whose cache cannot be captured must not cost the blocks
+            records.append(_measure_step(share))
     return records

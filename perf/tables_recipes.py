@@ -18,9 +18,11 @@ from .cells import (
     label,
     median,
     number,
+    of_op,
     our_cell,
     our_rate,
     peers_of,
+    pivot,
     ratio,
     ratios_cell,
     rows_table,
@@ -88,34 +90,26 @@ def fp8_tables(result: Result) -> list[Table]:
 
 def frozen_tables(result: Result) -> list[Table]:
     """Gradients through frozen weights, by recipe."""
-    found = {(label(r), r["op"], r["recipe"]): r for r in result["records"]}
-    recipes = list(dict.fromkeys(recipe for _, _, recipe in found))
-
-    def cell(key: tuple[str, str], recipe: str) -> str:
-        record = found.get((*key, recipe))
-        return ratios_cell(record, recipe, ("dequantised", BF16)) if record else "-"
-
-    rows = [(*key, *(cell(key, recipe) for recipe in recipes)) for key in dict.fromkeys(key[:2] for key in found)]
     title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
-    return rows_table(title, ("case", "operation", *(f"{recipe} us" for recipe in recipes)), rows)
+    return pivot(
+        title, ("case", "operation"), result["records"], lambda r: (label(r), r["op"]), "recipe",
+        lambda r: ratios_cell(r, r["recipe"], ("dequantised", BF16)),
+    )  # fmt: skip
 
 
 def lora_tables(result: Result) -> list[Table]:
     """Steps of adapters: the layer alone, with adapters, the third contestant over that, and peak memory."""
 
-    def contestant(record: Record, place: int) -> str:
-        return list(record["times"])[place]
-
     def other(record: Record) -> str:
-        alone, adapted, name = record["times"]
-        return f"{name} {number(ratio(record, name, adapted), 2, 'x')}"
+        *_, name = record["times"]
+        return f"{name} {number(ratio(record, name, 'lora'), 2, 'x')}"
 
     columns: list[Column] = [
         CASE,
         ("weights", field("recipe")),
-        ("alone us", lambda r: us_cell(r, contestant(r, 0))),
-        ("lora us", lambda r: us_cell(r, contestant(r, 1))),
-        ("of alone", lambda r: number(ratio(r, contestant(r, 1), contestant(r, 0)))),
+        ("alone us", lambda r: us_cell(r, "the layer alone")),
+        ("lora us", lambda r: us_cell(r, "lora")),
+        ("of alone", lambda r: number(ratio(r, "lora", "the layer alone"))),
         ("without lora=", other),
         ("peaks MiB", lambda r: " / ".join(number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
     ]
@@ -161,7 +155,7 @@ def serving_tables(result: Result) -> list[Table]:
     tables: list[Table] = []
     summary: list[tuple[str, ...]] = []
     for recipe in dict.fromkeys(record["op"] for record in result["records"]):
-        records = [record for record in result["records"] if record["op"] == recipe]
+        records = of_op(result["records"], recipe)
         peers = peers_of(records)
         columns = [("experts", label), ("glulam us", our_cell), our_rate(result["limits"]), *columns_of(peers)]
         tables += table(f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{recipe}`", records, columns)

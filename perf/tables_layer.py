@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from .cases import FORWARD, TRAIN
 from .cells import (
     CASE,
     OURS,
     ROUTING,
+    SKEW,
     Column,
     Table,
     bound,
+    case_of,
     columns_of,
     field,
     label,
@@ -16,9 +19,11 @@ from .cells import (
     microseconds,
     names_of,
     number,
+    of_op,
     our_cell,
     our_rate,
     peer_cell,
+    pivot,
     ratio,
     rows_table,
     table,
@@ -26,8 +31,8 @@ from .cells import (
 )
 from .results import Record, Result
 
-FORWARD, TRAIN, STAGES, PARTS = "forward", "train", "stages", "parts"
-BY_INDEX, SORTED, COPY, GRAPH = "by index", "sorted rows", "copy", "replayed"
+STAGES, PARTS = "stages", "parts"
+BY_INDEX, SORTED, COPY, REPLAYED = "by index", "sorted rows", "copy", "replayed"
 TITLES = {
     FORWARD: "The layer from tokens to tokens, forward (`route` and `moe`, the router's GEMM by torch)",
     TRAIN: "The layer from tokens to tokens, forward and backward, all gradients",
@@ -46,7 +51,7 @@ def _times(records: list[Record], op: str, result: Result) -> list[Table]:
     peers = dict.fromkeys(n for r in records for n in (*r.get("times", ()), *r.get("left_out", ())) if n != OURS)
     columns: list[Column] = [
         CASE,
-        ROUTING,
+        SKEW,
         ("mode", field("mode")),
         ("glulam us", lambda record: our_cell(record) if OURS in record["times"] else _peer(record, OURS)),
         our_rate(result["limits"]),
@@ -56,7 +61,7 @@ def _times(records: list[Record], op: str, result: Result) -> list[Table]:
 
 
 def _left_out(records: list[Record]) -> list[Table]:
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (label(r), r["case"]["routing"], r["op"], r["mode"], *why)
         for r in records
         for why in r.get("left_out", {}).items()
@@ -74,67 +79,54 @@ def _memory(records: list[Record]) -> list[Table]:
 
     measured = [record for record in records if record.get("memory")]
     names = names_of(measured, "memory")
-    columns = [CASE, ("routing", field("case", "routing")), ("operation", field("op"))]
+    columns = [CASE, ROUTING, ("operation", field("op"))]
     columns += [column for what in ("kept", "peak") for column in columns_of(names, held, f" {what}", what=what)]
     return table("Memory, GB: kept after the forward, and the peak of a call", measured, columns)
 
 
-def whole_us(record: Record, records: list[Record]) -> float | None:
+def _whole_us(record: Record, records: list[Record]) -> float | None:
     """Our time of the whole that a record of stages is about: replayed where that was measured."""
-    same = (r for r in records if r["op"] == record["of"] and r["case"] == record["case"])
+    same = (r for r in of_op(records, record["of"]) if r["case"] == record["case"])
     found = {r["mode"]: us for r in same if (us := median(r)) is not None}
     return found.get("graph", found.get("eager"))
 
 
-def steps_of(record: Record) -> dict[str, float]:
-    """Microseconds of each step."""
-    return {name: float(times["median_us"]) for name, times in record["times"].items()}
-
-
 def _stages(result: Result, op: str) -> list[Table]:
-    timed = [record for record in result["records"] if record["op"] in TITLES]
-    records = [r for r in result["records"] if r["op"] == STAGES and r["of"] == op]
+    records = [r for r in of_op(result["records"], STAGES) if r["of"] == op]
     columns: list[Column] = [
         CASE,
         *columns_of(names_of(records), us_cell, ""),
-        ("sum", lambda record: microseconds(sum(steps_of(record).values()))),
-        ("measured as a whole", lambda record: microseconds(whole_us(record, timed))),
+        ("sum", lambda record: microseconds(sum(time["median_us"] for time in record["times"].values()))),
+        ("measured as a whole", lambda record: microseconds(_whole_us(record, result["records"]))),
     ]
     return table(f"Where our time goes, {op}: each step as a call of its own, us", records, columns)
 
 
 def _routing(records: list[Record]) -> list[Table]:
     """A row a number of choices, a column an operator."""
-    if not records:
-        return []
-    names = list(dict.fromkeys(record["part"] for record in records))
-    times: dict[int, dict[str, float | None]] = {}
-    for record in records:
-        choices = record["case"]["tokens"] * record["case"]["top_k"]
-        times.setdefault(choices, {})[record["part"]] = median(record, GRAPH)
-    rows = [(str(choices), *(microseconds(us.get(name)) for name in names)) for choices, us in times.items()]
-    case = records[0]["case"]
-    title = f"Routing in a graph, {case['top_k']} of {case['experts']} experts a token"
-    return rows_table(title, ("choices (N K)", *(f"{name} us" for name in names)), rows)
+    sizes = records[0]["case"] if records else {"top_k": 0, "experts": 0}
+    title = f"Routing in a graph, {sizes['top_k']} of {sizes['experts']} experts a token"
+    return pivot(
+        title, ("choices (N K)",), records, lambda r: (str(case_of(r).rows),), "part", lambda r: us_cell(r, REPLAYED)
+    )
 
 
 def _parts(result: Result) -> list[Table]:
     def of(name: str) -> list[Record]:
-        return [record for record in result["records"] if record["op"] == PARTS and name in record["times"]]
+        return [record for record in of_op(result["records"], PARTS) if name in record["times"]]
 
     def reached(record: Record) -> str:
-        us = record["times"][BY_INDEX]["median_us"]
-        return bound(record["flop"] / us, 0.0, result["limits"])
+        return bound(record["flop"] / record["times"][BY_INDEX]["median_us"], 0.0, result["limits"])
 
     head: list[Column] = [("part", field("part")), CASE]
     indexed: list[Column] = [
-        (f"{BY_INDEX} us", lambda record: us_cell(record, BY_INDEX)),
+        *columns_of((BY_INDEX,), us_cell),
         ("rate (of limit)", reached),
-        (f"{SORTED} us", lambda record: us_cell(record, SORTED)),
+        *columns_of((SORTED,), us_cell),
         (f"{SORTED} / {BY_INDEX}", lambda record: number(ratio(record, SORTED, BY_INDEX), 3)),
     ]
     moving: list[Column] = [
-        ("glulam us", lambda record: us_cell(record, OURS)),
+        *columns_of((OURS,), us_cell),
         our_rate(result["limits"]),
         ("copy of as many bytes us", lambda record: peer_cell(record, COPY)),
     ]
@@ -142,13 +134,13 @@ def _parts(result: Result) -> list[Table]:
     return [
         *table(title, of(BY_INDEX), [*head, *indexed]),
         *table("Moving rows", of(COPY), [*head, *moving]),
-        *_routing(of(GRAPH)),
+        *_routing(of(REPLAYED)),
     ]
 
 
 def layer_tables(result: Result) -> list[Table]:
     """Times of the whole, who was left out, memory, stages, parts."""
     timed = [record for record in result["records"] if record["op"] in TITLES]
-    times = [made for op in TITLES for made in _times([r for r in timed if r["op"] == op], op, result)]
+    times = [made for op in TITLES for made in _times(of_op(timed, op), op, result)]
     steps = [made for op in TITLES for made in _stages(result, op)]
     return [*times, *_left_out(timed), *_memory(timed), *steps, *_parts(result)]

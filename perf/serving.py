@@ -1,4 +1,5 @@
-"""Tensors of the serving suite: weights in each format, batches that a router chose experts for, and the reference.
+"""Tensors of the serving suite: weights in each format, batches that a router chose experts for, and the reference; our
+recipes, and other packages' experts where they can be imported.
 
 N tokens, K choices a token, E experts here, H hidden, I intermediate.
 """
@@ -6,22 +7,31 @@ N tokens, K choices a token, E experts here, H hidden, I intermediate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glulam.layer.choices import moe_of_choices
+
+from .cases import ServingCase
+from .cells import OURS
+from .contest import or_left_out
+from .mlp import normals, swiglu, weights_of
 from .quantised import quantised
-from .serving_cases import ServingCase
 from .targets import BF16
 
 COMPARED = 64  # tokens, evenly spaced, the first and the last among them
 ROWS_16_BITS, ROWS_FP8 = 0.02, 0.08
 """Bounds of a result's error. Rounding x and the activation to E4M3 makes 0.045, a wrong expert or scale about 1."""
-
-Call = Callable[["Batch"], Tensor]
+PACKAGES = {"humming": "serving_humming", "vllm": "serving_vllm"}
+"""Packages and the modules that call them, each with a function `peers` of models and recipes."""
+FP8_ROWS = ("mxfp8", "mxfp4", "fp8_block")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +58,11 @@ class Batch:
         return self.ids[self.ids >= 0]
 
 
+Call = Callable[[Batch], Tensor]
+
+
 @dataclasses.dataclass(frozen=True)
-class Contestant:
+class Experts:
     """Experts by one library.
 
     Attributes:
@@ -65,20 +78,9 @@ class Contestant:
     bound: float = ROWS_16_BITS
 
 
-def _generator(case: ServingCase, device: str) -> torch.Generator:
-    return torch.Generator(device).manual_seed(case.seed)
-
-
 def make_weights(case: ServingCase, device: str = "cuda") -> tuple[Tensor, Tensor]:
     """Return w1 and w2 in bfloat16, which keep activations of order 1."""
-    generator = _generator(case, device)
-    sizes = case.hidden, case.intermediate
-    shapes = (case.experts, 2 * sizes[1], sizes[0]), (case.experts, *sizes)
-    w1, w2 = (
-        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, shape[-1] ** -0.5, generator=generator)
-        for shape in shapes
-    )
-    return w1, w2
+    return weights_of(case, normals(torch.Generator(device).manual_seed(case.seed)))
 
 
 def in_format(recipe: str, w1: Tensor, w2: Tensor) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -94,21 +96,15 @@ def make_batch(case: ServingCase, device: str = "cuda") -> Batch:
 
     The first token has expert 0 among its choices, so that a single token has an expert here.
     """
-    generator = _generator(case, device)
-    logits = torch.empty(case.tokens, case.world, device=device).normal_(generator=generator)
+    generator = torch.Generator(device).manual_seed(case.seed)
+    logits = normals(generator, torch.float32)(case.tokens, case.world)
     logits[0, 0] = logits[0].amax()
     weights, chosen = logits.softmax(dim=1).topk(case.top_k)
     places = torch.arange(case.world, dtype=torch.int32, device=device)
     places[case.experts :] = -1
-    x = torch.empty(case.tokens, case.hidden, device=device).normal_(generator=generator).to(torch.bfloat16)
-    return Batch(
-        x=x,
-        ids=places[chosen],
-        weights=weights / weights.sum(dim=1, keepdim=True),
-        out=torch.empty_like(x),
-        world_ids=chosen.int(),
-        expert_map=places if case.is_part else None,
-    )
+    x = normals(generator)(case.tokens, case.hidden)
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    return Batch(x, places[chosen], weights, torch.empty_like(x), chosen.int(), places if case.is_part else None)
 
 
 def compared(tokens: int) -> list[int]:
@@ -119,30 +115,44 @@ def compared(tokens: int) -> list[int]:
 
 def expected(b: Batch, w1: Any, w2: Any) -> Tensor:
     """Results [compared tokens, H] in float32, of weights as their format has them and rows that nobody rounds."""
+
+    def matrix(w: Any, expert: int) -> Tensor:
+        return w[expert].float() if isinstance(w, Tensor) else w[expert].dequantize(torch.float32)
+
     tokens = compared(len(b.x))
     x, ids, weights = b.x[tokens].float(), b.ids[tokens], b.weights[tokens]
     y = torch.zeros_like(x)
     for expert in ids[ids >= 0].unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], _matrix(w1, expert)).chunk(2, dim=1)
-        y[token] += weights[token, choice, None] * F.linear(F.silu(gate) * up, _matrix(w2, expert))
+        act = swiglu(F.linear(x[token], matrix(w1, expert)))
+        y[token] += weights[token, choice, None] * F.linear(act, matrix(w2, expert))
     return y
 
 
-def _matrix(w: Any, expert: int) -> Tensor:
-    return w[expert].float() if isinstance(w, Tensor) else w[expert].dequantize(torch.float32)
+def error(result: Tensor, reference: Tensor) -> float:
+    """Return the largest norm of a compared token's error over the largest norm of a token."""
+    got = result[compared(len(result))].float()
+    return float((got - reference).norm(dim=1).max() / reference.norm(dim=1).max())
 
 
-def check(contestant: Contestant, call: Call, b: Batch, reference: Tensor) -> float:
-    """Return the largest norm of a compared token's error over the largest norm of a token.
+def ours(recipe: Any) -> Experts:
+    """Return moe_of_choices by a recipe, as `ServedExperts` calls it, on weights as kernels read them."""
 
-    The buffer holds NaN before the call, so that results that nobody writes are errors. Raises RuntimeError above the
-    contestant's bound.
-    """
-    b.out.fill_(float("nan"))
-    got = call(b)[compared(len(b.x))].float()
-    error = float((got - reference).norm(dim=1).max() / reference.norm(dim=1).max())
-    if not error <= contestant.bound:
-        bound = f"rounding makes at most {contestant.bound}"
-        raise RuntimeError(f"{contestant.name}: error {error:.2g} against float32, {bound}; nothing was timed")
-    return error
+    def make(case: ServingCase, w1: Any, w2: Any) -> Call:
+        return lambda b: moe_of_choices(
+            b.x, b.ids, b.weights, case.experts, w1, w2, world_experts=case.world, recipe=recipe, out=b.out
+        )
+
+    return Experts(OURS, (recipe,), recipe, make, ROWS_FP8 if recipe in FP8_ROWS else ROWS_16_BITS)
+
+
+def find_peers(models: Sequence[ServingCase], recipes: Sequence[str]) -> list[Experts]:
+    """Return the peers of packages that can be imported. Warn of each package that is absent or cannot be."""
+    found: list[Experts] = []
+    for package, module in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            warnings.warn(f"{package} is left out: it is not installed", stacklevel=2)
+            continue
+        with or_left_out(package):
+            found += importlib.import_module(f".{module}", __package__).peers(models, recipes)
+    return found

@@ -1,0 +1,306 @@
+"""One layer's experts: tensors of a case, and what our operators, torch and cuBLAS compute on them, by operation.
+
+All compute the same (SwiGLU, no bias; a row scale in the backward only), so that nobody is charged for what a peer
+cannot do. torch's are written as one writes them without a fused kernel. "dense" is cuBLAS on one matrix of the same
+FLOP, without groups or activation: what grouping and fusing cost. T rows, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import glulam
+
+from .cases import KERNELS, LAYER, OPS, Case
+from .cells import DENSE, OURS
+from .contest import Contestant, Results, listed, relative_error, rotating
+from .routing import group_sizes
+from .targets import TORCH
+
+ROTATION_BYTES = 2**30  # 17 times the L2 of an H200
+MAX_COPIES = 8
+TOKENS = 16  # that take turns, where a case is one token: an expert leaves L2 before it is read again
+CONCAT, INTERLEAVED, LINEAR_FIRST = "concat", "interleaved", "interleaved32, linear first"
+FORWARD_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
+BACKWARD_ERROR = 0.03  # a backward rounds to 16 bits three times in a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """x [T,H], w1 [E,2I,H], w2 [E,H,I], mid [T,I] (input of FC2), offs int32 [E], starts int32 [E+1] (offs with a
+    leading 0), and results act [T,I], y [T,H].
+    """
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    mid: Tensor
+    offs: Tensor
+    starts: Tensor
+    act: Tensor
+    y: Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        sizes: list[int] = self.starts.diff().tolist()
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Training(Buffers):
+    """A layer in training. x, w1, w2 and row_scale float32 [T] are leaves; dy [T,H], and preact and dpreact [T,2I],
+    which stand between kernels, are constants.
+    """
+
+    row_scale: Tensor
+    dy: Tensor
+    preact: Tensor
+    dpreact: Tensor
+
+    def factors(self, op: str) -> tuple[Tensor, Tensor]:
+        """dy and x of a weight gradient dy^T x, "dw1" or "dw2"."""
+        return (self.dpreact, self.x) if op == "dw1" else (self.dy, self.mid)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return (self.x, self.w1, self.w2, self.row_scale)
+
+    def forget_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def offsets(sizes: list[int], device: str) -> tuple[Tensor, Tensor]:
+    """The groups' ends, int32 [E], and the same with a leading 0."""
+    starts = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+    return starts[1:].clone(), starts
+
+
+def normals(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Tensor]:
+    """Return a function of a shape and a scale, 1 if not given, to normal random tensors of that scale."""
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        made = torch.empty(shape, dtype=dtype, device=generator.device)
+        return made.normal_(0.0, scale, generator=generator)
+
+    return random
+
+
+def weights_of(case: Any, random: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """w1 [E,2I,H] and w2 [E,H,I] that keep results of scale 1."""
+    experts, hidden, inner = case.experts, case.hidden, case.intermediate
+    w1 = random(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    return w1, random(experts, hidden, inner, scale=inner**-0.5)
+
+
+def _buffers(case: Case, random: Callable[..., Tensor], device: str) -> Buffers:
+    x, mid = random(case.rows, case.hidden), random(case.rows, case.intermediate)
+    results = torch.empty_like(mid), torch.empty_like(x)
+    return Buffers(x, *weights_of(case, random), mid, *offsets(group_sizes(case), device), *results)
+
+
+def copies_needed(size_bytes: int) -> int:
+    """Sets of tensors of which a call reads ROTATION_BYTES before it reads a byte again."""
+    return min(max(math.ceil(ROTATION_BYTES / size_bytes), 1), MAX_COPIES)
+
+
+def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
+    """The case's tensors, normal random, the same for the same case and seed; as many sets as keep repeated calls out
+    of L2. A case of one token has the same layer for one token after the other, each with experts of its own.
+    """
+    random = normals(torch.Generator(device).manual_seed(case.seed))
+    if not case.routing.startswith("token"):
+        return [_buffers(case, random, device) for _ in range(copies_needed(case.bytes("fc2", case.experts)))]
+    layer, sets = _buffers(case, random, device), []
+    for token in range(TOKENS):
+        offs, starts = offsets(group_sizes(dataclasses.replace(case, seed=case.seed + token)), device)
+        sets.append(dataclasses.replace(layer, offs=offs, starts=starts))
+    return sets
+
+
+def make_training(case: Case, device: str = "cuda") -> Training:
+    """Tensors of a case in training. One set: a call moves far more than L2 holds."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    random = normals(generator)
+    b, row_scale = _buffers(case, random, device), torch.empty(case.rows, device=device)
+    made = Training(
+        **vars(b), row_scale=row_scale.uniform_(0.1, 1.0, generator=generator), dy=random(*b.x.shape),
+        preact=random(case.rows, 2 * case.intermediate), dpreact=random(case.rows, 2 * case.intermediate),
+    )  # fmt: skip
+    for leaf in made.leaves:
+        leaf.requires_grad_()
+    return made
+
+
+def halves(h: Tensor, glu_layout: str = CONCAT) -> Sequence[Tensor]:
+    """The activated and the linear half of a preactivation."""
+    if glu_layout == INTERLEAVED:
+        return h[:, 0::2], h[:, 1::2]
+    if glu_layout == LINEAR_FIRST:
+        linear, activated = h.view(len(h), -1, 2, 32).unbind(2)
+        return activated.flatten(1), linear.flatten(1)
+    return h.chunk(2, dim=1)
+
+
+def swiglu(h: Tensor, glu_layout: str = CONCAT) -> Tensor:
+    activated, linear = halves(h, glu_layout)
+    return F.silu(activated) * linear
+
+
+def _mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return F.grouped_mm(x, w.mT, offs=offs)
+
+
+def torch_fc1(b: Any, glu_layout: str = CONCAT) -> Tensor:
+    return swiglu(_mm(b.x, b.w1, b.offs), glu_layout)
+
+
+def torch_mlp(b: Any, glu_layout: str = CONCAT) -> Tensor:
+    return _mm(torch_fc1(b, glu_layout), b.w2, b.offs)
+
+
+def our_mlp(b: Any) -> Tensor:
+    y: Tensor = glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
+    return y
+
+
+def _dense_mlp(b: Any) -> Tensor:
+    torch.mm(b.x, b.w1[0].mT)
+    return torch.mm(b.mid, b.w2[0].mT)
+
+
+def _scaled_swiglu(preact: Tensor, row_scale: Tensor, glu_layout: str = CONCAT) -> Tensor:
+    """In 16 bits throughout, torch's fastest: a float32 scale would make the activation float32."""
+    return swiglu(preact, glu_layout) * row_scale.to(preact.dtype)[:, None]
+
+
+def _torch_dglu(d: Training, glu_layout: str = CONCAT) -> Results:
+    """dpreact, act and the gradient of row_scale, by autograd from dy w2_e on."""
+    preact, scale = d.preact.detach().requires_grad_(), d.row_scale.detach().requires_grad_()
+    with torch.enable_grad():
+        act = _scaled_swiglu(preact, scale, glu_layout)
+    d_act = F.grouped_mm(d.dy, d.w2, offs=d.offs)
+    dpreact, d_scale = torch.autograd.grad(act, (preact, scale), d_act)
+    return dpreact, act.detach(), d_scale
+
+
+def _torch_wgrad(d: Training, op: str) -> Tensor:
+    dy, x = d.factors(op)
+    return F.grouped_mm(dy.mT, x, offs=d.offs)
+
+
+def _wgrad_of_each_expert(d: Training, op: str) -> Tensor:
+    """One torch.mm an expert; of no rows, zeros."""
+    dy, x = (factor.split(d.sizes) for factor in d.factors(op))
+    return torch.stack([torch.mm(a.mT, b) for a, b in zip(dy, x, strict=True)])
+
+
+def _our_wgrad(d: Training, op: str) -> Tensor:
+    return glulam.grouped_wgrad(*d.factors(op), offs=d.offs)
+
+
+def _dense_wgrad(d: Training, op: str) -> Tensor:
+    dy, x = d.factors(op)
+    return torch.mm(dy.mT, x)
+
+
+def _trained(d: Training, forward: Callable[[Training], Tensor]) -> Results:
+    """y and the gradients of the leaves."""
+    d.forget_gradients()
+    with torch.enable_grad():
+        y = forward(d)
+    y.backward(d.dy)
+    return (y.detach(), *(leaf.grad for leaf in d.leaves if leaf.grad is not None))
+
+
+def our_layer(d: Training) -> Results:
+    return _trained(d, lambda d: glulam.grouped_mlp(d.x, d.w1, d.w2, offs=d.offs, row_scale=d.row_scale))
+
+
+def torch_layer(d: Training) -> Results:
+    return _trained(d, lambda d: _mm(_scaled_swiglu(_mm(d.x, d.w1, d.offs), d.row_scale), d.w2, d.offs))
+
+
+Compute = Callable[[Any], Any]
+OPERATIONS: dict[str, dict[str, Compute]] = {
+    "fc1": {
+        OURS: lambda b: glulam.grouped_glu(b.x, b.w1, offs=b.offs, out=b.act),
+        DENSE: lambda b: torch.mm(b.x, b.w1[0].mT),
+        TORCH: torch_fc1,
+    },
+    "fc2": {
+        OURS: lambda b: glulam.grouped_mm(b.mid, b.w2, offs=b.offs, out=b.y),
+        DENSE: lambda b: torch.mm(b.mid, b.w2[0].mT),
+        TORCH: lambda b: _mm(b.mid, b.w2, b.offs),
+    },
+    "mlp": {OURS: our_mlp, DENSE: _dense_mlp, TORCH: torch_mlp},
+    "dglu": {
+        OURS: lambda d: glulam.grouped_dglu(d.dy, d.w2, d.preact, offs=d.offs, row_scale=d.row_scale),
+        DENSE: lambda d: torch.mm(d.dy, d.w2[0]),
+        TORCH: _torch_dglu,
+    },
+    "dgrad": {
+        OURS: lambda d: glulam.grouped_mm(d.dpreact, d.w1, offs=d.offs, transpose_w=True),
+        DENSE: lambda d: torch.mm(d.dpreact, d.w1[0]),
+        TORCH: lambda d: F.grouped_mm(d.dpreact, d.w1, offs=d.offs),
+    },
+    **{
+        op: {OURS: partial(_our_wgrad, op=op), DENSE: partial(_dense_wgrad, op=op), TORCH: partial(_torch_wgrad, op=op)}
+        for op in ("dw1", "dw2")
+    },
+    LAYER: {OURS: our_layer, TORCH: torch_layer},
+}
+"""Functions of `Buffers`, or of `Training`, by operation and contestant."""
+
+
+def expected(b: Any, op: str, glu_layout: str = CONCAT) -> Results:
+    """torch's results."""
+    if op in ("dw1", "dw2"):
+        return (_wgrad_of_each_expert(b, op),)
+    by_layout = {"fc1": torch_fc1, "mlp": torch_mlp, "dglu": _torch_dglu}
+    made = by_layout[op](b, glu_layout) if op in by_layout else OPERATIONS[op][TORCH](b)
+    return _with_zeros(b, op, listed(made))
+
+
+def _with_zeros(b: Any, op: str, results: Results) -> Results:
+    """Results with zero weight gradients for experts without rows, which peers may leave unwritten."""
+    places = {LAYER: slice(2, 4), "dw1": slice(0, 1), "dw2": slice(0, 1)}.get(op, slice(0))
+    empty = [expert for expert, size in enumerate(b.sizes) if not size] if results[places] else []
+    for weight_gradient in results[places] if empty else ():
+        weight_gradient[empty] = 0
+    return results
+
+
+def contestants(op: str, sets: Sequence[Any], quack: Any = None, has_dense: bool = True) -> Iterator[Contestant]:
+    """Contestants that compute an operation on sets of tensors, ours first.
+
+    Args:
+        quack: a `quack.Quack`, or None.
+        has_dense: not in decoding, where weights are all that counts: "dense" reads one expert's only.
+    """
+    wanted = functools.cache(lambda glu_layout: expected(sets[0], op, glu_layout))
+
+    def error(results: Any, glu_layout: str, is_ours: bool) -> float:
+        got = listed(results)
+        return relative_error(got if is_ours else _with_zeros(sets[0], op, got), wanted(glu_layout))
+
+    bound = FORWARD_ERROR if op in OPS else BACKWARD_ERROR
+    for name, compute in OPERATIONS[op].items():
+        build, is_ours = partial(rotating, compute, sets), name == OURS
+        if name != DENSE:
+            yield Contestant(name, build, partial(error, glu_layout=CONCAT, is_ours=is_ours), bound, is_ours)
+        elif has_dense:
+            yield Contestant(name, build)
+    if quack and op in (*OPS, *KERNELS):
+        check = partial(error, glu_layout=INTERLEAVED, is_ours=False)
+        yield Contestant(quack.name, lambda: rotating(quack.prepared(op, sets), sets), check, bound)
