@@ -350,6 +350,7 @@ class TestRows:
         (d_x,) = torch.autograd.grad(glulam.permute(x, made), x, d_rows)
         (d_y,) = torch.autograd.grad(glulam.combine(y, made), y, d_out)
         assert d_x.equal(glulam.combine(d_rows, made)) and d_y[:end].equal(glulam.permute(d_out, made)[:end])
+        assert end < len(d_y) and not d_y[end:].any()
 
     @pytest.mark.parametrize(
         ("call", "error", "message"),

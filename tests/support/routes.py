@@ -69,6 +69,7 @@ RULES: dict[str, dict[str, Any]] = {
     "qwen3": {"k": 8},
     "not normalised": {"k": 3, "normalize": False, "scale": 2.5},
     "gpt-oss": {"k": 4, "score": "topk_softmax"},
+    "gpt-oss, not normalised": {"k": 3, "score": "topk_softmax", "normalize": False},
     "deepseek": {"k": 8, "score": "sigmoid", "num_groups": 8, "top_groups": 4, "scale": 2.5, "biased": True},
     "sigmoid": {"k": 2, "score": "sigmoid", "normalize": False},
     "biased softmax": {"k": 2, "biased": True},

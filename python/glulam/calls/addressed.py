@@ -267,8 +267,10 @@ class AddressedCall(Call):
 
     def constants(self) -> dict[str, Any]:
         dtypes = {f"{name}_dtype": like[1] for name, like in zip(self.returns, self._made_likes(), strict=True) if like}
-        options = {name: of(getattr(self, name)) for name, of in self.numeric.items()}
-        return {**super().constants(), **options, **dtypes, "raw_stream": gpus.raw_stream}
+        stated = super().constants()
+        # A definition may state an argument that has an option's name, and then knows more than the option.
+        options = {name: of(getattr(self, name)) for name, of in self.numeric.items() if name not in stated}
+        return {**stated, **options, **dtypes, "raw_stream": gpus.raw_stream}
 
     def of_rows(self) -> dict[str, Any]:
         sizes = {"tokens": self.num_rows, "rank": len(self.lead_sizes), **self.own_sizes}

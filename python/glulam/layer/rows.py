@@ -46,7 +46,8 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Return sums of experts' rows, out[n] = residual[n] + sum over j of y[routing.row_of[n, j]]. Differentiable.
 
-    The sum is computed in float32, in the order of j, and rounded once. A choice without a row adds nothing.
+    The sum is computed in float32, in the order of j, and rounded once. A choice without a row adds nothing, and a row
+    that no choice has gets a gradient of zeros.
 
     Args:
         y: rows of experts [T, H], T = N K, contiguous, in the order and dtypes of `permute`.
@@ -68,7 +69,7 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     except ARGUMENT_ERRORS:
         check_rows_of(y, routing)
         raise
-    sums: Tensor = combine_rows(y, row_of, residual, out=out)
+    sums: Tensor = combine_rows(y, row_of, residual, True, out=out)
     return sums
 
 
@@ -177,9 +178,13 @@ class CombineCall(_Moving):
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
-        (d_out,) = gradients
-        of_y, _, of_residual = needed
-        return permute_tokens(d_out, *saved) if of_y else None, None, d_out if of_residual else None
+        (d_out,), (row_of,), (of_spare_rows,) = gradients, saved, options
+        of_y, _, of_residual, *_ = needed
+        d_y = None
+        if of_y:
+            rows = d_out.new_zeros(*row_of.shape, d_out.shape[-1]) if of_spare_rows else None
+            d_y = permute_tokens(d_out, row_of, out=rows)
+        return d_y, None, d_out if of_residual else None
 
 
 @operator(PermuteCall)
@@ -188,5 +193,13 @@ def permute_tokens(x: Tensor, row_of: Tensor, *, out: Tensor | None = None) -> A
 
 
 @operator(CombineCall)
-def combine_rows(y: Tensor, row_of: Tensor, residual: Tensor | None, *, out: Tensor | None = None) -> Any:
-    """Return `combine` of rows y, viewed as [N, K, H]. row_of [N, K]: the row of each choice."""
+def combine_rows(
+    y: Tensor, row_of: Tensor, residual: Tensor | None, of_spare_rows: bool = False, *, out: Tensor | None = None
+) -> Any:  # fmt: skip
+    """Return `combine` of rows y, viewed as [N, K, H].
+
+    Args:
+        row_of: int32 [N, K], the row of each choice.
+        of_spare_rows: backward makes the gradient of rows that no choice has, zeros; False: it does not write these.
+        Others: see `combine`.
+    """
