@@ -72,7 +72,7 @@ class Case:
 class LayerCase:
     """A layer from tokens to tokens: each of `tokens` goes through `top_k` SwiGLU experts, and their results are added.
 
-    routing: of the expected loads, as of a `Case`; seed: of the routing and of the random data.
+    routing: the distribution of loads, as in a `Case`. seed: seed of the routing and of the random data.
     """
 
     name: str

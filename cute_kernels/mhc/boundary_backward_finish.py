@@ -1,8 +1,8 @@
 """The last kernel of the boundary's backward (boundary_backward.py): adds what the CTAs before left, in a fixed order.
 
-Its CTAs are, in this order: one for the gradients of base and scale; those of the weight's gradient, one for each
-fragment of a slice; those of the norm's weight, one for each slice; and those of the coefficients, a thread for each of
-a token's K numbers.
+Its CTAs are, in this order: one for the gradients of base and scale; one for each fragment of a slice of the weight's
+gradient; one for each slice of the gradient of the norm's weight; the rest for the gradients of the coefficients, with
+a thread for each of a token's K numbers.
 """
 
 from __future__ import annotations

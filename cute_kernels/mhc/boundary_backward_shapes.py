@@ -19,7 +19,7 @@ TOKENS_OF_A_WARP = 2
 TOKEN_CTAS_PER_SM = 6
 MOST_PARTS = 16
 CTA_TILES = 2
-"""What a CTA takes besides its tiles, in tiles: to load the weight, to fill its ring, and to store sums."""
+"""Time, in token tiles, that a CTA takes to load the weight, to fill its ring, and to store sums."""
 MOST_TILES = 512
 """The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
 values, and more over more tokens."""

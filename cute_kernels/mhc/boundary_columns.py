@@ -1,4 +1,4 @@
-"""What the boundary's backward computes column by column: the first step of a tile, see boundary_backward.py."""
+"""The column-by-column part of the boundary's backward: the first step of a tile, see boundary_backward.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .boundary_backward_shapes import WARP_COLUMNS
 from .boundary_tile import APART, COLUMNS, WORDS, BoundaryTile
 from .dp_blocks import dp_words
 from .shapes import outputs
-from .split import add_split, split
+from .split import add_split, append_pairs
 
 PARTS = 2
 
@@ -60,20 +60,8 @@ class BoundaryColumns(Invariant):
             for step in range(self.steps):
                 rows = [Int64(8 * step + lane % 4 * 2 + one) * (width * self.n) for one in range(2)]
                 values = [load_params(weight, code, row + i * width + column, COLUMNS) for row in rows]
-                for j in range(2):
-                    pair = split(self._chosen(values[0], values[1], j), self.dtype)
-                    for part in range(PARTS):
-                        made[i][j][part].append(pair[part][0])
+                append_pairs(made[i], values[0], values[1], self.dtype)
         return made
-
-    @cute.jit
-    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
-        """Return element 2 j + g % 2 of two rows of the weight."""
-        pair = cute.make_rmem_tensor(2, Float32)
-        pair[0], pair[1] = low[2 * j], high[2 * j]
-        if cute.arch.lane_idx() // 4 % 2 == 1:
-            pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
-        return pair
 
     @cute.jit
     def compute(

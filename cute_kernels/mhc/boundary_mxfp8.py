@@ -1,8 +1,8 @@
 """The second kernel of a boundary's forward (boundary_finish.py) with x in MXFP8: E4M3 elements and E8M0 scales.
 
-A thread has 8 columns of u, makes x in the streams' dtype from them, and quantises these numbers, so the bytes are
-those that `quantize_mxfp8` makes of x. Threads of the same block of 32 or 128 columns are neighbouring lanes and
-exchange magnitudes. A row's scales are collected in shared memory, since a warp would store 8 bytes of them at a time,
+A thread has 8 columns of u, makes x in the streams' dtype from them, and quantises these numbers, so `quantize_mxfp8`
+of x would give the same bytes. Threads of the same block of 32 or 128 columns are neighbouring lanes and exchange
+magnitudes. A row's scales are collected in shared memory, since a warp would store 8 bytes of them at a time,
 and storing less than a sector (32 bytes) costs as much as storing two sectors.
 """
 

@@ -1,8 +1,8 @@
 """A token tile's columns of streams and gradients in shared memory, as the boundary's backward reads and writes them.
 
 A stage holds 16 tokens of 2n + 2 arrays: the n streams, the n gradients of the updated streams, y and d_x. After these
-lies the tile's block (`boundary_backward_shapes.block_bytes`). The kernel replaces gradients by what it makes of them:
-those of the updated streams by their totals, d_x by the gradient of the mix.
+lies the tile's block (`boundary_backward_shapes.block_bytes`). The kernel overwrites the gradients of the updated
+streams with their totals, and d_x with the gradient of the mix.
 
 A row's vectors of 16 bytes lie in an order that depends on the row and on the stream. With it copies of whole rows,
 accesses of 8 bytes (four rows, two neighbouring vectors each), and 8 x 8 matrices of one vector of 8 tokens, or of two
@@ -25,7 +25,7 @@ WORDS = 4  # of a vector
 PAIR_WORDS = 2
 COLUMNS = 4  # of a lane, 8 bytes
 APART = (0, 1, 4, 5)
-"""What distinguishes the order of each stream's vectors."""
+"""A number for each stream, by which the order of its vectors differs from the other streams' orders."""
 
 
 class BoundaryTile(Invariant):

@@ -1,7 +1,7 @@
 """dp, the gradient of p = x weight^T, in shared memory as the backward of 16-bit streams reads it.
 
 dp of a token tile lies in blocks of 8 tokens x 8 outputs; the two blocks of the tile's 16 tokens for the same outputs
-are neighbours. The blocks of dp's rests (`split.py`) follow those of the nearest numbers.
+are neighbours. The blocks of dp's rests (`split.py`) follow the blocks of the nearest numbers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from .async_copy import AsyncCopy
 from .dp_blocks import BLOCK_WORDS, dp_words
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
-from .split import add_split, split
+from .split import add_split, append_pairs
 from .tile_sums import TileSums
 from .warp_columns import VECTOR, Place
 
@@ -269,20 +269,8 @@ class TileGradients(Invariant):
                 values = [
                     load_params(weight, code, row * row_length + (place.at + vector * VECTOR), VECTOR) for row in rows
                 ]
-                for j in range(4):
-                    pair = split(self._chosen(values[0], values[1], j), self.dtype)
-                    for part in range(self.parts):
-                        made[group][j][part].append(pair[part][0])
+                append_pairs(made[group], values[0], values[1], self.dtype)
         return made
-
-    @cute.jit
-    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
-        """Return element 2 j + g % 2 of two rows of the weight."""
-        pair = cute.make_rmem_tensor(2, Float32)
-        pair[0], pair[1] = low[2 * j], high[2 * j]
-        if cute.arch.lane_idx() // 4 % 2 == 1:
-            pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
-        return pair
 
     @cute.jit
     def _tile(

@@ -48,6 +48,29 @@ def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
     return Split(cute.recast_tensor(narrow, Int32), cute.recast_tensor(narrow_rest, Int32))
 
 
+def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
+    """Append a step of 8 outputs to a lane's operands of a fixed matrix, from the same columns of two of its rows.
+
+    Args:
+        operands: lists of words by pair j of columns, and by part; one part: the nearest numbers.
+        low, high: the columns in both rows, two for each pair.
+    """
+    for j, parts in enumerate(operands):
+        pair = split(_chosen(low, high, j), dtype)
+        for part, words in enumerate(parts):
+            words.append(pair[part][0])
+
+
+@cute.jit
+def _chosen(low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
+    """Return element 2 j + g % 2 of both rows, where g (lane / 4) is the lane's column of an operand."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = low[2 * j], high[2 * j]
+    if cute.arch.lane_idx() // 4 % 2 == 1:
+        pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
+    return pair
+
+
 def add_split(mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
     """Add to `sums` (4 registers) the product of the nearest numbers (`near`: two operands), and the products with one
     rest (`with_rests`: pairs of operands; empty if nothing is split)."""
