@@ -32,26 +32,25 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
-from ..device.gmem import bytes_if, copy_chunk, offset_by
+from ..device.gmem import copy_chunk, offset_by
 from ..device.invariant import Invariant
 from ..device.target import early, let_next_begin, smem_of_cta, wait_for_earlier
-from ..device.vectors import VECTOR_BYTES, dtype_code, elements, load_params, run_at, shared_at
+from ..device.vectors import VECTOR_BYTES, dtype_code, load_params
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
 from .boundary_backward_finish import BoundaryBackwardFinish, Finished
-from .boundary_backward_shapes import backward_workspace, slice_cta, slices_of, smem_bytes
+from .boundary_backward_shapes import backward_workspace, slice_cta, smem_bytes
 from .boundary_columns import BoundaryColumns, ColumnWeights
-from .boundary_shapes import RESERVED_BYTES
+from .boundary_shapes import RESERVED_BYTES, slices_of
 from .boundary_sums import BoundarySums, Leaves
-from .boundary_tile import LANES, WORDS, BoundaryTile
+from .boundary_tile import BoundaryTile
 from .boundary_tokens import BoundaryTokens, TokenInputs
 from .gates_backward import GateRows
 from .shapes import TOKEN_TILE
-
-ITEM = 2  # bytes
+from .slice_tile import LANES, WORDS
 
 
 class Given(NamedTuple):
@@ -81,25 +80,6 @@ class Parameters(NamedTuple):
     weight_code: Int32
     norm: Int64
     norm_code: Int32
-
-
-class Place(NamedTuple):
-    """The 16 bytes of each array that a thread copies for a tile.
-
-    Attributes:
-        row, vector: the token's number in the tile, and the number of the vector in the slice.
-        at_token, at_streams: bytes before the vector in an array [T, D], and in stream 0 of an array [T, n, D].
-        row_bytes: bytes from stream to stream.
-        is_token, is_column: True if the token, and the column, exist.
-    """
-
-    row: Int32
-    vector: Int32
-    at_token: Int64
-    at_streams: Int64
-    row_bytes: Int32
-    is_token: Boolean
-    is_column: Boolean
 
 
 class BoundaryBackward(Invariant):
@@ -212,35 +192,17 @@ class BoundaryBackward(Invariant):
                 stage = Int32(0)
         self.sums.leave(leaves, part * slices + index, sums, of_norm)
 
-    def _place(self, given: Given, start: Int32, number: Int32) -> Place:
-        """Return this thread's place in each array of tile `number` of a slice that begins at column `start`."""
-        thread, _, _ = cute.arch.thread_idx()
-        row, vector = thread // self.tile.vectors, thread % self.tile.vectors
-        token, column = number * TOKEN_TILE + row, start + vector * elements(self.dtype)
-        is_token, is_column = token < given.tokens, column < given.width
-        token, bytes_ = Int64(cutlass.min(token, given.tokens - 1)), Int64(column * ITEM)
-        row_bytes = given.width * ITEM
-        at_streams = token * (row_bytes * self.n) + bytes_
-        return Place(row, vector, token * row_bytes + bytes_, at_streams, row_bytes, is_token, is_column)
-
     @cute.jit
     def _copy(self, stage: cute.Pointer, given: Given, start: Int32, number: Int32):
         """Start to copy tile `number` of a slice that begins at column `start` to a stage. Past the last token, that
         token is copied again. Zeros are left for what is not given, and past the last column, for the sums over
         columns."""
-        tile, place = self.tile, self._place(given, start, number)
-        of_updated = bytes_if(place.is_column & (given.d_updated != 0))
-        for j in cutlass.range_constexpr(self.n):
-            target = stage + (j * tile.array_words + tile.word(place.row, place.vector, j))
-            apart = Int64(j * place.row_bytes)
-            first = (target + tile.streams * tile.array_words).toint()
-            copy_chunk(first, (given.streams + apart) + place.at_streams, bytes_if(place.is_column))
-            first = (target + tile.gradients * tile.array_words).toint()
-            copy_chunk(first, (given.d_updated + apart) + place.at_streams, of_updated)
-        target = stage + tile.word(place.row, place.vector)
+        tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
+        tile.copy_streams(tile.array(stage, tile.streams), given.streams, place, place.is_column)
+        of_updated = place.is_column & (given.d_updated != 0)
+        tile.copy_streams(tile.array(stage, tile.gradients), given.d_updated, place, of_updated)
         for array, source in ((tile.y, given.y), (tile.d_x, given.d_x)):
-            first, wanted = (target + array * tile.array_words).toint(), place.is_column & (source != 0)
-            copy_chunk(first, source + place.at_token, bytes_if(wanted))
+            tile.copy_rows(tile.array(stage, array), source, place, place.is_column & (source != 0))
 
     @cute.jit
     def _copy_block(self, stage: cute.Pointer, given: Given, number: Int32):
@@ -254,24 +216,19 @@ class BoundaryBackward(Invariant):
     @cute.jit
     def _weights(self, parameters: Parameters, start: Int32, width: Int32) -> ColumnWeights:
         """Return a lane's parts of the weight and of the norm's weight at a slice's columns."""
-        column = cutlass.min(start + self.columns.first_column(), width - WORDS)
+        column = cutlass.min(start + self.tile.first_column(), width - WORDS)
         norm = load_params(parameters.norm, parameters.norm_code, Int64(column), WORDS)
         return ColumnWeights(self.columns.operands(parameters.weight, parameters.weight_code, start, width), norm)
 
     @cute.jit
     def _store(self, out: cute.Pointer, given: Given, results: Results, start: Int32, number: Int32):
         """Store the results of tile `number`, whole rows of a slice."""
-        tile, place = self.tile, self._place(given, start, number)
+        tile, place = self.tile, self.tile.place(start, number, given.tokens, given.width)
         if place.is_token & place.is_column:
             if results.d_streams != 0:
-                for j in cutlass.range_constexpr(self.n):
-                    source = out + j * tile.array_words + tile.word(place.row, place.vector, j)
-                    address = (results.d_streams + Int64(j * place.row_bytes)) + place.at_streams
-                    run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
+                tile.store_streams(out, results.d_streams, place)
             if results.d_y != 0:
-                source = out + self.n * tile.array_words + tile.word(place.row, place.vector)
-                address = results.d_y + place.at_token
-                run_at(Int32, address, Int64(0), WORDS).store(shared_at(Int32, source, WORDS).load())
+                tile.store_rows(tile.array(out, self.n), results.d_y, place)
 
 
 def trace(spec: MhcSpec) -> Traced:

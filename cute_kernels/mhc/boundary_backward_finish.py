@@ -18,7 +18,7 @@ from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import run_at, store_param
-from .boundary_backward_shapes import WARP_COLUMNS, SliceCta, slices_of
+from .boundary_shapes import WARP_COLUMNS, SliceCta, slices_of
 from .boundary_sums import FRAGMENT, fragment
 from .gates_backward import GateRows, GateSums
 from .shapes import outputs

@@ -8,41 +8,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .boundary_shapes import ITEMSIZE, SliceCta, parts_of, slices_of
 from .shapes import TOKEN_TILE, outputs
 
-WARP_COLUMNS = 16
-"""Columns (of each stream) of a warp: the sums for the weight's gradient, K numbers for each column of n streams, take
-48 registers a lane, and the weight's operands as many."""
-ITEMSIZE = 2
 TOKEN_WARPS = 2
 TOKENS_OF_A_WARP = 2
 TOKEN_CTAS_PER_SM = 6
 MOST_PARTS = 16
-CTA_TILES = 2
-"""Time, in token tiles, that a CTA takes to load the weight, to fill its ring, and to store sums."""
 MOST_TILES = 512
 """The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
 values, and more over more tokens."""
 CHOICES = ((8, 3), (4, 2))
 """Warps of a CTA and stages of its ring, the best first; the first that fits into shared memory is taken."""
 WARPS_PER_SM = 8
-
-
-class SliceCta(NamedTuple):
-    """Sizes of a CTA of the main kernel, which has a slice of the columns: WARP_COLUMNS of every stream for each of its
-    `warps` warps. stages: number of token tiles that its ring holds."""
-
-    warps: int
-    stages: int
-
-    @property
-    def columns(self) -> int:
-        return self.warps * WARP_COLUMNS
-
-    @property
-    def array_bytes(self) -> int:
-        """Bytes of a tile's columns of one array [T, D] in shared memory."""
-        return TOKEN_TILE * self.columns * ITEMSIZE
 
 
 def coefficient_floats(n: int) -> int:
@@ -86,24 +64,12 @@ class BackwardCut(NamedTuple):
     parts: int
 
 
-def slices_of(cta: SliceCta, width: Any) -> Any:
-    """Return the number of slices of D columns. width: D."""
-    return (width + cta.columns - 1) // cta.columns
-
-
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
-    """Return the cut that takes the least time: waves of CTAs, times a part's tiles and what a CTA takes besides.
-
-    All slices of a part run at about the same time, so that neighbouring columns reach memory together.
-    """
+    """Return the cut that takes the least time (`parts_of`)."""
     slices, tiles, slots = slices_of(cta, width), -(-tokens // TOKEN_TILE), num_sms * WARPS_PER_SM // cta.warps
-    least = max(1, -(-tiles // MOST_TILES))
-    times = {
-        parts: -(-slices * parts // slots) * (-(-tiles // parts) + CTA_TILES)
-        for parts in range(least, max(least, min(MOST_PARTS, tiles)) + 1)
-    }
+    parts = parts_of(slices, tiles, slots, max(1, -(-tiles // MOST_TILES)), MOST_PARTS)
     of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
-    return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), min(times, key=lambda parts: times[parts]))
+    return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), parts)
 
 
 class BackwardWorkspace(NamedTuple):

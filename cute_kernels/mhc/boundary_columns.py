@@ -11,10 +11,11 @@ from cutlass import Float32, Int32, Int64
 from ..device.invariant import Invariant
 from ..device.vectors import load_params
 from ..device.warp_mma import WarpMma
-from .boundary_backward_shapes import WARP_COLUMNS
-from .boundary_tile import APART, COLUMNS, WORDS, BoundaryTile
+from .boundary_shapes import WARP_COLUMNS
+from .boundary_tile import BoundaryTile
 from .dp_blocks import dp_words
 from .shapes import outputs
+from .slice_tile import APART, COLUMNS, WORDS
 from .split import add_split, append_pairs
 
 PARTS = 2
@@ -44,10 +45,6 @@ class BoundaryColumns(Invariant):
         self.dtype = tile.dtype
         self.n = tile.n
         self.steps = outputs(tile.n) // 8
-
-    def first_column(self) -> Int32:
-        """Return the first of a lane's columns, counted from its slice's first."""
-        return self.tile.warp() * WARP_COLUMNS + cute.arch.lane_idx() % 4 * COLUMNS
 
     def operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
         """Return the weight at a warp's columns as MMA operands: a nested list of words by stream, pair of columns,
@@ -104,19 +101,19 @@ class BoundaryColumns(Invariant):
         *comb, post, pre, (r, factor, f, _) = tile.record(stage, row)
         mine = tile.mine() + half * tile.half_words
         places = [mine ^ (APART[j] * WORDS) for j in range(n)]
-        updated = self._updated(stage, made, places, comb, post, tile.numbers(self._array(stage, tile.y), mine))
+        updated = self._updated(stage, made, places, comb, post, tile.numbers(tile.array(stage, tile.y), mine))
         u, d_mix = (cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(2))
         u.fill(0.0)
         for j in cutlass.range_constexpr(n):
             u.store(u.load() + updated[j].load() * pre[j])
         rounded = tile.widened(tile.rounded(u)).load()
-        d_x = tile.numbers(self._array(stage, tile.d_x), mine).load()
+        d_x = tile.numbers(tile.array(stage, tile.d_x), mine).load()
         d_mix.store(d_x * weights.norm.load() * r - rounded * factor)
         of_norm.store(of_norm.load() + d_x * rounded * r)
-        tile.keep(self._array(stage, tile.d_x), mine, tile.rounded(d_mix))
+        tile.keep(tile.array(stage, tile.d_x), mine, tile.rounded(d_mix))
         totals = []
         for j in cutlass.range_constexpr(n):
-            place, total = self._array(stage, tile.gradients + j), cute.make_rmem_tensor(COLUMNS, Float32)
+            place, total = tile.array(stage, tile.gradients + j), cute.make_rmem_tensor(COLUMNS, Float32)
             for column in cutlass.range_constexpr(COLUMNS):
                 total[column] = products[j][column // 2][2 * half + column % 2]
             given = tile.numbers(place, places[j]).load()
@@ -127,23 +124,15 @@ class BoundaryColumns(Invariant):
             self._keep_sum(out + i * tile.array_words, places[i], totals, [comb[j][i] for j in range(n)])
         self._keep_sum(out + n * tile.array_words, mine, totals, post)
 
-    def _array(self, stage: cute.Pointer, number: int) -> cute.Pointer:
-        return stage + number * self.tile.array_words
-
     def _updated(
         self, stage: cute.Pointer, made: cute.Pointer, places: list, comb: list, post: list, y: cute.Tensor
     ) -> list:  # fmt: skip
-        """Return the updated streams, computed and rounded as forward does (`Boundary._update`), and leave them in
-        `made`."""
+        """Return the updated streams, computed and rounded as forward does, and leave them in `made`."""
         tile, found = self.tile, []
-        streams = [tile.numbers(self._array(stage, tile.streams + i), places[i]).load() for i in range(self.n)]
-        for j in range(self.n):
-            mixed = cute.make_rmem_tensor(COLUMNS, Float32)
-            mixed.store(y.load() * post[j])
-            for i in range(self.n):
-                mixed.store(mixed.load() + streams[i] * comb[j][i])
-            words = tile.rounded(mixed)
-            tile.keep(self._array(made, j), places[j], words)
+        streams = [tile.numbers(tile.array(stage, tile.streams + i), places[i]) for i in range(self.n)]
+        by_source = [[comb[j][i] for j in range(self.n)] for i in range(self.n)]
+        for j, words in enumerate(tile.updated(streams, y, by_source, post)):
+            tile.keep(tile.array(made, j), places[j], words)
             found.append(tile.widened(words))
         return found
 

@@ -1,9 +1,8 @@
 """The second kernel of a boundary's forward (boundary.py): adds the slices' partial sums, makes the coefficients (norm,
 gates, Sinkhorn), and turns u into x by its RMS norm.
 
-A CTA takes a token. Each of its warps adds the sums of some slices, in an order that does not depend on how the columns
-were cut into slices, so a token's results have the same bits in every batch. The first warp makes the coefficients, all
-warps scale u.
+A CTA takes a token. Each of its warps adds the sums of some slices, in a fixed order. The first warp makes the
+coefficients, all warps scale u.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from ..device.invariant import Invariant
 from ..device.target import early, wait_for_earlier
 from ..device.vectors import elements, floats, load_params, load_vector, store_vector
 from .balance import Balance
-from .boundary_shapes import MOST_BLOCKS, STATS
+from .boundary_shapes import STATS, tile_sums, tiles_of
 from .gates import LANES, sigmoid
-from .shapes import outputs
+from .shapes import TOKEN_TILE, outputs
 
 THREADS = 128
 FINISH_WARPS = THREADS // LANES
+READS = 8
+"""Slices whose sums a warp reads before it adds the first."""
 
 
 class Partials(NamedTuple):
-    """The partial sums. rows: the address of float32 [slices, T, K + 2]. merge: see `boundary_shapes.Cut`."""
+    """The slices' sums. address: of float32 [slices, token tiles, `boundary_shapes.tile_sums`]."""
 
-    rows: Int64
+    address: Int64
     slices: Int32
-    merge: Int32
 
 
 class Finished(NamedTuple):
@@ -139,31 +139,21 @@ class BoundaryFinish(Invariant):
     @cute.jit
     def _sum(self, partials: Partials, tokens: Int32, token: Int32, warp: Int32, lane: Int32) -> Float32:
         """Return this warp's part of a token's sum number `lane` (K + 2 in all): the sum over every FINISH_WARPS-th
-        group of `merge` slices."""
-        row_length = self.outputs + 2
-        at = cutlass.min(lane, row_length - 1)
-        groups, total = cute.ceil_div(partials.slices, partials.merge), Float32(0.0)
-        values = vector_at(Float32, partials.rows)
-        raw = cute.make_rmem_tensor(MOST_BLOCKS, Float32)
-        if partials.merge == 1:
-            for group in cutlass.range(warp, groups, FINISH_WARPS * MOST_BLOCKS):
-                for i in cutlass.range_constexpr(MOST_BLOCKS):
-                    index = cutlass.min(group + i * FINISH_WARPS, groups - 1)
-                    raw[i] = values[(Int64(index) * tokens + token) * row_length + at]
-                for i in cutlass.range_constexpr(MOST_BLOCKS):
-                    if group + i * FINISH_WARPS < groups:
-                        total += raw[i]
-        else:
-            for group in cutlass.range(warp, groups, FINISH_WARPS):
-                count = cutlass.min(partials.merge, partials.slices - group * partials.merge)
-                for i in cutlass.range_constexpr(MOST_BLOCKS):
-                    index = group * partials.merge + cutlass.min(Int32(i), count - 1)
-                    raw[i] = values[(Int64(index) * tokens + token) * row_length + at]
-                merged = Float32(0.0)
-                for i in cutlass.range_constexpr(MOST_BLOCKS):
-                    if i < count:
-                        merged += raw[i]
-                total += merged
+        slice."""
+        row, number = token % TOKEN_TILE, cutlass.min(lane, self.outputs + 1)
+        place = row * self.outputs + number
+        if number >= self.outputs:
+            place = TOKEN_TILE * self.outputs + row * 2 + number - self.outputs
+        tiles, total = tiles_of(tokens), Float32(0.0)
+        values = vector_at(Float32, partials.address)
+        raw = cute.make_rmem_tensor(READS, Float32)
+        for first in cutlass.range(warp, partials.slices, FINISH_WARPS * READS):
+            for i in cutlass.range_constexpr(READS):
+                index = cutlass.min(first + i * FINISH_WARPS, partials.slices - 1)
+                raw[i] = values[(Int64(index) * tiles + token // TOKEN_TILE) * tile_sums(self.n) + place]
+            for i in cutlass.range_constexpr(READS):
+                if first + i * FINISH_WARPS < partials.slices:
+                    total += raw[i]
         return total
 
     @cute.jit

@@ -12,10 +12,11 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.vectors import run_at
 from ..device.warp_mma import WarpMma, read_matrices
-from .boundary_backward_shapes import WARP_COLUMNS
-from .boundary_tile import APART, COLUMNS, LANES, WORDS, BoundaryTile
+from .boundary_shapes import WARP_COLUMNS
+from .boundary_tile import BoundaryTile
 from .dp_blocks import dp_words
 from .shapes import TOKEN_TILE, outputs
+from .slice_tile import APART, COLUMNS, LANES, WORDS
 from .split import add_split
 
 FRAGMENT = 4  # registers of an MMA's result

@@ -64,7 +64,7 @@ KERNELS: dict[str, Kernel] = {
         numbers(
             "y streams pre post comb weight scale base norm_weight new_streams x new_pre new_post new_comb stats "
             "x_data x_scale workspace",
-            "forms tokens width slices blocks merge groups iters x_block",
+            "forms tokens width parts iters x_block",
             "rms_eps eps norm_eps",
         ),
     ),

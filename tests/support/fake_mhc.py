@@ -173,11 +173,9 @@ def _of_boundary(c: _Call) -> dict[str, Any]:
 
 def _boundary(c: _Call) -> None:
     t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
-    most = boundary_shapes.blocks_of_a_cta(c.arch, n)
-    assert at.blocks * at.merge == most or (at.blocks, at.merge) == (1, most)
-    assert at.slices * at.blocks * boundary_shapes.BLOCK >= w > (at.slices - 1) * at.blocks * boundary_shapes.BLOCK
-    assert at.groups >= 1
-    _fill(at.workspace, 4 * boundary_shapes.workspace(n, at.slices, t, 0 if at.x else w))
+    slices = boundary_shapes.slices_of(boundary_shapes.cta_of(c.arch, n), w)
+    assert 1 <= at.parts <= boundary_shapes.tiles_of(t)
+    _fill(at.workspace, 4 * boundary_shapes.workspace(n, slices, t, 0 if at.x else w))
     numbers = _numbers(at, "rms_eps", "eps", "norm_eps", "iters", "x_block")
     made = boundary_reference.boundary(**_of_boundary(c), **numbers)
     places = [c.get("new_streams", t, n, w), c.get("x", t, w)]
