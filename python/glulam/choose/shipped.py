@@ -1,4 +1,4 @@
-"""Choose among the shipped kernels: a pure function of what the host knows, which never reads device data.
+"""Choose among the shipped kernels, from host data alone: sizes, dtypes and options, never values on the device.
 
 Group sizes are not known to the host, so a captured graph replays the kernel that eager mode would choose. The tiles
 that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.ArchPolicy`).
@@ -51,7 +51,7 @@ class Choice:
         spec: the spec.
         why: why it was chosen.
         why_not: why nothing faster was chosen, a line for each reason.
-        is_tuned: a tuned table chose it.
+        is_tuned: True if a tuned table chose the spec.
     """
 
     spec: Spec
@@ -90,7 +90,7 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """Return the families of the kernels that serve a problem, from one spec that serves it; see `families_of`."""
+    """Return the families of the kernels that serve a problem, given one spec that serves it; see `families_of`."""
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
@@ -107,11 +107,11 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the forms (sets for which a kernel is compiled) that have the activation or layout `name`, the smallest
-    first.
+    """Return the names in `forms` whose set contains `name`, smallest set first.
 
     Args:
-        forms: for each form, the activations or layouts that it serves.
+        forms: sets of activations, or of gate layouts, for which one kernel is compiled, by the set's name.
+        name: an activation or gate layout.
     """
     return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
 

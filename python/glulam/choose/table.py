@@ -82,7 +82,7 @@ class Point:
 
     Attributes:
         rows_per_expert: the number of rows an expert.
-        chosen, shipped: names of kernels.
+        chosen, shipped: names of the fastest kernel and of the kernel that ships for this problem.
         gain: the shipped kernel's time over the chosen one's, in a run of the two alone.
         us: microseconds of every kernel that took part, by the kernel's name and the routing's.
     """

@@ -127,7 +127,9 @@ def of_choices(layer: Definition) -> Definition:
 
 
 class OfChoices(OfTokens):
-    """The part of a call of `moe_of_choices` that differs from a call of `moe`: the call makes the routing itself."""
+    """Base of calls of `moe_of_choices`: like a call of `moe`, but the call itself computes the routing from the
+    choices.
+    """
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}
