@@ -62,7 +62,7 @@ FLAGS = {
     "save_preact": ("no stored preactivation", "stored preactivation"),
     "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
 }
-"""For each flag among the options of a kernel, the words for its calls if the flag is False and if it is True."""
+"""By flag of a kernel's options: the words that describe its calls if the flag is (False, True)."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
