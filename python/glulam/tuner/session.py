@@ -143,7 +143,7 @@ class Session:
 
         Args:
             points: the measurements, in any order.
-            unfinished: what an interrupted run was asked for. None: the run has ended.
+            unfinished: the options and progress of an interrupted run. None: the run has ended.
         """
         names = {name for point in points for name in point.us}
         kernels = {name: spec for name, spec in self._specs.items() if name in names}
