@@ -1,7 +1,7 @@
-"""The emulator finds kernels that are wrong: instructions of our own kernels are left out or changed, one at a time.
+"""Mutation test of the emulator: it detects our own kernels with one instruction removed or changed.
 
-Mutants that it cannot find are equivalent to their kernel, each for a reason in `emulator/equivalent_mutants.json`,
-except for a few outside of these samples, which docs/emulator.md counts.
+Undetected mutants are equivalent to their kernel, each for a reason in `emulator/equivalent_mutants.json`, except for a
+few outside these samples, which docs/emulator.md counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts of serving engines: each format and gate against float64 of dequantised weights, and every refusal."""
+"""Experts for serving engines: each format and activation against float64 of dequantised weights, and every refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(kind: str, w13: Held, w2: Held, **options: Any) -> ServedExperts:
 
 
 def pair(kind: str, gated: bool = True, width: int = WIDTH) -> tuple[Held, Held]:
-    """w13 and w2."""
+    """Return w13 and w2 in a format."""
     halves = 2 if gated else 1
     return (
         held(kind, EXPERTS, halves * width, HIDDEN, seed=1, halves=halves),
@@ -45,7 +45,7 @@ def pair(kind: str, gated: bool = True, width: int = WIDTH) -> tuple[Held, Held]
 
 
 def check(experts: Any, layer: Layer, k: int = K, on_rows: bool = False, factor: float = 1.0, **options: Any) -> Tensor:
-    """The call against float64, and torch's own error in bfloat16; padded tokens give 0."""
+    """Compare the call with float64, allowing for torch's own error in bfloat16; padded tokens must give 0."""
     given = tokens(COUNT, HIDDEN, EXPERTS, k)
     got = experts(given.x, given.ids, given.weights, weights_on_rows=on_rows, **options)
     assert got.shape == given.x.shape and got.dtype == BF16 and not got[COUNT:].any()

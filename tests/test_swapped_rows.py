@@ -1,4 +1,6 @@
-"""Weight rows of the threads of a swapped tile: each has its own, and an output's rows of a and u lie together."""
+"""Weight rows per thread in a swapped tile: each thread has its own, and an output's rows of a and u are in the same
+thread.
+"""
 
 from __future__ import annotations
 
