@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 MOST_GROWTH = {"host MiB": 64.0, "device MiB": 64.0, "descriptors": 4.0, "threads": 2.0}
-"""How much each may grow between the first third and the end: plans and prepared weights come and go."""
+"""Allowed growth of each quantity after the first third, since plans and prepared weights come and go."""
 PAUSE_S = 2.0
 PER_STRATUM = 4
 

@@ -18,7 +18,7 @@ from glulam.nn import GroupedMLP, MoE
 
 F64 = torch.float64
 NOBODYS = "1"
-"""How names of parameters of an expert without rows end."""
+"""Suffix of the parameter names of an expert without rows."""
 LEAVES = ("router", "experts", "experts.fc1", "experts.fc2", "shared", "shared.fc1", "shared_gate")
 
 

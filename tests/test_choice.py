@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 
 SLOW = Point("Mixtral-8x22B", "dgrad", "uniform", 64)
-"""Where the rule's tile was 19 % slower on one of the routings, in this one of two measurements."""
+"""Point at which the rule's tile was 19 % slower for one routing, in one of two measurements."""
 OPS = {"fc1": "grouped_glu", "fc2": "grouped_mm", "dgrad": "grouped_mm"}
 
 

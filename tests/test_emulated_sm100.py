@@ -94,7 +94,7 @@ def test_a_build_for_a_b300_is_right(pattern: str) -> None:
 
 
 TRACES = {"tmem_loads": "tcgen05.ld.sync.aligned.16x256b", "rows": str(2**30)}
-"""What PTX with a construct has: of rows, the bound that they are clipped at."""
+"""Text found in PTX compiled with a construct; for "rows", the bound that row numbers are clamped to."""
 
 
 @pytest.mark.parametrize("pattern", ["grouped_mm_bf16_nt_t128x128*", "grouped_wgrad_bf16_f32_*"])

@@ -20,7 +20,7 @@ pytest_plugins = ["support.fixtures"]
 BF16, F64 = torch.bfloat16, torch.float64
 EXPERTS, K, HIDDEN, INTER = 6, 3, 64, 32
 MAP = (4, -1, 0, 5, EXPERTS, 1, -9, 4, 2**31 - 1, 2, -1, -(2**31))
-"""Of 12 experts: not contiguous, two ids of one expert, none of expert 3, and values that are no place here."""
+"""Local expert of 12 global ids: not contiguous, one expert twice, expert 3 missing, and values out of range."""
 
 
 def expert_map(*places: int) -> Tensor:

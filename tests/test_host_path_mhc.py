@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "boundary": mhc.boundary,
 }
 LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3, "boundary": 1}
-"""Of a backward."""
+"""Number of launches in a backward."""
 
 
 def against(result: Tensor, seed: int) -> Tensor:

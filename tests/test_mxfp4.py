@@ -200,7 +200,7 @@ print(json.dumps({
     "bad": [int(scales.bad(word(byte, byte % 4), byte % 8)) for byte in range(256)],
 }))
 """
-"""What kernels compute of each byte, as a scale in every place of its word. The DSL has a process of its own."""
+"""Program that prints the values that kernels decode from each byte. The DSL runs in a process of its own."""
 
 
 class TestWords:

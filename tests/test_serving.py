@@ -26,7 +26,7 @@ FORMATS = {
     "mxfp4": "mxfp4_weight_only", "mxfp4_fp8": "mxfp4", "mxfp4_fp8_wide": "mxfp4_weight_only",
     "nvfp4": "nvfp4_weight_only",
 }  # fmt: skip
-"""With the recipe that each is multiplied by on the CPU; scales of "..._wide" are too far apart to be folded."""
+"""Recipe that the CPU uses for each format; scales of "..._wide" formats are too far apart to be folded."""
 WEIGHT_ONLY = {name: recipe for name, recipe in FORMATS.items() if recipe.endswith("weight_only")}
 
 

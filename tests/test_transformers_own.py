@@ -30,9 +30,9 @@ ELSEWHERE = {
     "generation.test_utils": "GenerationTesterMixin",
     "distributed_testing_utils": "run_distributed",
 }
-"""Modules that the distribution lacks, and what its tests import of them."""
+"""Test modules that the distribution lacks, and the name that its tests import from each."""
 TOLERANCE = 1e-5
-"""Of float32, as transformers' tests of models have it."""
+"""Tolerance for float32, as in transformers' model tests."""
 
 
 @pytest.fixture(scope="module", autouse=True)

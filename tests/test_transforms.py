@@ -41,7 +41,7 @@ OTHERWISE = {
     "moe": "transform of torch.func",
     "combine": "transform of torch.func",
 }
-"""What refuses calls of these names first, in place of an argument: an option, or a step that the call is made of."""
+"""Error text of calls that are refused for an option or an inner step instead of an argument, by part of their name."""
 
 
 def _refused(name: str, call: Callable[[], Any], of: str = "") -> None:

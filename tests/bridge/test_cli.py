@@ -497,7 +497,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 SPEC = GroupedMmSpec(tile=TileConfig(128, 128, 64))
 OPERATORS = _run("compile", "nonsense").output.rstrip().rpartition("is not one of ")[2].split(", ")
-"""What `glulam compile` takes, in its own words."""
+"""Operators that `glulam compile` accepts, parsed from its error message."""
 
 
 def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

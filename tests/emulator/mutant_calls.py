@@ -374,7 +374,7 @@ ROUTINGS: dict[int, dict[str, Any]] = {
     116: {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2},
     120: {"normalize": False},
 }
-"""By how many experts: the last number of a lane is not every lane's, or lanes have one number, two, three or four."""
+"""Options by number of experts: counts that give each lane one to four experts, or some lanes one fewer."""
 BIASED = (84, 116)
 
 

@@ -23,7 +23,7 @@ SAMPLE = 64
 ROUNDINGS = 2.0
 """Allowed error of a result that is not exact, in its dtype's roundings of the sample's largest value."""
 OF_FLOAT32 = 2.0**-15
-"""In place of float32's own rounding: what comes through the GPU's approximations of exp, rsqrt and division."""
+"""Relative error allowed for float32 results, in place of a rounding: the GPU approximates exp, rsqrt and division."""
 
 EDGES = 4
 """Calls that round their activation to E4M3: samples with an element so near to the edge between two numbers that

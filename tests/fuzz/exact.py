@@ -19,8 +19,8 @@ GRAPHED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_bias_grad")
 """Functions that are captured as they are; group sizes of the others are part of larger objects."""
 LARGEST_STEP = {"quantize_nvfp4": 1 / 6 + 1 / 16, "quantize_fp8_block": 1 / 16, "prepare_mxfp8_weight": 1 / 8,
                 "prepare_mxfp4_weight": 0.26}  # fmt: skip
-"""How far a quantised number may be off, over the largest of its row. E2M1 has steps of 2 below 6 and E4M3 of 2^-3; an
-NVFP4 scale is itself rounded by 1 / 16, and the largest of an MXFP4 block may lie at 7.99 where E2M1 ends at 6."""
+"""Largest error of a quantised number, relative to the largest of its row, by function name. E2M1 has steps of 2 below
+6 and E4M3 of 2^-3; an NVFP4 scale is itself rounded by 1 / 16; E2M1 clamps an MXFP4 block's maximum of 7.99 to 6."""
 
 
 def _rows_of_routing(made: Any) -> tuple[Any, Tensor, Tensor, int]:
@@ -122,4 +122,4 @@ CHECKS: dict[str, Callable[[Problem, dict[str, Any], Any], None]] = {
     "mxfp8_of_square_blocks": _square_blocks,
     "boundary in MXFP8": _boundary_in_mxfp8,
 }
-"""By functions' names; each raises AssertionError."""
+"""Checks of results by function name; a check raises AssertionError."""

@@ -278,4 +278,4 @@ FORMULAS: dict[str, Callable[[Told], list[Tensor]]] = {
     "permute": permute, "combine": combine, "load_balancing_loss": load_balancing_loss,
     "router_z_loss": router_z_loss, "route": route, "Routing.from_topk": from_topk,
 }  # fmt: skip
-"""By functions' names."""
+"""Formulas by function name."""

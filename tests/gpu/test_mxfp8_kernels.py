@@ -36,9 +36,9 @@ DIFFERING = 0.03
 """Share of activations that may round to a neighbour: wgmma's sums err by 1.3e-4, half an E4M3 step is 3e-2 to 6e-2."""
 HALF_STEP = 2.0**-4
 SUM_ERROR = 2e-3
-"""Of an activation, relative to the largest of its row: 15 times what wgmma's sums err by on average."""
+"""Error of an activation, relative to the largest of its row: 15 times the average error of wgmma's sums."""
 ROW_SUM_ERROR = 1e-3
-"""Of d_row_scale, relative to its terms: wgmma's error and float32 sums."""
+"""Error of d_row_scale, relative to its terms, from wgmma and float32 sums."""
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ RECIPES = {
     "compressed_nvfp4": "nvfp4_weight_only", "deepseek_v4": "mxfp4_weight_only", "mxfp4": "mxfp4_weight_only",
     "compressed_mxfp4": "mxfp4_weight_only", "compressed_mxfp4_fp8": "mxfp4",
 }  # fmt: skip
-"""By the names of `vllm_layers.CHECKPOINTS`; rows are rounded as the recipe does on the CPU."""
+"""Recipe by name in `vllm_layers.CHECKPOINTS`; expected rows are quantised as that recipe does on the CPU."""
 
 
 def loaded(vllm: ModuleType, name: str, w13: Held, w2: Held, **options: Any) -> Any:

@@ -176,7 +176,7 @@ OF_RANKS: dict[str, Callable[[LayerSpec, Any], None]] = {
     "send_tokens": fake_ranks.send_tokens,
     "send_sums": fake_ranks.send_sums,
 }
-"""In these a rank takes part without tokens, too."""
+"""Kernels in which a rank takes part even without tokens."""
 
 
 def run(spec: LayerSpec, at: Any) -> None:

@@ -20,7 +20,7 @@ from .criterion import assert_close
 from .inputs import Case, gradient
 
 LIMIT = 1e4
-"""Of clamped activations: not reached, since a rounding moves a value across it."""
+"""Clamp limit of activations, too large to be reached: a rounding error could move a value across a smaller one."""
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 BF16 = torch.bfloat16
 ADDENDS = ("b1", "b2", "row_scale")

@@ -18,11 +18,13 @@ from .inputs import Case
 
 BLOCK = 128
 TOLERANCE = {"cpu": 6e-3, "cuda": 1.2e-2}
-"""In norm, of a row or an expert, root mean square. A result's own rounding to bfloat16 is 1.7e-3; and an element in
-some tens of h's gradient, on tensor cores in fewer, rounds to the other of two E4M3 numbers. What is not quantised that
-should be, or along another axis, errs by 2.6e-2 and more."""
+"""Allowed relative error in norm: root mean square over rows or experts, by device.
+
+Rounding a result to bfloat16 gives 1.7e-3. In addition one in some tens of elements of h's gradient, on tensor cores
+one in fewer, rounds to the neighbouring E4M3 number. A missing quantisation, or one along the wrong axis, gives at
+least 2.6e-2."""
 WORST = 0.3
-"""Of a single row or expert."""
+"""Allowed relative error in norm of a single row or expert."""
 
 
 def folded(w: Tensor, axis: str) -> Tensor:

@@ -45,7 +45,7 @@ INSTRUCTIONS = {
     f"{LD}.sync.aligned.32x32b.x32.b32",
     f"{WAIT_LD}.sync.aligned",
 }
-"""Without their `cta_group`."""
+"""Known tcgen05 instructions, without their `cta_group`."""
 MOST_COLUMNS = 512
 SIZES = {32, 64, 128, 256, MOST_COLUMNS}
 _GROUP = re.compile(r"\.cta_group::(\d)")

@@ -602,7 +602,7 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
 
 
 COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
-"""What was called before: nothing, good calls, or good calls with fewer rows."""
+"""Calls made before the wrong one: none, valid calls, or valid calls with fewer rows."""
 
 
 def _fewer_rows(value: Any) -> Any:

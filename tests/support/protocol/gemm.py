@@ -339,7 +339,7 @@ def accumulators(tiles: int = 5, broken: str = "") -> Machine:
 
 
 Table = dict[str, tuple[set[str], set[str]]]
-"""Of each role, the barriers that it waits for and those that it signals."""
+"""Barriers that each role waits for, and barriers that it signals, by role."""
 
 
 def hopper() -> Table:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 X, Y, IDS, DATA, SUMS, ENTER, ABORT, COUNT = range(8)
-"""What a source has in a window; COUNT is a word that a broken rule needs."""
+"""Cells that a source rank has in a window; COUNT is a flag word that only a broken rule needs."""
 
 
 @dataclass(frozen=True)

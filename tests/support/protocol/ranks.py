@@ -20,7 +20,7 @@ from .ops import ABORT, COUNT, DATA, ENTER, IDS, SUMS, Rules, Step, X, Y, ops_of
 from .search import Fault, Found, explore
 
 COVERS = {DATA: (IDS, X), SUMS: (Y,), ENTER: (), ABORT: ()}
-"""What lands before a word does."""
+"""Cells whose stores must land before each flag word does."""
 RUNNING, CRASHED = 0, 255
 """Fates of a rank; 1 + r: it gave up, and its error names rank r."""
 
