@@ -1,5 +1,5 @@
-"""Weight rows per thread in a swapped tile: each thread has its own, and an output's rows of a and u are in the same
-thread.
+"""Assignment of weight rows to threads in a swapped tile: no row has two threads, and an output's rows of a and u have
+the same thread.
 """
 
 from __future__ import annotations

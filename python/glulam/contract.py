@@ -162,7 +162,7 @@ def verdicts() -> list[Verdict]:
 
 
 def table() -> str:
-    """Return the page's table and its notes in Markdown. Operators with a recipe that no architecture has
+    """Return the table of verdicts and its numbered notes in Markdown. Operators with a recipe that no architecture has
     are left out.
     """
     found = verdicts()

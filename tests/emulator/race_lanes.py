@@ -31,8 +31,12 @@ class Unsynchronised(Exception):
 
 
 class Lanes:
-    """Lanes that execute an instruction: `warps`, and for each place the warp's index among them and the lane's
-    bits.
+    """The lanes that execute an instruction.
+
+    Args:
+        warps: their warps.
+        which: for each lane, its warp's index in `warps`.
+        lane: for each lane, its bits in a granule's record.
     """
 
     def __init__(self, warps: list[Warp], which: np.ndarray, lane: np.ndarray, agent: int, is_strong: bool) -> None:

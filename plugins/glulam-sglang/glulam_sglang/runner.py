@@ -88,7 +88,7 @@ class GlulamRunnerCore(DispatchMoeRunnerCore):
 def _choices(topk: Any, config: MoeRunnerConfig) -> Any:
     """Return a layer's choices in SGLang's standard format, which has tensors of ids and weights."""
     if TopKOutputChecker.format_is_bypassed(topk):
-        if config.layer is not None and config.moe_ep_size > 1:  # whose ids nobody made local
+        if config.layer is not None and config.moe_ep_size > 1:  # ids would be global
             raise RuntimeError("glulam: router logits instead of choices, with expert parallelism")
         topk = topk.to_standard()
     if not TopKOutputChecker.format_is_standard(topk):

@@ -228,7 +228,7 @@ class Call(PlanMaker):
         if not runs_kernels(self.lead):
             if self.invariant and (self.definition.cuts or problem.op in TILED):
                 invariance.refuse_on_cpu(self.op, self.lead.device)
-            with torch.autocast(self.lead.device.type, enabled=False):  # it would round the reference's operands
+            with torch.autocast(self.lead.device.type, enabled=False):  # autocast would round the reference's operands
                 return self.reference(problem)
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
             return result
@@ -290,7 +290,7 @@ class Call(PlanMaker):
         Args:
             returned: the torch operator's return value: all results for which the caller gave no buffer.
         """
-        if isinstance(out := getattr(self, "out", None), (list, tuple)):  # of all results
+        if isinstance(out := getattr(self, "out", None), (list, tuple)):  # buffers for all results
             return out
         fresh = iter(returned if isinstance(returned, (list, tuple)) else (returned,))
 

@@ -233,7 +233,7 @@ def _memory_lines(shape: LaunchShape) -> list[str]:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             make = f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})"
-            may_be_given = made.name in shape.takes and not shape.checked  # else the plan's key tells which
+            may_be_given = made.name in shape.takes and not shape.checked  # otherwise the plan's key tells
             lines += [f"if {made.name} is None:", f"    {make}"] if may_be_given else [make]
     if shape.scratch:
         lines.append("".join(f"{name}_memory, " for name in shape.scratch) + "= workspace.take(memory)")

@@ -1,4 +1,4 @@
-"""Make the plan (a kept launch, see `launch`) of a checked call."""
+"""Make the plan of a checked call: its launch, kept for later calls of the same kind (see `launch`)."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def read_preferences() -> Held:
     except BundleForeign:
         why = f"the folder {DISTRUSTED}"
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # what is a link is somebody else's
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link is not ours
             return Held({}, ())
         why = str(error.strerror)
     else:

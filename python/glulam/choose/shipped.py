@@ -67,7 +67,7 @@ def family_of(spec: Spec) -> Spec:
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
         return spec
     if isinstance(spec, GroupedMmSpec) and spec.transpose_w and OPERANDS[spec.operands].decodes:
-        return spec  # which has one tile
+        return spec  # these kernels have a single tile
     # The operands and the architecture determine depth and schedule.
     if spec.tile.by_warps or spec.tile.in_tensor_memory:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
@@ -96,7 +96,7 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
     if not isinstance(spec, GroupedGluSpec):
         return [family_of(spec)]
     layouts = [problem.glu_layout]
-    if spec.gated and not spec.transpose_w:  # else a kernel has one
+    if spec.gated and not spec.transpose_w:  # other kernels serve a single layout
         layouts = _serving(LAYOUT_FORMS, problem.glu_layout)
     return [
         family_of(replace(spec, activation=activation, glu_layout=layout))

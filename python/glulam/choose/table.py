@@ -33,7 +33,7 @@ ALIGNMENT = 8
 LARGEST_SIZE = 2**31 - 1
 MOST_ROWS = 2.0**26
 
-Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
+Us = dict[str, dict[str, float]]  # [kernel's name][routing's name]
 
 
 @dataclasses.dataclass(frozen=True)

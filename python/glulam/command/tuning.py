@@ -27,7 +27,7 @@ from ..tuner import tune as run_tuner
 from ..tuner.session import Options
 from .app import REQUIRED, command, count, flag, option, parsed, resources, row, say, say_error, show, word
 
-INTERRUPTED = 130  # as shells report it
+INTERRUPTED = 130  # exit status that shells report after Ctrl-C
 
 
 def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:

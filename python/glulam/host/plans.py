@@ -189,9 +189,7 @@ class Plans(Generic[PlanType]):
         per_row: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
         for place in any_rows:
             per_row[place] = None
-        if (
-            per_row.count(True) == count
-        ):  # else there are as many rows as experts, say: another call will tell them apart
+        if per_row.count(True) == count:  # not so if another tensor happens to have as many rows, such as T == E
             self._keep(self._per_row, MAX_PLANS, key[0], tuple(per_row))
             self._keep(self._resizable, MAX_PLANS, self._signature(key, lead), found)
 

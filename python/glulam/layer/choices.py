@@ -88,7 +88,7 @@ def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
         and isinstance(ids, Tensor)
-        and isinstance(num_experts, int)  # else the call's parts name what it is
+        and isinstance(num_experts, int)  # wrong types are refused by the call's parts
         and ids.numel() <= MOST_SORTED
         and num_experts <= SORTED_EXPERTS
         and runs_kernels(x)

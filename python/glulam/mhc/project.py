@@ -192,10 +192,8 @@ class Projecting(MhcCall):
         check_eps(self.op, self.eps)
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
-        """Return the shapes [..., *end] and the dtype of results with one entry for each token, one result for each of
-        `ends`.
-
-        The dtype is that of sums over x (`accumulator`).
+        """Return (shape, dtype) of one result per `end` in `ends`: [..., *end], with the dtype of sums over x
+        (`accumulator`).
         """
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]

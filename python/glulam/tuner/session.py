@@ -36,7 +36,7 @@ CHECK_ROWS = 48
 """Rows an expert for comparing candidates' results: with skewed routing there are whole tiles and partial tiles."""
 DIGITS = 4
 
-Times = dict[str, dict[Spec, Summary]]  # by routing
+Times = dict[str, dict[Spec, Summary]]  # by routing's name
 Functions = dict[Spec, Function]
 Advance = Callable[[], None]
 
