@@ -69,7 +69,9 @@ def _quantize_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _used(problem: Problem, given: dict[str, Any], axis: str, data: Tensor) -> int | None:
-    """Return the number of elements in quantised rows; None: all."""
+    """Return the number of elements in rows of groups, the only ones to compare; None: the call has no groups, so
+    all.
+    """
     return problem.rows * data.shape[-1] if "offs" in given else None
 
 

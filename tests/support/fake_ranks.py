@@ -213,7 +213,9 @@ def _sums(at: Any, rows: slice, row_of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store_sums(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """Store the sum of each received token that has a row here to the token's own rank."""
+    """For each received token that has rows on this rank, store the sum of its rows into the window of the rank it came
+    from; also its weight gradients if given.
+    """
     counts = memory(at.handle, 1 + at.world, dtype=I64)[1:].tolist()
     every = memory(at.row_of, at.world, at.most, at.k, dtype=I32)
     for rank, count in enumerate(counts):

@@ -150,10 +150,11 @@ class Call(PlanMaker):
         return self.run_without_gradient(key, replacements)
 
     def may_be_unfound(self) -> bool:
-        """Return True if a failed plan look-up only means that the call has no plan; raise if an argument is wrong.
+        """Find out why the plan look-up raised an exception: return True if this call merely cannot have a plan, as its
+        tensors have no addresses (it is traced) or its group sizes are a list of integers.
 
-        Called after the look-up raised an exception. True: the call is traced, so its tensors have no address, or group
-        sizes are a list of integers. False: all arguments are right, so the exception has another cause.
+        Otherwise check the arguments: raise their error if one is wrong, else return False (the exception has another
+        cause).
 
         Raises:
             ValueError, TypeError: an argument is wrong.
