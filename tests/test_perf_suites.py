@@ -17,7 +17,7 @@ from perf.layer import expected, make_layer
 from perf.layer_peers import MAX_RELATIVE_ERROR
 from perf.options import Options
 from perf.readings import Reading
-from perf.suites import function_of, graph, layer, mhc, mlp, serving
+from perf.suites import function_of, layer, mhc, mlp, serving
 from perf.targets import MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8
 
 LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
@@ -36,7 +36,7 @@ EVERY = ["glulam", "dense", "torch"]
 def run(monkeypatch):
     """Run a suite on small cases; its records."""
     small = dict.fromkeys(cases.CASES, (PREFILL, DECODE))
-    others = {"decode": (DECODE, TOKEN), "graph": (DECODE,), "power": (PREFILL,), "lora": (LAYER,)}
+    others = {"decode": (DECODE, TOKEN), "power": (PREFILL,), "lora": (LAYER,)}
     monkeypatch.setattr(cases, "CASES", {**small, **others})
     monkeypatch.setattr(layer, "layer_cases", lambda *_: [LAYER, STEP])
     monkeypatch.setattr(layer, "PUBLISHED", (STEP,))
@@ -44,7 +44,6 @@ def run(monkeypatch):
     monkeypatch.setattr(serving, "SERVING", SERVED)
     monkeypatch.setattr(mhc, "CASES", [case._replace(sizes=(SMALL,) * len(case.sizes)) for case in mhc.CASES])
     monkeypatch.setattr(mhc, "_measure_host", lambda _: {"op": "host", "times": {}})
-    monkeypatch.setattr(graph, "LAYERS", 2)
     for module, name in ((layer, "MAX_CALLS"), (layer, "PART_CALLS"), (layer, "MIN_ROUNDS"), (timing, "WARM_UP_CALLS")):
         monkeypatch.setattr(module, name, 1)
     readings = SimpleNamespace(mean=lambda *_: Reading(1400.0, 690.0, 1.0))
@@ -63,8 +62,8 @@ WANTED = {
     "forward": [("prefill", op, EVERY) for op in OPS] + [("decode", op, ["glulam", "torch"]) for op in OPS],
     "decode": [(name, op, ["glulam", "torch"]) for name in ("decode", "token") for op in OPS],
     "backward": [("prefill", op, EVERY) for op in KERNELS] + [("decode", op, ["glulam", "torch"]) for op in KERNELS],
+    "train": [(name, "layer", ["glulam", "torch"]) for name in ("prefill", "decode")],
     "power": [("prefill", op, EVERY) for op in ("fc1", *KERNELS)],
-    "graph": [("decode", "mlp", ["glulam eager", "glulam replay", "torch eager", "torch replay"])],
     "portable": [
         ("prefill", "mlp", [PORTABLE, NATIVE, "torch", MMA_ALONE]),
         ("decode", "mlp", [PORTABLE, NATIVE, PORTABLE_MXFP8, "torch", MMA_ALONE]),
@@ -191,20 +190,6 @@ def test_the_budget_is_what_all_samples_take(run, monkeypatch):
     with played_gpu.install(monkeypatch):
         function_of("forward")(Options(budget_s=8.0, quack="off"))
     assert sum(asked) == pytest.approx(8.0) and len(asked) == 6
-
-
-def test_a_replay_that_differs_from_the_eager_call_ends_the_suite(run, monkeypatch):
-    monkeypatch.setattr(graph, "_stack", lambda call: None)
-    install = played_gpu.install
-
-    def broken(patch):
-        mode = install(patch)
-        patch.setattr(graph, "capture", lambda run, pool=None: lambda: None)
-        return mode
-
-    monkeypatch.setattr(played_gpu, "install", broken)
-    with pytest.raises(RuntimeError, match="a replay under uniform routing differs from the eager call"):
-        run("graph")
 
 
 @pytest.mark.parametrize("case", [LAYER, STEP])
