@@ -112,7 +112,7 @@ def _host(result: Result) -> list[Table]:
     found = (item for record in of_op(result["records"], "differences") for item in record["times"].items())
     rows: list[tuple[str, ...]] = [(name, number(time["median_us"])) for name, time in found]
     items = host_table("Host time of a call", result, 2)
-    return [*items, Table("Differences of the medians", ("what", "us"), rows)]
+    return [*items, *rows_table("Differences of the medians", ("what", "us"), rows)]
 
 
 def _layer_host(result: Result) -> list[Table]:

@@ -27,8 +27,7 @@ from perf.options import Options, chosen, command_line
 from perf.routing import ROUTINGS, apportion, group_sizes, routed
 from perf.suites import mlp as suite
 from perf.suites import portable, quantize
-from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITHOUT_OUT, bare_items, derived
-from perf.targets import HOST_OURS
+from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, bare_items
 from perf.timing import Summary, interleave
 
 # Cases
@@ -248,12 +247,6 @@ def test_a_wrong_quantiser_is_not_measured(form, monkeypatch):
     monkeypatch.setattr(quantize.Form, "call", lambda *_: next(answers))
     with pytest.raises(RuntimeError, match=f"{name} is wrong"):
         quantize.check(form, x)
-
-
-def test_differences_of_host_times_are_what_the_front_adds():
-    medians = {BARE_NOTHING: 1.0, BARE_MM: 6.0, BARE_MLP: 10.0, HOST_OURS: 12.5, WITHOUT_OUT: 16.0, KNOWN_ROWS: 17.0}
-    found = derived({name: Summary(us, us, us, 3) for name, us in {**medians, NEW_ROWS: 47.0}.items()})
-    assert list(found.values()) == [4.0, 1.0, 0.5, 2.5, 3.5, 30.0]
 
 
 # Stamp and command line
