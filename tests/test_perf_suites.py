@@ -10,13 +10,13 @@ import pytest
 import torch
 from support import played_gpu
 
-from perf import cases, layer_steps, results, tables, timing
+from perf import cases, results, tables, timing
 from perf.cases import FORWARD, KERNELS, OPS, TRAIN, Case, LayerCase, ServingCase
 from perf.contest import admitted, relative_error
 from perf.layer import expected, make_layer
 from perf.layer_peers import MAX_RELATIVE_ERROR
 from perf.options import Options
-from perf.readings import Reading
+from perf.stamp import Reading
 from perf.suites import function_of, layer, mhc, mlp, serving
 from perf.targets import MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8
 
@@ -40,7 +40,7 @@ def run(monkeypatch):
     monkeypatch.setattr(cases, "CASES", {**small, **others})
     monkeypatch.setattr(layer, "layer_cases", lambda *_: [LAYER, STEP])
     monkeypatch.setattr(layer, "PUBLISHED", (STEP,))
-    monkeypatch.setattr(layer_steps, "ROUTED_TOKENS", (1, 64))
+    monkeypatch.setattr(layer, "ROUTED_TOKENS", (1, 64))
     monkeypatch.setattr(serving, "SERVING", SERVED)
     monkeypatch.setattr(mhc, "CASES", [case._replace(sizes=(SMALL,) * len(case.sizes)) for case in mhc.CASES])
     monkeypatch.setattr(mhc, "_measure_host", lambda _: {"op": "host", "times": {}})
@@ -198,7 +198,7 @@ def test_the_budget_is_what_all_samples_take(run, monkeypatch):
 def test_steps_make_up_the_layer(case, op):
     """The last of the forward is the result; the last of the backward x's gradient."""
     d = make_layer(case, device="cpu")
-    made = {name: call() for name, call in layer_steps.steps_of(d, op).items()}
+    made = {name: call() for name, call in layer.steps_of(d, op).items()}
     wanted = expected(d, TRAIN)
     results = [(made["combine"], wanted[0])]
     if op == TRAIN:
@@ -211,7 +211,7 @@ def test_steps_make_up_the_layer(case, op):
 
 @torch.no_grad()
 def test_parts_are_checked_against_the_data():
-    parts = list(layer_steps.layer_parts(make_layer(LAYER, device="cpu")))
+    parts = list(layer.layer_parts(make_layer(LAYER, device="cpu")))
     by_index = ["FC1", "FC1, preactivation kept", "dglu", "dw1", "dw2"]
     assert [part.name for part in parts] == [*by_index, "permute", "combine"]
     for part in parts:
@@ -221,4 +221,4 @@ def test_parts_are_checked_against_the_data():
             assert part.bytes == 2 * (LAYER.tokens + LAYER.rows) * LAYER.hidden
             broken = dataclasses.replace(part, wanted=part.wanted * 1.1)
             with pytest.warns(UserWarning, match="glulam is left out: wrong, relative error 0.09"):
-                assert list(admitted("here", broken.contestants()).calls) == [layer_steps.COPY]
+                assert list(admitted("here", broken.contestants()).calls) == [layer.COPY]

@@ -30,7 +30,10 @@ SUITES = {
     "compare": "named kernels against each other",
     "tiles": "every tile at 1 to 4096 rows an expert, for tables of choices",
 }
-MODULES = dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "train", "power", "fp8"), "mlp")
+MODULES = {
+    **dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "train", "power", "fp8"), "mlp"),
+    "lora": "frozen",
+}
 """Modules of suites that do not have the suite's name."""
 
 

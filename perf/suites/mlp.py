@@ -25,8 +25,8 @@ from ..contest import admitted, contest, make_record, over_cases, records_of
 from ..mlp import OPERATIONS, Training, contestants, make_buffers, make_training
 from ..options import Options, select_ops
 from ..quack import Quack, find_quack
-from ..readings import Readings, follow_gpu
 from ..results import Record
+from ..stamp import Readings, follow_gpu
 from ..timing import ENQUEUE_US, measure_device, peak_bytes
 
 BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from perf import layer_peers, layer_steps
+from perf import layer_peers
 from perf.cases import FORWARD, TINY, TRAIN, LayerCase
 from perf.contest import admitted
 from perf.layer import make_layer
@@ -54,5 +54,5 @@ def test_steps_and_parts_of_a_layer_run(case):
         record = suite._measure_steps(d, op, 0.0)
         assert min(times["median_us"] for times in record["times"].values()) > 0
     with torch.no_grad():
-        parts = [*layer_steps.layer_parts(d), next(iter(layer_steps.routing_parts()))]
+        parts = [*suite.layer_parts(d), next(iter(suite.routing_parts()))]
         assert len(parts) >= 3 and all(suite._measure_part(part, 0.0) for part in parts)
