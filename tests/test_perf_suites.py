@@ -13,8 +13,7 @@ from support import played_gpu
 from perf import cases, results, tables, timing
 from perf.cases import FORWARD, KERNELS, OPS, TRAIN, Case, LayerCase, ServingCase
 from perf.contest import admitted, relative_error
-from perf.layer import expected, make_layer
-from perf.layer_peers import MAX_RELATIVE_ERROR
+from perf.layer import MAX_RELATIVE_ERROR, expected, make_layer
 from perf.options import Options
 from perf.stamp import Reading
 from perf.suites import function_of, layer, mhc, mlp, serving

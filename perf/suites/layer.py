@@ -30,8 +30,7 @@ from glulam.tuner.timing import Call, Sampler, interleave
 from ..cases import BYTES_PER_ELEMENT, FORWARD, PUBLISHED, QWEN3, TRAIN, LayerCase, layer_cases
 from ..cells import OURS
 from ..contest import Admitted, Contestant, admitted, make_record, numbered, of_calls, or_left_out, records_of
-from ..layer import LayerData, make_layer
-from ..layer_peers import FLOOR, Layer, contestants, layers
+from ..layer import FLOOR, Layer, LayerData, contestants, layers, make_layer
 from ..mlp import BACKWARD_ERROR
 from ..options import Options, select_ops
 from ..results import Record
