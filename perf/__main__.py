@@ -100,7 +100,7 @@ def main() -> int:
             for path in write_report():
                 console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         elif arguments.command == "table":
-            from .choices import write_table
+            from .suites.tiles import write_table
 
             console.print(f"wrote {write_table()}", highlight=False, soft_wrap=True)
         else:

@@ -224,7 +224,6 @@ CASES: dict[str, Sequence[Any]] = {
     "fp8": (*with_routings(PREFILL, EVEN_AND_SKEWED), *FP8),
     "frozen": (*PREFILL, *FP8),
     "portable": (MIXTRAL, DEEPSEEK, QWEN3, *DECODE),
-    "graph": (TINY, *with_routings(DECODE, ("zipf",))),
     "lora": [layer_of(case, 4096) for case in (GPT_OSS_20B, QWEN3)],
 }
 """Cases by suite, except the sweeps of rows and skew (`cases_of`), the layer's and those of serving."""

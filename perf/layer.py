@@ -1,25 +1,45 @@
-"""A layer's data: tokens, a router whose loads are skewed as wanted, and experts; and what its results are held to.
+"""A layer's data: tokens, a router whose loads are skewed as wanted, and experts; what its results are held to; and its
+contestants: ours, ours around torch, torch, and other packages' where they can be imported.
 
 All contestants begin with the same router GEMM by torch. Its 16-bit logits decide who is chosen, so tokens are drawn
 until the best and the others lie apart: whoever chooses otherwise is wrong, not unlucky.
+
+SonicMoE: names and arguments of sonic-moe 0.1.2 on quack-kernels 0.3.11, which ask for nvidia-cutlass-dsl 4.4.2. Its
+own tuner is switched off: it takes minutes for each shape, and the default configuration needs none. The first calls
+compile for half a minute each. FlashInfer: names and arguments of `cute_dsl_fused_moe_bf16`, pull request 4878, which
+infers only; its default tactic.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import glulam
+
 from .cases import TRAIN, LayerCase
-from .contest import Results
-from .mlp import CONCAT, TOKENS, normals, swiglu, weights_of
+from .cells import OURS
+from .contest import Contestant, Results, or_left_out, relative_error, rotating
+from .mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS, normals, swiglu, weights_of
 from .routing import logit_offsets
 
 GAP = 2.0**-5  # of a token's K-th logit to the next: two steps of bfloat16 between 2 and 4
 REDRAWS = 100  # of what is closer, some 40 % of the tokens left each time
+FLOOR, SORTED, TORCH = "MLP alone", "sorted by torch", "torch"
+SONIC, FLASHINFER = "SonicMoE", "FlashInfer"
+SONIC_GEMMS = {"forward": ("gemm", "gemm_gated"), "backward": ("gemm", "gemm_dgated")}
+FLASHINFER_MODULE = "flashinfer.fused_moe.cute_dsl.sm90_fused_moe"
+MAX_RELATIVE_ERROR = 0.03  # results round to 16 bits four times in a row, each about 0.004; atomics add K times
+WEIGHTS = slice(3, 5)  # of a training's results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,3 +159,150 @@ def expected(d: LayerData, op: str, glu_layout: str = CONCAT) -> Results:
     with torch.no_grad():
         d_x += d_logits @ d.router.double()
         return y, d_x, d_logits.mT @ b.x.double(), d_w1, d_w2
+
+
+Forward = Callable[[LayerData, Batch], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A function from the layer and a batch of tokens to their results; its gradients are autograd's.
+
+    on_rows: an MLP of sorted rows, without router and sums. kept_whole: of experts without rows, weights' gradients
+    are zero, which peers may leave unwritten.
+    """
+
+    name: str
+    forward: Forward
+    glu_layout: str = CONCAT
+    trains: bool = True
+    on_rows: bool = False
+    kept_whole: bool = False
+
+    def infer(self, d: LayerData, b: Batch) -> Results:
+        with torch.no_grad():
+            return (self.forward(d, b),)
+
+    def train(self, d: LayerData, b: Batch) -> Results:
+        """The result, and the gradients of the leaves."""
+        leaves = (b.rows, b.weights, d.w1, d.w2) if self.on_rows else (b.x, d.router, d.w1, d.w2)
+        with torch.enable_grad():
+            y = self.forward(d, b)
+        return (y.detach(), *torch.autograd.grad(y, leaves, b.d_rows if self.on_rows else b.d_y))
+
+    def call(self, d: LayerData, op: str) -> Callable[[Batch], Results]:
+        return partial(self.train if op == TRAIN else self.infer, d)
+
+    def error(self, got: Results, d: LayerData, wanted: Callable[[str], Results]) -> float:
+        """The largest relative error of results on the first batch. Of sorted rows, their sums and the weights'
+        gradients are compared.
+        """
+        b, right = d.batches[0], wanted(self.glu_layout)
+        if self.on_rows:
+            sums = torch.zeros_like(b.x, dtype=torch.float32).index_add(0, b.token, got[0].float())
+            return relative_error((sums, *got[WEIGHTS]), (right[0], *right[WEIGHTS]))
+        empty = [] if self.kept_whole else [e for e, load in enumerate(d.loads) if not load]
+        for gradient in got[WEIGHTS] if empty else ():
+            gradient[empty] = 0
+        return relative_error(got, right)
+
+
+def contestants(d: LayerData, op: str, layers: Sequence[Layer]) -> Iterator[Contestant]:
+    """Contestants that compute FORWARD or TRAIN, on the batches in turn."""
+
+    @functools.lru_cache(maxsize=1)  # one at a time, for room
+    def wanted(glu_layout: str) -> Results:
+        return expected(d, op, glu_layout)
+
+    for layer in layers:
+        if op != TRAIN or layer.trains:
+            build = partial(rotating, layer.call(d, op), d.batches)
+            yield Contestant(layer.name, build, partial(layer.error, d=d, wanted=wanted), MAX_RELATIVE_ERROR)
+
+
+def _ours(d: LayerData, b: Batch) -> Tensor:
+    k = d.case.top_k
+    return glulam.moe(b.x, glulam.route(F.linear(b.x, d.router), k, normalize=k > 1), d.w1, d.w2)
+
+
+def _mlp_alone(d: LayerData, b: Batch) -> Tensor:
+    return glulam.grouped_mlp(b.rows, d.w1, d.w2, offs=b.offs, row_scale=b.weights)
+
+
+def _sorted(d: LayerData, b: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows in the order of experts, their weights, where each expert's end, and the choices of the rows."""
+    weights, ids = choose(F.linear(b.x, d.router), d.case.top_k)
+    order, offs = sort_choices(ids, d.case.experts)
+    rows = b.x.index_select(0, order // d.case.top_k)
+    return rows, weights.reshape(-1).index_select(0, order), offs, order
+
+
+def _sorted_by_torch(d: LayerData, b: Batch) -> Tensor:
+    """Our MLP, and all around it by torch."""
+    rows, scale, offs, order = _sorted(d, b)
+    y = glulam.grouped_mlp(rows, d.w1, d.w2, offs=offs, row_scale=scale)
+    return torch.zeros_like(b.x).index_add(0, order // d.case.top_k, y)
+
+
+def _torch(d: LayerData, b: Batch) -> Tensor:
+    """No kernel of ours: torch's grouped GEMM, silu and a product, weights on the result, rows put back and added."""
+    rows, scale, offs, order = _sorted(d, b)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    act = swiglu(F.grouped_mm(rows, d.w1.mT, offs=offs))
+    y = F.grouped_mm(act, d.w2.mT, offs=offs) * scale.to(rows.dtype)[:, None]
+    return y.index_select(0, back).view(d.case.tokens, d.case.top_k, -1).sum(1)
+
+
+def _sonic() -> Layer:
+    """SonicMoE's function of the whole layer, the router's GEMM included."""
+    api: Any = importlib.import_module("sonicmoe.functional")
+    for name, gemms in SONIC_GEMMS.items():
+        module: Any = importlib.import_module(f"sonicmoe.functional.{name}")
+        for gemm in gemms:
+            if not isinstance(getattr(module, gemm), partial):
+                setattr(module, gemm, partial(getattr(module, gemm), tuned=False))
+
+    def forward(d: LayerData, b: Batch) -> Tensor:
+        """Take a softmax over the best of several choices, which is ours divided by its sum; else the probability."""
+        w1, w2 = d.w1.permute(1, 2, 0), d.w2.permute(1, 2, 0)
+        stream, infers = torch.cuda.current_stream().cuda_stream, not torch.is_grad_enabled()
+        y, _, _ = api.moe_TC_softmax_topk_layer(
+            b.x, d.router, w1, None, w2, None, d.case.top_k, stream, activation_type="swiglu",
+            is_inference_mode_enabled=infers, is_softmax_over_topk=d.case.top_k > 1,
+        )  # fmt: skip
+        result: Tensor = y
+        return result
+
+    return Layer(SONIC, forward, INTERLEAVED)
+
+
+def _flashinfer() -> Layer:
+    """FlashInfer's experts, with choices and weights by torch."""
+    fused: Any = importlib.import_module(FLASHINFER_MODULE).cute_dsl_fused_moe_bf16
+
+    def forward(d: LayerData, b: Batch) -> Tensor:
+        k = d.case.top_k
+        weights, ids = choose(F.linear(b.x, d.router), k)
+        y: Tensor = fused(b.x, ids.int(), weights, d.w1, d.w2, num_experts=d.case.experts, top_k=k)
+        return y
+
+    return Layer(FLASHINFER, forward, LINEAR_FIRST, trains=False)
+
+
+PACKAGES: dict[str, Callable[[], Layer]] = {"sonicmoe": _sonic, "flashinfer": _flashinfer}
+
+
+def layers() -> list[Layer]:
+    """Ours first; peers that are installed and can be imported: a warning says why one of them cannot."""
+    found = [
+        Layer(OURS, _ours, kept_whole=True),
+        Layer(FLOOR, _mlp_alone, on_rows=True, kept_whole=True),
+        Layer(SORTED, _sorted_by_torch, kept_whole=True),
+        Layer(TORCH, _torch),
+    ]
+    for package, make in PACKAGES.items():
+        if importlib.util.find_spec(package) is not None:
+            with or_left_out(package):
+                found.append(make())
+    return found

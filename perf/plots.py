@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .overview import Line
 from .results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from .report import Line
 
 SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
 TORCH = "#d1495b"  # in any of its ways

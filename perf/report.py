@@ -1,16 +1,29 @@
-"""perf/results/README.md, the overview's plot beside it, and the overview in the main README, from the result files."""
+"""perf/results/README.md, the overview's plot beside it, and the overview in the main README, from the result files.
+
+The overview has six rows: prefill, decode, MXFP8, training and the host's share of one model's layer, and mHC.
+"""
 
 from __future__ import annotations
 
+import collections
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from .cells import Table
-from .overview import overview, overview_table, shown_gpu
+from .cells import HOST, OURS, Table, bound, case_of, median, microseconds, rate, ratio, work
 from .plots import draw_overview, save
-from .results import RESULTS, Result, gpu_slug, read_all
+from .results import RESULTS, Record, Result, gpu_slug, read_all
 from .tables import tables_of
+from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
+MODEL, ROUTING = "Qwen3-30B-A3B", "uniform"
+TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
+HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all cases the least, the most)")
+LIBRARIES = {"torch": "torch", "quack tuned": "QuACK"}
+FP8_PEERS = {BF16: "BF16", TORCH_FP8: "torch's FP8"}
+HOST_PEERS = {"torch mlp (out allocated)": "torch", "quack default mlp (out given)": "QuACK"}
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 NOTHING = "Nothing has been measured yet."
@@ -24,6 +37,92 @@ Each section names its commit and a hash of its kernels' sources. Later commits 
 of two sections, as of an H100 and an H200, are not to be compared where these differ.
 `training-curves` is one training run after another, of `examples/train_moe.py` on real text, and `megatron-*` of
 `examples/train_megatron.py`."""
+
+
+class Line(NamedTuple):
+    """A case's name, our median in us, the rate, and by peer its time over ours: in this case, then in all."""
+
+    what: str
+    us: float
+    rate: str
+    peers: dict[str, list[float]]
+
+
+def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
+    """Return by a peer's title its time over ours: in `shown`, then in every record that has both."""
+    return {
+        title: [found for record in (shown, *records) if (found := ratio(record, name, ours)) is not None]
+        for name, title in names.items()
+        if name in shown["times"]
+    }
+
+
+def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, result: Result) -> Line | None:
+    """The line of one case of an operation; None where it was not measured."""
+    records = [record for record in result["records"] if record.get("op") == op and ours in record["times"]]
+    for record in records:
+        if (record["case"]["name"], record["case"]["routing"]) == (case, ROUTING):
+            us = median(record, ours) or math.inf
+            in_bf16 = ours == OURS  # the limit of FLOP is BF16's
+            reached = rate(record, us, result["limits"]) if in_bf16 else f"{work(record)[0] / us * 1e-6:.0f} TF/s"
+            return Line(f"{what}, {case_of(record).rows} rows", us, reached, _against(record, records, ours, names))
+    return None
+
+
+def _host(result: Result) -> Line | None:
+    for record in result["records"]:
+        if record["op"] == HOST and (us := median(record, HOST_OURS)):
+            return Line("host: until `grouped_mlp` returns", us, "-", _against(record, [], HOST_OURS, HOST_PEERS))
+    return None
+
+
+def _mhc(result: Result) -> Line | None:
+    records = [record for record in result["records"] if OURS in record.get("times", ())]
+    for record in records:
+        if (record["op"], record["direction"]) == ("pre", "forward"):
+            us, size = median(record) or math.inf, record["size"]
+            peers = _against(record, records, OURS, {"torch.compile": "torch.compile"})
+            what = f"hyper-connections: `mhc` pre, {size['s'] * size['b']} tokens of {size['n']} x {size['c']}"
+            return Line(what, us, bound(0.0, record["bytes"] / us, result["limits"]), peers)
+    return None
+
+
+LINES: dict[str, Callable[[Result], Line | None]] = {
+    "forward": partial(_layer, "prefill: `grouped_mlp`", "mlp", MODEL, LIBRARIES, OURS),
+    "decode": partial(_layer, "decode: `grouped_mlp`", "mlp", "Qwen3 decode", LIBRARIES, OURS),
+    "fp8": partial(_layer, "`grouped_mlp` in MXFP8", "mlp", MODEL, FP8_PEERS, FP8_RECIPES[0]),
+    "train": partial(_layer, "training: forward and backward", "layer", MODEL, LIBRARIES, OURS),
+    "host": _host,
+    "mhc": _mhc,
+}
+
+
+def shown_gpu(results: list[Result]) -> str:
+    """The GPU that most of these suites were measured on; empty where none was."""
+    counted = collections.Counter(result["stamp"]["gpu"] for result in results if result["suite"] in LINES)
+    return counted.most_common(1)[0][0] if counted else ""
+
+
+def overview(results: list[Result]) -> list[Line]:
+    """A line for each suite of LINES that was measured on that GPU."""
+    gpu = shown_gpu(results)
+    by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == gpu}
+    lines = (line(by_suite[suite]) for suite, line in LINES.items() if suite in by_suite)
+    return [line for line in lines if line]
+
+
+def _peer(title: str, ratios: list[float]) -> str:
+    here, *everywhere = ratios
+    least_and_most = f" ({min(everywhere):.2f}, {max(everywhere):.2f})" if everywhere else ""
+    return f"{title} {here:.2f}x{least_and_most}"
+
+
+def overview_table(lines: list[Line]) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (line.what, microseconds(line.us), line.rate, "; ".join(_peer(*item) for item in line.peers.items()))
+        for line in lines
+    ]
+    return Table(TITLE, HEADER, rows)
 
 
 def markdown_table(table: Table) -> str:

@@ -20,6 +20,8 @@ BY_CONTESTANT = ("times", "errors", "memory", "peak_bytes", "saved_bytes", "left
 """Fields of a record that are dicts by contestant."""
 TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
 """Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
+NO_LONGER_MEASURED = ("graph",)
+"""Suites with a stored result, whose question other suites answer: `layer` times calls eager and replayed."""
 CONTESTANT = "contestant"
 RESULTS = Path(__file__).resolve().parent / "results"
 DIGITS = 5  # of a number that is not whole: more is noise, and makes every diff of a result file unreadable

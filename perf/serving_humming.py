@@ -25,7 +25,7 @@ import glulam
 from glulam.ops.quantized_weights import FORMS
 
 from .cases import SERVING_TOKENS, ServingCase
-from .serving import ROWS_16_BITS, ROWS_FP8, Batch, Experts
+from .suites.serving import ROWS_16_BITS, ROWS_FP8, Batch, Experts
 
 SWIGLU = {"activation_type": "binary_split", "activation_impl": "a / (1.f + expf(-a)) * b"}
 ROW_BLOCK = 128  # elements of a row that share a scale

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .cases import ServingCase
-from .serving import ROWS_FP8, Batch, Call, Experts
+from .suites.serving import ROWS_FP8, Batch, Experts, OfBatch
 from .targets import BF16
 
 LAYERS = "vllm.model_executor.layers"
@@ -24,7 +24,7 @@ def _of_world(case: ServingCase, b: Batch) -> dict[str, Any]:
     return {"global_num_experts": case.world, "expert_map": b.expert_map}
 
 
-def _triton(case: ServingCase, w1: Any, w2: Any) -> Call:
+def _triton(case: ServingCase, w1: Any, w2: Any) -> OfBatch:
     fused: Any = importlib.import_module(f"{MOE}.fused_moe").fused_experts
     if isinstance(w1, torch.Tensor):
         return lambda b: fused(b.x, w1, w2, b.weights, b.world_ids, **_of_world(case, b))
@@ -50,7 +50,7 @@ def _repacked(weights: str, w1: Any, w2: Any) -> Any:
         torch.set_default_dtype(default)
 
 
-def _marlin(weights: str, type_name: str, case: ServingCase, w1: Any, w2: Any) -> Call:
+def _marlin(weights: str, type_name: str, case: ServingCase, w1: Any, w2: Any) -> OfBatch:
     fused: Any = importlib.import_module(f"{MOE}.experts.marlin_moe").fused_marlin_moe
     type_id = getattr(importlib.import_module("vllm.scalar_type").scalar_types, type_name).id
     first, second, *scales = _repacked(weights, w1, w2)

@@ -4,38 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from .cells import (
-    CASE,
-    DENSE,
-    OUR_TIME,
-    OURS,
-    ROUTING,
-    SKEW,
-    Column,
-    Limits,
-    Table,
-    below_target,
-    bound,
-    columns_of,
-    field,
-    host_table,
-    label,
-    median,
-    microseconds,
-    names_of,
-    number,
-    of_op,
-    our_rate,
-    peer_cell,
-    peers_of,
-    ratio,
-    rows_table,
-    table,
-    us_cell,
-    work,
-)  # fmt: skip
+from . import cells
+from .cells import CASE, OURS, Column, Limits, Table, table
 from .results import TRAINING, Record, Result
 from .tables_across import distributed_tables, mhc_tables
 from .tables_layer import layer_tables
@@ -59,8 +32,14 @@ def _operators(result: Result) -> list[Table]:
     """A table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
     tables: list[Table] = []
     for op, title in TITLES.items():
-        records = of_op(result["records"], op)
-        columns = [CASE, SKEW, OUR_TIME, our_rate(result["limits"]), *columns_of(peers_of(records))]
+        records = cells.of_op(result["records"], op)
+        columns = [
+            CASE,
+            cells.SKEW,
+            cells.OUR_TIME,
+            cells.our_rate(result["limits"]),
+            *cells.columns_of(cells.peers_of(records)),
+        ]
         tables += table(title, records, columns)
     return tables
 
@@ -72,11 +51,11 @@ def _missed(result: Result) -> list[Table]:
         for record in result["records"]:
             if record["op"] in TITLES:
                 what = record["case"]["name"], record["case"]["routing"], record["op"]
-                yield from ((*what, name, ratio(record, name), target(record, name)) for name in record["times"])
-                moved = work(record)[1] / (median(record) or math.inf) * 1e-6
+                yield from ((*what, name, cells.ratio(record, name), target(record, name)) for name in record["times"])
+                moved = cells.work(record)[1] / (cells.median(record) or math.inf) * 1e-6
                 yield (*what, "device copy", moved / result["limits"]["copy_tbps"], copy_target(record))
 
-    return below_target(("case", "routing", "operation", "against"), shares())
+    return cells.below_target(("case", "routing", "operation", "against"), shares())
 
 
 def _half_empty(result: Result) -> list[Table]:
@@ -84,46 +63,44 @@ def _half_empty(result: Result) -> list[Table]:
     us = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in result["records"]}
     pairs = ((key[:2], us.get((*key[:2], "uniform")), half) for key, half in us.items() if key[2] == "half-empty")
     rows: list[tuple[str, ...]] = [
-        (*key, microseconds(even), microseconds(half), number(half / even)) for key, even, half in pairs if even
+        (*key, cells.microseconds(even), cells.microseconds(half), cells.number(half / even))
+        for key, even, half in pairs
+        if even
     ]
     header = ("case", "operation", "all experts us", "half empty us", "half / all")
-    return rows_table("Half of the experts empty, the same number of rows", header, rows)
+    return cells.rows_table("Half of the experts empty, the same number of rows", header, rows)
 
 
 def _memory(result: Result) -> list[Table]:
     """Peak above what was allocated before, gradients included, and what forward saves for backward, x included."""
 
     def gigabytes(record: Record, what: str, name: str) -> str:
-        return number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
+        return cells.number(record[what][name] * 1e-9 if name in record.get(what, ()) else None)
 
     records = [record for record in result["records"] if "peak_bytes" in record]
-    names = names_of(records, "peak_bytes")
+    names = cells.names_of(records, "peak_bytes")
     columns: list[Column] = [
-        ("case", lambda record: f"{label(record)}, {record['case']['routing']}"),
-        *columns_of(names, gigabytes, " peak", what="peak_bytes"),
-        *columns_of(names, gigabytes, " saved", what="saved_bytes"),
-        ("x, h and s", lambda record: number(record["needed_bytes"] * 1e-9)),
+        ("case", lambda record: f"{cells.label(record)}, {record['case']['routing']}"),
+        *cells.columns_of(names, gigabytes, " peak", what="peak_bytes"),
+        *cells.columns_of(names, gigabytes, " saved", what="saved_bytes"),
+        ("x, h and s", lambda record: cells.number(record["needed_bytes"] * 1e-9)),
     ]
     return table("Memory of forward and backward, GB", records, columns)
 
 
 def _host(result: Result) -> list[Table]:
     """Host time of each item, then the differences that decide."""
-    found = (item for record in of_op(result["records"], "differences") for item in record["times"].items())
-    rows: list[tuple[str, ...]] = [(name, number(time["median_us"])) for name, time in found]
-    items = host_table("Host time of a call", result, 2)
-    return [*items, Table("Differences of the medians", ("what", "us"), rows)]
-
-
-def _layer_host(result: Result) -> list[Table]:
-    return host_table("Host time of forward and backward, tiny layer", result, 1)
+    found = (item for record in cells.of_op(result["records"], "differences") for item in record["times"].items())
+    rows: list[tuple[str, ...]] = [(name, cells.number(time["median_us"])) for name, time in found]
+    items = cells.host_table("Host time of a call", result, 2)
+    return [*items, *cells.rows_table("Differences of the medians", ("what", "us"), rows)]
 
 
 def _graph(result: Result) -> list[Table]:
     """Wall time a layer, eager and replayed."""
-    times = columns_of(names_of(result["records"]), us_cell)
-    equal: Column = ("replays equal to eager", field("replays_equal_to_eager"))
-    return table("Wall time an MLP layer", result["records"], [CASE, ROUTING, *times, equal])
+    times = cells.columns_of(cells.names_of(result["records"]), cells.us_cell)
+    equal: Column = ("replays equal to eager", cells.field("replays_equal_to_eager"))
+    return table("Wall time an MLP layer", result["records"], [CASE, cells.ROUTING, *times, equal])
 
 
 def _transformers(result: Result) -> list[Table]:
@@ -136,10 +113,10 @@ def _transformers(result: Result) -> list[Table]:
         return "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
 
     tables: list[Table] = []
-    head: list[Column] = [(name, field(name)) for name in ("model", "tokens", "mode")]
+    head: list[Column] = [(name, cells.field(name)) for name in ("model", "tokens", "mode")]
     for is_block, title in {True: "One MoE block", False: "A decoding step, experts dominating"}.items():
         records = [record for record in result["records"] if ("errors" in record) is is_block]
-        columns = [*head, OUR_TIME, *columns_of(peers_of(records)), ("error (best of others)", error)]
+        columns = [*head, cells.OUR_TIME, *cells.columns_of(cells.peers_of(records)), ("error (best of others)", error)]
         tables += table(title, records, columns)
     return tables
 
@@ -159,10 +136,10 @@ def _curves(result: Result) -> list[Table]:
         return lambda run: f"{run['distance'][which]:.1e}" if "distance" in run else "-"
 
     columns: list[Column] = [
-        ("run", field("run")),
-        ("loss at the end", lambda run: number(run["loss_at_end"], 4)),
-        ("held-out loss", lambda run: number(run["held_out"], 4)),
-        ("ms a step", lambda run: number(run["step_ms"], 1)),
+        ("run", cells.field("run")),
+        ("loss at the end", lambda run: cells.number(run["loss_at_end"], 4)),
+        ("held-out loss", lambda run: cells.number(run["held_out"], 4)),
+        ("ms a step", lambda run: cells.number(run["step_ms"], 1)),
         ("mean distance", apart("mean")),
         ("largest distance", apart("largest")),
     ]
@@ -170,26 +147,29 @@ def _curves(result: Result) -> list[Table]:
 
 
 def _compare_cells(record: Record, name: str, limits: Limits) -> tuple[str, ...]:
-    us, is_dense = median(record, name), name == DENSE
+    us, is_dense = cells.median(record, name), name == cells.DENSE
     if us is None:
         return ("-", "-", "-")
-    best = min(time["median_us"] for other, time in record["times"].items() if other != DENSE)
+    best = min(time["median_us"] for other, time in record["times"].items() if other != cells.DENSE)
     mark = "*" if us == best and not is_dense else ""
-    of_dense = "-" if is_dense else number(ratio(record, DENSE, name), 3)
-    return (f"{microseconds(us)}{mark}", of_dense, bound(record["flop"] / us, record["bytes"] / us, limits))
+    of_dense = "-" if is_dense else cells.number(cells.ratio(record, cells.DENSE, name), 3)
+    return (f"{cells.microseconds(us)}{mark}", of_dense, cells.bound(record["flop"] / us, record["bytes"] / us, limits))
 
 
 def _compare(result: Result) -> list[Table]:
     """A table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
     groups: dict[str, list[Record]] = {}
     for record in result["records"]:
-        groups.setdefault(f"{record['op']}: {label(record)}, {record['form']}", []).append(record)
+        groups.setdefault(f"{record['op']}: {cells.label(record)}, {record['form']}", []).append(record)
     tables = []
     for title, records in groups.items():
-        header = ("tile", *(cell for r in records for cell in (f"{SKEW[1](r)} us", "of dense", "rate (of limit)")))
+        header = (
+            "tile",
+            *(cell for r in records for cell in (f"{cells.SKEW[1](r)} us", "of dense", "rate (of limit)")),
+        )
         rows = [
             (name, *(cell for record in records for cell in _compare_cells(record, name, result["limits"])))
-            for name in names_of(records)
+            for name in cells.names_of(records)
         ]
         tables.append(Table(title, header, rows))
     return tables
@@ -203,8 +183,12 @@ def _quantize(result: Result) -> list[Table]:
         return f"{tbps:.2f} TB/s ({100 * tbps / result['limits']['copy_tbps']:.0f} %)"
 
     named = {"matrix": "label", "dtype": "dtype", "axis": "axis", "block": "block", "scales": "scale_layout"}
-    columns: list[Column] = [(heading, field(name)) for heading, name in named.items()]
-    columns += [OUR_TIME, ("rate (of copy limit)", reached), ("equal copy us", lambda r: peer_cell(r, "copy"))]
+    columns: list[Column] = [(heading, cells.field(name)) for heading, name in named.items()]
+    columns += [
+        cells.OUR_TIME,
+        ("rate (of copy limit)", reached),
+        ("equal copy us", lambda r: cells.peer_cell(r, "copy")),
+    ]
     title = "Quantising to MXFP8 (`quantize_mxfp8`; of weights, `prepare_mxfp8_weight`)"
     return table(title, result["records"], columns)
 
@@ -216,8 +200,19 @@ def _power(result: Result) -> list[Table]:
         for name, alone in record["times"].items():
             per_us = record["flop"] / alone["median_us"]
             peak = FLOP_PER_CYCLE * int(result["stamp"]["sms"]) * alone["mhz"]
-            numbers = (number(value, 0) for value in (alone["median_us"], per_us * 1e-6, alone["mhz"], alone["watts"]))
-            rows.append((label(record), record["op"], name, *numbers, f"{alone['capped']:.0%}", number(per_us / peak)))
+            numbers = (
+                cells.number(value, 0) for value in (alone["median_us"], per_us * 1e-6, alone["mhz"], alone["watts"])
+            )
+            rows.append(
+                (
+                    cells.label(record),
+                    record["op"],
+                    name,
+                    *numbers,
+                    f"{alone['capped']:.0%}",
+                    cells.number(per_us / peak),
+                )
+            )
     title = "Each contestant alone: the clock that power leaves it, and the share of the tensor cores' peak there"
     header = ("case", "op", "contestant", "us", "TF/s", "SM MHz", "W", "power-capped", "of peak")
     return [Table(title, header, rows)]
@@ -228,15 +223,15 @@ def _tiles(result: Result) -> list[Table]:
 
     def over_fastest(tile: str, records: list[Record]) -> str:
         logs = [math.log(r["us"][tile] / min(r["us"].values())) for r in records if tile in r["us"]]
-        return number(math.exp(sum(logs) / len(logs)) if logs else None)
+        return cells.number(math.exp(sum(logs) / len(logs)) if logs else None)
 
     tables = []
     for op in dict.fromkeys(record["op"] for record in result["records"]):
-        records = of_op(result["records"], op)
+        records = cells.of_op(result["records"], op)
         sizes = sorted({record["rows_per_expert"] for record in records})
         by_size = [[record for record in records if record["rows_per_expert"] == size] for size in sizes]
         title = f"{op}: time over the fastest tile's, mean over models and routings, by rows an expert"
-        rows = [(tile, *(over_fastest(tile, of_size) for of_size in by_size)) for tile in names_of(records, "us")]
+        rows = [(tile, *(over_fastest(tile, of_size) for of_size in by_size)) for tile in cells.names_of(records, "us")]
         tables.append(Table(title, ("tile", *map(str, sizes)), rows))
     return tables
 
@@ -249,13 +244,18 @@ def _limits(result: Result) -> list[Table]:
         ("device copy, read plus written", f"{limits['copy_tbps']:.2f} TB/s"),
         ("host time of one launch", f"{limits['launch_us']:.2f} us"),
     ] if limits else []  # fmt: skip
-    return rows_table("The machine's limits, same run", ("limit", "measured"), rows)
+    return cells.rows_table("The machine's limits, same run", ("limit", "measured"), rows)
 
 
 TABLES: dict[str, tuple[Callable[[Result], list[Table]], ...]] = {
     **dict.fromkeys(("forward", "decode", "rows", "skew"), (_operators, _missed)),
     "backward": (_operators, _half_empty, _missed),
-    "train": (_operators, _memory, _layer_host, _missed),
+    "train": (
+        _operators,
+        _memory,
+        partial(cells.host_table, "Host time of forward and backward, tiny layer", digits=1),
+        _missed,
+    ),
     **dict.fromkeys(TRAINING, (_curves,)),
     "host": (_host,),
     "graph": (_graph,),

@@ -7,28 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from .cells import (
-    CASE,
-    Column,
-    Table,
-    below_target,
-    case_of,
-    columns_of,
-    field,
-    label,
-    median,
-    number,
-    of_op,
-    our_cell,
-    our_rate,
-    peers_of,
-    pivot,
-    ratio,
-    ratios_cell,
-    rows_table,
-    table,
-    us_cell,
-)
+from . import cells
+from .cells import CASE, Column, Table, table
 from .results import Record, Result
 from .targets import (
     BF16,
@@ -48,8 +28,8 @@ from .targets import (
 
 def of_copy(record: Record, name: str, copy_tbps: float, recipe: str = "") -> float | None:
     """An MLP's bytes, weights as a recipe stores them, of a device copy's bytes a second."""
-    us = median(record, name)
-    moved = case_of(record).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe or name])
+    us = cells.median(record, name)
+    moved = cells.case_of(record).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe or name])
     return moved / us * 1e-6 / copy_tbps if us else None
 
 
@@ -57,20 +37,22 @@ def fp8_tables(result: Result) -> list[Table]:
     """Every case; of decoding the share of a copy's rate; then what is below what is aimed at, if any."""
     records, copy_tbps = result["records"], result["limits"]["copy_tbps"]
     recipes = [recipe for recipe in FP8_RECIPES if any(recipe in record["times"] for record in records)]
-    decoding = [record for record in records if case_of(record).decode]
+    decoding = [record for record in records if cells.case_of(record).decode]
     first = FP8_RECIPES[0]
 
     def tflops(record: Record) -> str:
-        us = median(record, first)
-        return number(case_of(record).flop("mlp") / us * 1e-6 if us else None, 0)
+        us = cells.median(record, first)
+        return cells.number(cells.case_of(record).flop("mlp") / us * 1e-6 if us else None, 0)
 
     def copy_cell(record: Record, name: str) -> str:
-        return number(of_copy(record, name, copy_tbps))
+        return cells.number(of_copy(record, name, copy_tbps))
 
     def shares() -> Iterator[tuple[Any, ...]]:
         for record in records:
             name = record["case"]["name"]
-            yield from ((name, ours, peer, ratio(record, peer, ours), aim) for ours, peer, aim in fp8_targets(name))
+            yield from (
+                (name, ours, peer, cells.ratio(record, peer, ours), aim) for ours, peer, aim in fp8_targets(name)
+            )
         for record in decoding:
             reached = ((recipe, of_copy(record, recipe, copy_tbps), aim) for recipe, aim in FP4_COPY.items())
             yield from ((record["case"]["name"], recipe, "device copy", *pair) for recipe, *pair in reached)
@@ -79,21 +61,21 @@ def fp8_tables(result: Result) -> list[Table]:
         f"The whole MLP in MXFP8 (`grouped_mlp`), quantising x included; in brackets {BF16}'s time, then {TORCH_FP8}'s "
         "(`torch._scaled_grouped_mm`, row-wise scales, unfused), over the recipe's"
     )
-    columns = [CASE, *columns_of(recipes, ratios_cell, peers=(BF16, TORCH_FP8)), (f"{first} TF/s", tflops)]
+    columns = [CASE, *cells.columns_of(recipes, cells.ratios_cell, peers=(BF16, TORCH_FP8)), (f"{first} TF/s", tflops)]
     copied = "Decoding, of a device copy's bytes a second: weights as they are stored, rows and results"
     return [
-        *table(title, records, [*columns, *columns_of((BF16, TORCH_FP8), us_cell)]),
-        *table(copied, decoding, [CASE, *columns_of((*recipes, BF16), copy_cell, "")]),
-        *below_target(("case", "recipe", "against"), shares()),
+        *table(title, records, [*columns, *cells.columns_of((BF16, TORCH_FP8), cells.us_cell)]),
+        *table(copied, decoding, [CASE, *cells.columns_of((*recipes, BF16), copy_cell, "")]),
+        *cells.below_target(("case", "recipe", "against"), shares()),
     ]
 
 
 def frozen_tables(result: Result) -> list[Table]:
     """Gradients through frozen weights, by recipe."""
     title = "Gradients through frozen weights; in brackets dequantising first, then 16-bit weights, over ours"
-    return pivot(
-        title, ("case", "operation"), result["records"], lambda r: (label(r), r["op"]), "recipe",
-        lambda r: ratios_cell(r, r["recipe"], ("dequantised", BF16)),
+    return cells.pivot(
+        title, ("case", "operation"), result["records"], lambda r: (cells.label(r), r["op"]), "recipe",
+        lambda r: cells.ratios_cell(r, r["recipe"], ("dequantised", BF16)),
     )  # fmt: skip
 
 
@@ -102,16 +84,16 @@ def lora_tables(result: Result) -> list[Table]:
 
     def other(record: Record) -> str:
         *_, name = record["times"]
-        return f"{name} {number(ratio(record, name, 'lora'), 2, 'x')}"
+        return f"{name} {cells.number(cells.ratio(record, name, 'lora'), 2, 'x')}"
 
     columns: list[Column] = [
         CASE,
-        ("weights", field("recipe")),
-        ("alone us", lambda r: us_cell(r, "the layer alone")),
-        ("lora us", lambda r: us_cell(r, "lora")),
-        ("of alone", lambda r: number(ratio(r, "lora", "the layer alone"))),
+        ("weights", cells.field("recipe")),
+        ("alone us", lambda r: cells.us_cell(r, "the layer alone")),
+        ("lora us", lambda r: cells.us_cell(r, "lora")),
+        ("of alone", lambda r: cells.number(cells.ratio(r, "lora", "the layer alone"))),
         ("without lora=", other),
-        ("peaks MiB", lambda r: " / ".join(number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
+        ("peaks MiB", lambda r: " / ".join(cells.number(r["peak_bytes"][name] / 2**20, 0) for name in r["times"])),
     ]
     title = f"Forward and backward with adapters of rank {result['records'][0]['rank']} on frozen experts"
     return table(title, result["records"], columns)
@@ -120,9 +102,9 @@ def lora_tables(result: Result) -> list[Table]:
 def reached(record: Record, copy_tbps: float) -> dict[str, float | None]:
     """Return what portable kernels reach in a case, by the measure of the case."""
     us, alone = (record["times"][name]["median_us"] for name in (PORTABLE, MMA_ALONE))
-    if not case_of(record).decode:
-        return {MMA_ALONE: case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}
-    of_itself = ratio(record, PORTABLE, PORTABLE_MXFP8) or 0.0
+    if not cells.case_of(record).decode:
+        return {MMA_ALONE: cells.case_of(record).flop("mlp") / us / (record["mma_flop"] / alone)}
+    of_itself = cells.ratio(record, PORTABLE, PORTABLE_MXFP8) or 0.0
     return {"device copy": of_copy(record, PORTABLE, copy_tbps, BF16), PORTABLE_MXFP8: of_itself}
 
 
@@ -136,18 +118,18 @@ def portable_tables(result: Result) -> list[Table]:
     )
     columns: list[Column] = [
         CASE,
-        ("us", lambda r: number(median(r, PORTABLE), 1)),
-        *columns_of((NATIVE, TORCH), lambda r, name: number(ratio(r, name, PORTABLE)), ""),
-        (f"of {MMA_ALONE}", lambda r: number(find(r).get(MMA_ALONE))),
-        ("of a copy", lambda r: number(find(r).get("device copy"))),
-        ("weights in MXFP8", lambda r: number(find(r).get(PORTABLE_MXFP8))),
+        ("us", lambda r: cells.number(cells.median(r, PORTABLE), 1)),
+        *cells.columns_of((NATIVE, TORCH), lambda r, name: cells.number(cells.ratio(r, name, PORTABLE)), ""),
+        (f"of {MMA_ALONE}", lambda r: cells.number(find(r).get(MMA_ALONE))),
+        ("of a copy", lambda r: cells.number(find(r).get("device copy"))),
+        ("weights in MXFP8", lambda r: cells.number(find(r).get(PORTABLE_MXFP8))),
     ]
     shares = (
         (record["case"]["name"], what, value, portable_targets(record["case"]["name"]).get(what))
         for record in result["records"]
         for what, value in find(record).items()
     )
-    return [*table(title, result["records"], columns), *below_target(("case", "of"), shares)]
+    return [*table(title, result["records"], columns), *cells.below_target(("case", "of"), shares)]
 
 
 def serving_tables(result: Result) -> list[Table]:
@@ -155,13 +137,18 @@ def serving_tables(result: Result) -> list[Table]:
     tables: list[Table] = []
     summary: list[tuple[str, ...]] = []
     for recipe in dict.fromkeys(record["op"] for record in result["records"]):
-        records = of_op(result["records"], recipe)
-        peers = peers_of(records)
-        columns = [("experts", label), ("glulam us", our_cell), our_rate(result["limits"]), *columns_of(peers)]
+        records = cells.of_op(result["records"], recipe)
+        peers = cells.peers_of(records)
+        columns = [
+            ("experts", cells.label),
+            ("glulam us", cells.our_cell),
+            cells.our_rate(result["limits"]),
+            *cells.columns_of(peers),
+        ]
         tables += table(f"Experts called with ids and weights, in CUDA graphs, L2 cold: `{recipe}`", records, columns)
         for name in peers:
-            ratios = [found for record in records if (found := ratio(record, name)) is not None]
+            ratios = [found for record in records if (found := cells.ratio(record, name)) is not None]
             ahead = f"{sum(one >= 1.0 for one in ratios)} of {len(ratios)}"
-            summary.append((recipe, name, number(min(ratios)), number(statistics.median(ratios)), ahead))
+            summary.append((recipe, name, cells.number(min(ratios)), cells.number(statistics.median(ratios)), ahead))
     header = ("recipe", "peer", "least", "median", "not slower")
-    return [*tables, *rows_table("Peers' times over ours", header, summary)]
+    return [*tables, *cells.rows_table("Peers' times over ours", header, summary)]

@@ -21,9 +21,9 @@ from glulam.choose import choose, known, shipped
 from glulam.choose import estimates as times
 from glulam.choose.estimates import MODELLED, Curve, Measured, estimates
 from glulam.choose.problem import Problem, ProblemGemm
-from perf import choices
 from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read
+from perf.suites import tiles
 
 ARCH = "sm_90a"
 RESULT = read(RESULTS / "tiles-h200.csv")
@@ -175,7 +175,7 @@ class TestRule:
 class TestTable:
     def test_the_shipped_table_is_that_of_the_stored_result(self) -> None:
         held = policy.MEASURED.read_text()
-        assert held == choices.text(choices.make_table(RESULT))
+        assert held == tiles.text(tiles.make_table(RESULT))
         assert json.loads(held)["stamp"]["gpu"] == times.measured(ARCH).gpu == "NVIDIA H200"
 
     def test_it_holds_every_shipped_tile_for_every_model(self) -> None:
@@ -212,8 +212,8 @@ class TestTable:
 
     def test_only_a_result_of_the_sweep_makes_a_table(self, tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="a result of suite 'forward'"):
-            choices.write_table(RESULTS / "forward-h200.csv", tmp_path)
-        path = choices.write_table(path=tmp_path / "new" / "measured.json")
+            tiles.write_table(RESULTS / "forward-h200.csv", tmp_path)
+        path = tiles.write_table(path=tmp_path / "new" / "measured.json")
         assert path.read_text() == policy.MEASURED.read_text()
 
 

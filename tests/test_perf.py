@@ -20,15 +20,14 @@ from support import fake_gpu
 import glulam
 from glulam.tuner.timing import summarise
 from perf import __main__ as cli
-from perf import mlp, quantised, readings, stamp
+from perf import mlp, quantised, stamp
 from perf.cases import CASES, DECODE, MIXTRAL, PREFILL, QWEN3, SONIC, TINY, TOKEN, Case, cases_of, select
 from perf.contest import admitted
 from perf.options import Options, chosen, command_line
 from perf.routing import ROUTINGS, apportion, group_sizes, routed
 from perf.suites import mlp as suite
 from perf.suites import portable, quantize
-from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITHOUT_OUT, bare_items, derived
-from perf.targets import HOST_OURS
+from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, bare_items
 from perf.timing import Summary, interleave
 
 # Cases
@@ -196,9 +195,9 @@ def test_recipes_are_checked():
 
 def test_readings_are_averaged_over_their_time():
     now = itertools.count()
-    taken = readings.Readings()
+    taken = stamp.Readings()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readings.time, "monotonic", lambda: float(next(now)))
+        patch.setattr(stamp.time, "monotonic", lambda: float(next(now)))
         taken.follow(iter(["1400, 690.5, Active", "[N/A], 1, Active", "1500, 700.5, Not Active", "9, 9, Active"]))
     assert taken.mean(0.0, 1.0) == (1450.0, 695.5, 0.5)
     with pytest.raises(RuntimeError, match="nvidia-smi gave none of"):
@@ -212,7 +211,7 @@ def test_the_gpu_is_followed_until_the_block_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="0"))
-    with readings.follow_gpu() as taken:
+    with stamp.follow_gpu() as taken:
         while len(taken.taken) < 3:
             time.sleep(0.01)
         os.kill(int(process.read_text()), 0)
@@ -227,8 +226,8 @@ def test_a_contestant_alone_is_timed_after_settling(monkeypatch):
     events = itertools.cycle([2.0, 4.0])
     event = type("Event", (), {"record": int, "synchronize": int, "elapsed_time": lambda *_: next(events)})
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event())
-    log = readings.Readings()
-    log.taken = [(2.0, readings.Reading(1.0, 1.0, 1.0)), (8.0, readings.Reading(1400.0, 690.0, 1.0))]
+    log = stamp.Readings()
+    log.taken = [(2.0, stamp.Reading(1.0, 1.0, 1.0)), (8.0, stamp.Reading(1400.0, 690.0, 1.0))]
     calls = []
     alone = suite.run_alone(calls.append, 10.0, log)
     assert alone == {"median_us": 100.0, "mhz": 1400.0, "watts": 690.0, "capped": 1.0}  # of 100, 200, 100
@@ -248,12 +247,6 @@ def test_a_wrong_quantiser_is_not_measured(form, monkeypatch):
     monkeypatch.setattr(quantize.Form, "call", lambda *_: next(answers))
     with pytest.raises(RuntimeError, match=f"{name} is wrong"):
         quantize.check(form, x)
-
-
-def test_differences_of_host_times_are_what_the_front_adds():
-    medians = {BARE_NOTHING: 1.0, BARE_MM: 6.0, BARE_MLP: 10.0, HOST_OURS: 12.5, WITHOUT_OUT: 16.0, KNOWN_ROWS: 17.0}
-    found = derived({name: Summary(us, us, us, 3) for name, us in {**medians, NEW_ROWS: 47.0}.items()})
-    assert list(found.values()) == [4.0, 1.0, 0.5, 2.5, 3.5, 30.0]
 
 
 # Stamp and command line

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from perf import layer_peers
+from perf import layer
 from perf.cases import (
     FORWARD,
     LAYER_ROUTINGS,
@@ -25,8 +25,7 @@ from perf.cases import (
     layer_of,
 )
 from perf.contest import admitted, relative_error
-from perf.layer import GAP, choose, expected, make_layer, sort_choices
-from perf.layer_peers import MAX_RELATIVE_ERROR, Layer, contestants
+from perf.layer import GAP, MAX_RELATIVE_ERROR, Layer, choose, contestants, expected, make_layer, sort_choices
 from perf.mlp import CONCAT, INTERLEAVED, LINEAR_FIRST, TOKENS
 from perf.routing import LEAST_SHARE, MOST_SHARE, logit_offsets, shares
 
@@ -189,40 +188,40 @@ def test_the_reference_is_the_layer(case, glu_layout):
 
 def found(d, op, layers=None):
     """Return the contestants that pass the check and are timed."""
-    return admitted("here", contestants(d, op, layers or layer_peers.layers()))
+    return admitted("here", contestants(d, op, layers or layer.layers()))
 
 
 @pytest.mark.parametrize("op", [FORWARD, TRAIN])
 @pytest.mark.parametrize("case", [CASE, TOP_1, STEP])
 def test_every_contestant_passes_the_check(case, op):
     who = found(data(case), op)
-    names = [layer_peers.OURS, layer_peers.FLOOR, layer_peers.SORTED, layer_peers.TORCH]
+    names = [layer.OURS, layer.FLOOR, layer.SORTED, layer.TORCH]
     assert list(who.errors) == list(who.calls) == names and who.left_out == {}
     assert 0 < max(who.errors.values()) <= MAX_RELATIVE_ERROR / 3
 
 
 def of_name(name):
-    (one,) = [c for c in layer_peers.layers() if c.name == name]
+    (one,) = [c for c in layer.layers() if c.name == name]
     return one
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_a_wrong_one_is_reported_and_not_timed(part):
-    right = of_name(layer_peers.SORTED)
+    right = of_name(layer.SORTED)
 
     class Wrong(Layer):
         def train(self, d, b):
             return tuple(t * 1.15 if i == part else t for i, t in enumerate(right.train(d, b)))
 
     with pytest.warns(UserWarning, match="here: wrong is left out: wrong, relative error 0.1[45]"):
-        who = found(data(), TRAIN, [Wrong("wrong", right.forward), of_name(layer_peers.TORCH)])
-    assert list(who.calls) == [layer_peers.TORCH] == list(who.errors) and list(who.left_out) == ["wrong"]
+        who = found(data(), TRAIN, [Wrong("wrong", right.forward), of_name(layer.TORCH)])
+    assert list(who.calls) == [layer.TORCH] == list(who.errors) and list(who.left_out) == ["wrong"]
 
 
 def test_only_who_trains_is_asked_to_train():
     def infers(d, b):
         assert not torch.is_grad_enabled()
-        return of_name(layer_peers.TORCH).forward(d, b)
+        return of_name(layer.TORCH).forward(d, b)
 
     peer = Layer("infers", infers, trains=False)
     assert list(found(data(), FORWARD, [peer]).errors) == ["infers"]
@@ -230,12 +229,12 @@ def test_only_who_trains_is_asked_to_train():
 
 
 def test_peers_may_leave_the_gradients_of_empty_experts_unwritten_and_we_may_not():
-    d, right = data(STEP), of_name(layer_peers.TORCH)
+    d, right = data(STEP), of_name(layer.TORCH)
 
     class Unwritten(Layer):
         def train(self, d, b):
             results = right.train(d, b)
-            for gradient in results[layer_peers.WEIGHTS]:
+            for gradient in results[layer.WEIGHTS]:
                 gradient[d.loads.index(0)] = torch.nan
             return results
 
@@ -296,7 +295,7 @@ def fake_flashinfer():
         chosen = per_expert.gather(1, token_selected_experts.long()[..., None].expand(-1, -1, x.shape[1]))
         return (token_final_scales[..., None] * chosen).sum(1).to(x.dtype)
 
-    return {layer_peers.FLASHINFER_MODULE: types.SimpleNamespace(cute_dsl_fused_moe_bf16=fused)}
+    return {layer.FLASHINFER_MODULE: types.SimpleNamespace(cute_dsl_fused_moe_bf16=fused)}
 
 
 @pytest.fixture
@@ -305,7 +304,7 @@ def peers(monkeypatch):
     calls = []
     for name, module in {**fake_sonic(calls), **fake_flashinfer()}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(layer_peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(layer.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     return calls
 
@@ -314,18 +313,18 @@ def peers(monkeypatch):
 def test_other_packages_compute_the_layer_untuned(peers, case):
     d = data(case)
     forward = found(d, FORWARD)
-    assert list(forward.errors)[-2:] == [layer_peers.SONIC, layer_peers.FLASHINFER] and not forward.left_out
+    assert list(forward.errors)[-2:] == [layer.SONIC, layer.FLASHINFER] and not forward.left_out
     train = found(d, TRAIN)
-    assert list(train.errors)[-1] == layer_peers.SONIC and not train.left_out
+    assert list(train.errors)[-1] == layer.SONIC and not train.left_out
     assert peers == [False] * 4
 
 
 def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning(peers, monkeypatch):
     monkeypatch.setitem(sys.modules, "sonicmoe.functional", None)
     with pytest.warns(UserWarning, match="sonicmoe is left out: ModuleNotFoundError"):
-        assert [one.name for one in layer_peers.layers()][4:] == [layer_peers.FLASHINFER]
+        assert [one.name for one in layer.layers()][4:] == [layer.FLASHINFER]
 
 
 def test_without_other_packages_there_are_four(monkeypatch):
-    monkeypatch.setattr(layer_peers.importlib.util, "find_spec", lambda name: None)
-    assert len(layer_peers.layers()) == 4
+    monkeypatch.setattr(layer.importlib.util, "find_spec", lambda name: None)
+    assert len(layer.layers()) == 4

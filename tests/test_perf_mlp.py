@@ -8,14 +8,13 @@ import pytest
 import torch
 from support import fake_gpu
 
-from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
-from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec
+from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import contest, mlp, quack
 from perf.cases import DECODE, KERNELS, LAYER, OPS, PREFILL, QWEN3, SONIC, TINY, TOKEN
 from perf.contest import Contestant, admitted
 from perf.routing import group_sizes
-from perf.suites import compare, train
-from perf.timing import Summary
+from perf.suites import compare
+from perf.suites import mlp as suite
 
 # Data and contestants
 
@@ -150,32 +149,8 @@ def test_bytes_of_a_kernel_are_its_operands(op, monkeypatch):
 
 def test_what_a_forward_saves_is_x_the_preactivation_and_the_scale():
     d = training_data()
-    needed = train.needed_bytes(dataclasses.replace(TINY, routing="dirichlet"))
-    assert train.saved_bytes(mlp.our_layer, d) == needed < train.saved_bytes(mlp.torch_layer, d)
-
-
-def test_host_items_of_training_compute_the_layer(monkeypatch):
-    d = training_data()
-    wanted = tuple(tensor.clone() for tensor in mlp.torch_layer(d))
-    for call in (mlp.our_layer, train.our_operators):
-        assert contest.relative_error(call(d), wanted) <= mlp.BACKWARD_ERROR
-    train.autograd_alone(d)
-    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in d.leaves)
-    fake = fake_gpu.install(monkeypatch)
-    bare = train.BareLaunches(d)
-    assert fake.specs == [
-        GroupedMlpSpec(GroupedGluSpec("bfloat16", "gated", "blocked", True, SMALL), GroupedMmSpec(tile=SMALL)),
-        GroupedDgluSpec(tile=LARGE, dgrad=LARGE),
-        GroupedWgradSpec(tile=WGRAD),
-    ]
-    for _ in range(2):
-        assert contest.relative_error(bare(), wanted) <= mlp.BACKWARD_ERROR
-
-
-def test_differences_of_training_are_those_of_the_medians():
-    medians = {train.OURS: 100.0, train.BARE: 30.0, train.AUTOGRAD: 45.0}
-    found = train.differences({name: Summary(median, median, median, 3) for name, median in medians.items()})
-    assert [summary.median_us for summary in found.values()] == [70.0, 25.0]
+    needed = suite.needed_bytes(dataclasses.replace(TINY, routing="dirichlet"))
+    assert suite.saved_bytes(mlp.our_layer, d) == needed < suite.saved_bytes(mlp.torch_layer, d)
 
 
 def test_gradients_of_a_layer_do_not_add_up_over_calls():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from perf import __main__ as cli
-from perf import cells, overview, plots, report, results, tables
+from perf import cells, plots, report, results, tables
 from perf.cases import DECODE, DEEPSEEK, MIXTRAL, PUBLISHED, QWEN3, SONIC
 from perf.suites import SUITES, function_of
 from perf.targets import HOST_OURS, target
@@ -138,7 +138,7 @@ def test_results_survive_the_disk_and_their_tables_are_rectangular(tmp_path, nam
 
 
 def test_every_suite_has_a_function_tables_and_results():
-    assert {*SUITES, *results.TRAINING} == set(tables.TABLES)
+    assert {*SUITES, *results.TRAINING, *results.NO_LONGER_MEASURED} == set(tables.TABLES)
     assert {made["suite"] for made in ALL.values()} == set(tables.TABLES)
     assert all(callable(function_of(name)) for name in SUITES)
     with pytest.raises(ValueError, match="no tables for suite 'sideways'"):
@@ -254,7 +254,7 @@ def test_report_needs_its_marks(page):
 
 
 def test_plots_are_drawn_and_do_not_change(tmp_path):
-    overview_of = overview.overview([MADE["forward"], MADE["host"]])
+    overview_of = report.overview([MADE["forward"], MADE["host"]])
     draws = {
         "overview.svg": (lambda: plots.draw_overview(overview_of), b"torch 4.00"),
         "curves.svg": (lambda: plots.draw_curves(STORED["megatron-alltoall-h200"]), b"sequential"),
@@ -295,6 +295,6 @@ def test_the_overview_is_of_one_gpu():
         record(skewed, "mlp", glulam=500.0, torch=1000.0),
         record(QWEN3, "mlp", **{"glulam": 400.0, "torch": 1000.0, "quack tuned": 500.0}),
     )
-    first, host = overview.overview([prefill, MADE["host"], slower])
+    first, host = report.overview([prefill, MADE["host"], slower])
     assert (first.us, first.peers) == (400.0, {"torch": [2.5, 2.0, 2.5], "QuACK": [1.25, 1.25]})
     assert (host.us, host.peers) == (12.5, {"torch": [4.0]})

@@ -12,11 +12,11 @@ import torch
 from support import fake_humming
 
 import glulam
-from perf import serving, serving_humming
+from perf import serving_humming
 from perf.cases import SERVING, SERVING_RECIPES, ServingCase
 from perf.contest import admitted
-from perf.serving import error, expected, in_format, make_batch, make_weights
-from perf.suites import serving as suite
+from perf.suites import serving
+from perf.suites.serving import error, expected, in_format, make_batch, make_weights
 
 SMALL = ServingCase("small", 9, 128, 256, 4, 2)
 PART = ServingCase("part", 21, 128, 128, 4, 3, world_experts=16)  # tokens without an expert here, and empty experts
@@ -127,15 +127,15 @@ WRONG = {
 def measured(experts, wrap=lambda call: call):
     """Return the contestants timed on SMALL, with each call replaced by `wrap(call)`."""
     call, b, _ = results(experts, SMALL)
-    model = suite.Model(SMALL)
-    return admitted("here", suite.contestants(model, [(experts, wrap(call))], b))
+    model = serving.Model(SMALL)
+    return admitted("here", serving.contestants(model, [(experts, wrap(call))], b))
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     """Run the suite on the CPU, with a graph replaced by its call."""
-    monkeypatch.setattr(suite, "make_weights", lambda case: make_weights(case, "cpu"))
-    monkeypatch.setattr(suite, "capture", lambda run, pool: run)
+    monkeypatch.setattr(serving, "make_weights", lambda case: make_weights(case, "cpu"))
+    monkeypatch.setattr(serving, "capture", lambda run, pool: run)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
@@ -156,7 +156,7 @@ def test_a_wrong_replay_is_not_timed(on_the_cpu, monkeypatch):
         result = run()
         return lambda: result
 
-    monkeypatch.setattr(suite, "capture", capture)
+    monkeypatch.setattr(serving, "capture", capture)
     with pytest.raises(RuntimeError, match="glulam: wrong, relative error nan"):
         measured(serving.ours("bf16"))
 
@@ -170,7 +170,7 @@ def test_only_peers_of_a_recipe_compete(on_the_cpu, monkeypatch):
     peers = [dataclasses.replace(mine, name="good"), dataclasses.replace(mine, name="fails", make=fails),
              dataclasses.replace(mine, name="elsewhere", recipes=("fp8_block",))]  # fmt: skip
     with pytest.warns(UserWarning, match="small: fails is left out: ValueError: no kernel"):
-        found = suite.Model(SMALL).competing("bf16", peers)
+        found = serving.Model(SMALL).competing("bf16", peers)
     assert [experts.name for experts, _ in found] == ["glulam", "good"]
 
 

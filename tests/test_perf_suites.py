@@ -10,14 +10,13 @@ import pytest
 import torch
 from support import played_gpu
 
-from perf import cases, layer_steps, results, tables, timing
+from perf import cases, results, tables, timing
 from perf.cases import FORWARD, KERNELS, OPS, TRAIN, Case, LayerCase, ServingCase
 from perf.contest import admitted, relative_error
-from perf.layer import expected, make_layer
-from perf.layer_peers import MAX_RELATIVE_ERROR
+from perf.layer import MAX_RELATIVE_ERROR, expected, make_layer
 from perf.options import Options
-from perf.readings import Reading
-from perf.suites import function_of, graph, layer, mhc, mlp, serving
+from perf.stamp import Reading
+from perf.suites import function_of, layer, mhc, mlp, serving
 from perf.targets import MMA_ALONE, NATIVE, PORTABLE, PORTABLE_MXFP8
 
 LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
@@ -36,15 +35,14 @@ EVERY = ["glulam", "dense", "torch"]
 def run(monkeypatch):
     """Return a function that runs a suite on small cases and returns its records."""
     small = dict.fromkeys(cases.CASES, (PREFILL, DECODE))
-    others = {"decode": (DECODE, TOKEN), "graph": (DECODE,), "power": (PREFILL,), "lora": (LAYER,)}
+    others = {"decode": (DECODE, TOKEN), "power": (PREFILL,), "lora": (LAYER,)}
     monkeypatch.setattr(cases, "CASES", {**small, **others})
     monkeypatch.setattr(layer, "layer_cases", lambda *_: [LAYER, STEP])
     monkeypatch.setattr(layer, "PUBLISHED", (STEP,))
-    monkeypatch.setattr(layer_steps, "ROUTED_TOKENS", (1, 64))
+    monkeypatch.setattr(layer, "ROUTED_TOKENS", (1, 64))
     monkeypatch.setattr(serving, "SERVING", SERVED)
     monkeypatch.setattr(mhc, "CASES", [case._replace(sizes=(SMALL,) * len(case.sizes)) for case in mhc.CASES])
     monkeypatch.setattr(mhc, "_measure_host", lambda _: {"op": "host", "times": {}})
-    monkeypatch.setattr(graph, "LAYERS", 2)
     for module, name in ((layer, "MAX_CALLS"), (layer, "PART_CALLS"), (layer, "MIN_ROUNDS"), (timing, "WARM_UP_CALLS")):
         monkeypatch.setattr(module, name, 1)
     readings = SimpleNamespace(mean=lambda *_: Reading(1400.0, 690.0, 1.0))
@@ -63,8 +61,8 @@ WANTED = {
     "forward": [("prefill", op, EVERY) for op in OPS] + [("decode", op, ["glulam", "torch"]) for op in OPS],
     "decode": [(name, op, ["glulam", "torch"]) for name in ("decode", "token") for op in OPS],
     "backward": [("prefill", op, EVERY) for op in KERNELS] + [("decode", op, ["glulam", "torch"]) for op in KERNELS],
+    "train": [(name, "layer", ["glulam", "torch"]) for name in ("prefill", "decode")],
     "power": [("prefill", op, EVERY) for op in ("fc1", *KERNELS)],
-    "graph": [("decode", "mlp", ["glulam eager", "glulam replay", "torch eager", "torch replay"])],
     "portable": [
         ("prefill", "mlp", [PORTABLE, NATIVE, "torch", MMA_ALONE]),
         ("decode", "mlp", [PORTABLE, NATIVE, PORTABLE_MXFP8, "torch", MMA_ALONE]),
@@ -193,27 +191,13 @@ def test_the_budget_is_what_all_samples_take(run, monkeypatch):
     assert sum(asked) == pytest.approx(8.0) and len(asked) == 6
 
 
-def test_a_replay_that_differs_from_the_eager_call_ends_the_suite(run, monkeypatch):
-    monkeypatch.setattr(graph, "_stack", lambda call: None)
-    install = played_gpu.install
-
-    def broken(patch):
-        mode = install(patch)
-        patch.setattr(graph, "capture", lambda run, pool=None: lambda: None)
-        return mode
-
-    monkeypatch.setattr(played_gpu, "install", broken)
-    with pytest.raises(RuntimeError, match="a replay under uniform routing differs from the eager call"):
-        run("graph")
-
-
 @pytest.mark.parametrize("case", [LAYER, STEP])
 @pytest.mark.parametrize("op", [FORWARD, TRAIN])
 @torch.no_grad()
 def test_steps_make_up_the_layer(case, op):
     """The last of the forward is the result; the last of the backward x's gradient."""
     d = make_layer(case, device="cpu")
-    made = {name: call() for name, call in layer_steps.steps_of(d, op).items()}
+    made = {name: call() for name, call in layer.steps_of(d, op).items()}
     wanted = expected(d, TRAIN)
     results = [(made["combine"], wanted[0])]
     if op == TRAIN:
@@ -226,7 +210,7 @@ def test_steps_make_up_the_layer(case, op):
 
 @torch.no_grad()
 def test_parts_are_checked_against_the_data():
-    parts = list(layer_steps.layer_parts(make_layer(LAYER, device="cpu")))
+    parts = list(layer.layer_parts(make_layer(LAYER, device="cpu")))
     by_index = ["FC1", "FC1, preactivation kept", "dglu", "dw1", "dw2"]
     assert [part.name for part in parts] == [*by_index, "permute", "combine"]
     for part in parts:
@@ -236,4 +220,4 @@ def test_parts_are_checked_against_the_data():
             assert part.bytes == 2 * (LAYER.tokens + LAYER.rows) * LAYER.hidden
             broken = dataclasses.replace(part, wanted=part.wanted * 1.1)
             with pytest.warns(UserWarning, match="glulam is left out: wrong, relative error 0.09"):
-                assert list(admitted("here", broken.contestants()).calls) == [layer_steps.COPY]
+                assert list(admitted("here", broken.contestants()).calls) == [layer.COPY]

@@ -14,7 +14,7 @@ SUITES = {
     "rows": "the same at 1 to 4096 rows an expert",
     "skew": "the same from even to one-sided routing",
     "backward": "the backward's kernels",
-    "train": "a layer's forward and backward: time, memory, host",
+    "train": "a layer's forward and backward: time, memory",
     "layer": "the whole layer from tokens to tokens: time, memory, where it goes, and its parts",
     "power": "FC1 and the backward's kernels, each contestant alone: time, clock and power",
     "quantize": "quantising to MXFP8",
@@ -27,11 +27,13 @@ SUITES = {
     "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
     "distributed": "experts across the GPUs of this host: both ends, and layers by either transport",
     "host": "host time of a call",
-    "graph": "CUDA graphs",
     "compare": "named kernels against each other",
     "tiles": "every tile at 1 to 4096 rows an expert, for tables of choices",
 }
-MODULES = dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "power"), "mlp")
+MODULES = {
+    **dict.fromkeys(("forward", "decode", "rows", "skew", "backward", "train", "power", "fp8"), "mlp"),
+    "lora": "frozen",
+}
 """Modules of suites that do not have the suite's name."""
 
 

@@ -1,35 +1,47 @@
-"""Gradients of rows through frozen quantised weights, against dequantising the weights first.
+"""Experts whose weights are frozen: gradients of rows through quantised weights, and steps of adapters on them.
 
-Dequantising is one compiled kernel where torch.compile works; the GEMM of 16-bit weights then reads what it writes.
-"bf16" is that GEMM alone.
+Gradients are held against dequantising the weights first: one compiled kernel where torch.compile works, whose 16 bits
+the GEMM then reads. "bf16" is that GEMM alone.
+
+A step of adapters is compared with the layer alone, in time and memory, and with what users do without: "materialised"
+is PEFT's way, w + scale b a for all experts, then the 16-bit layer. "dequantised" makes 16-bit weights first and
+multiplies with them and with the adapters apart.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import glulam
-from glulam import recipes
+from glulam import ExpertLora, recipes
 from glulam.formats.prepared import PREPARED
 from glulam.ops.quantized_weights import FORMS
 
-from ..cases import Case
-from ..contest import contest, of_calls, over_cases
-from ..mlp import Buffers, make_buffers
+from ..cases import Case, LayerCase
+from ..contest import Results, contest, of_calls, over_cases
+from ..mlp import Buffers, make_buffers, normals, swiglu, weights_of
 from ..quantised import dequantising, quantised
 from ..results import Record
 from ..targets import BF16
+from ..timing import peak_bytes
 
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 DEQUANTISED = "dequantised"
 MAX_RELATIVE_ERROR = 0.01
 """Bound of a gradient's distance from the dequantised weight's, in Frobenius norms; rounding alone is 0.002."""
 
-Step = Callable[[], Tensor]
+RANK, SCALE = 16, 2.0
+ADAPTERS_ENQUEUE_US = 6000.0  # more than the host needs for a step of some forty launches
+ALONE, ADAPTED, MATERIALISED = "the layer alone", "lora", "materialised"
+QUANTISED = "mxfp4_weight_only"
+
+Step = Callable[[], Any]
 
 
 def _of_weight(name: str, w: Tensor, dy: Tensor, offs: Tensor) -> dict[str, Step]:
@@ -61,7 +73,7 @@ def _of_step(name: str, b: Buffers) -> dict[str, Step]:
     }
 
 
-def _measure(case: Case, budget_s: float) -> Iterator[Record]:
+def _measure_gradients(case: Case, budget_s: float) -> Iterator[Record]:
     """One record a recipe and operation."""
     b = make_buffers(case)[0]
     dh = torch.randn(len(b.x), b.w1.shape[1], device=b.x.device).to(b.x)
@@ -82,4 +94,91 @@ def _measure(case: Case, budget_s: float) -> Iterator[Record]:
             torch.cuda.empty_cache()
 
 
-run_frozen = over_cases("frozen", _measure)
+run_frozen = over_cases("frozen", _measure_gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """x [N, H], its result's gradient, a routing, 16-bit weights, and trained adapters of all experts."""
+
+    x: Tensor
+    dy: Tensor
+    routing: Any
+    w1: Tensor
+    w2: Tensor
+    lora: ExpertLora
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, *self.lora.given().values()]
+
+    def forget_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def step(self, forward: Callable[[], Tensor]) -> Step:
+        """Return a forward and backward, which returns the gradients of all leaves that have one."""
+
+        def run() -> Results:
+            self.forget_gradients()
+            forward().backward(self.dy)
+            return tuple(leaf.grad for leaf in self.leaves if leaf.grad is not None)
+
+        return run
+
+
+def make_data(case: LayerCase) -> Data:
+    random = normals(torch.Generator("cuda").manual_seed(case.seed))
+    experts, hidden, inner = case.experts, case.hidden, case.intermediate
+    shapes = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
+    a1, b1, a2, b2 = (random(experts, *shape, scale=shape[1] ** -0.5).requires_grad_() for shape in shapes)
+    x, dy = random(case.tokens, hidden).requires_grad_(), random(case.tokens, hidden)
+    routing = glulam.route(random(case.tokens, experts), case.top_k)
+    return Data(x, dy, routing, *weights_of(case, random), ExpertLora(a1, b1, a2, b2, SCALE))
+
+
+def _materialised(d: Data) -> Tensor:
+    a1, b1, a2, b2 = d.lora.given().values()
+    return glulam.moe(d.x, d.routing, d.w1 + SCALE * torch.bmm(b1, a1), d.w2 + SCALE * torch.bmm(b2, a2))
+
+
+def _apart(d: Data, w1: Tensor, w2: Tensor) -> Tensor:
+    a1, b1, a2, b2 = d.lora.given().values()
+    offs = d.routing.offs
+
+    def adapted(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        narrow = glulam.grouped_mm(x, a, offs=offs)
+        return glulam.grouped_mm(x, w, offs=offs) + SCALE * glulam.grouped_mm(narrow, b, offs=offs)
+
+    y = adapted(swiglu(adapted(glulam.permute(d.x, d.routing), w1, a1, b1)), w2, a2, b2)
+    return glulam.combine(y * d.routing.weight_of_row.to(y.dtype)[:, None], d.routing)
+
+
+def _adapter_steps(d: Data) -> dict[str, dict[str, Step]]:
+    """Contestants by recipe: the layer alone, ours, and what ours is compared with."""
+    (w1, given1), (w2, given2) = (quantised(QUANTISED, w) for w in (d.w1, d.w2))
+    make1, make2 = dequantising(given1), dequantising(given2)
+    made: dict[str, dict[str, Step]] = {}
+    of_recipe: dict[Any, Any] = {BF16: (d.w1, d.w2), QUANTISED: (w1, w2)}
+    for recipe, weights in of_recipe.items():
+        ours = partial(glulam.moe, d.x, d.routing, *weights, recipe=recipe)
+        made[recipe] = {ALONE: d.step(ours), ADAPTED: d.step(partial(ours, lora=d.lora))}
+    made[BF16][MATERIALISED] = d.step(lambda: _materialised(d))
+    made[QUANTISED][DEQUANTISED] = d.step(lambda: _apart(d, make1(), make2()))
+    return made
+
+
+def _measure_adapters(case: LayerCase, budget_s: float) -> Iterator[Record]:
+    """One record a recipe."""
+    d = make_data(case)
+    for recipe, steps in _adapter_steps(d).items():
+        for step in steps.values():
+            step()  # what is prepared or compiled at a first call does not count as memory
+        peaks = {name: peak_bytes(step, d.forget_gradients) for name, step in steps.items()}
+        fields: Record = {"recipe": recipe, "rank": RANK, "peak_bytes": peaks}
+        *_, other = steps.values()
+        contestants = of_calls(steps, ADAPTED, other, MAX_RELATIVE_ERROR)
+        yield contest(case, contestants, budget_s / 2, where=recipe, enqueue_us=ADAPTERS_ENQUEUE_US, **fields)
+
+
+run_lora = over_cases("lora", _measure_adapters)

@@ -1,4 +1,4 @@
-"""The host time of a grouped_mlp call, and where it goes.
+"""The host time of a grouped_mlp call, and of its bare launches.
 
 The problem is so small that the GPU is idle when the next call comes: what is timed is the time until a
 call returns. "Bare" items call the exported function with arguments made beforehand, so that a bare
@@ -24,7 +24,7 @@ from glulam.host.plans import MAX_PLANS
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.tuner.tensors import call_with
-from glulam.tuner.timing import Call, Summary
+from glulam.tuner.timing import Call
 
 from ..cases import TINY
 from ..cells import HOST
@@ -39,13 +39,9 @@ from ..timing import launch_nothing, measure_host
 Item = Callable[[], object]
 
 ARCH = "sm_90a"
-LAUNCH = "one launch (torch's empty kernel)"
 BARE_NOTHING = "bare grouped_mlp, launching nothing"
 BARE_MM = "bare grouped_mm (1 launch)"
 BARE_MLP = "bare grouped_mlp (2 launches)"
-WITHOUT_OUT = "glulam.grouped_mlp, out allocated"
-KNOWN_ROWS = "glulam.grouped_mlp, out allocated, some rows of x"
-NEW_ROWS = "the same, as many rows as no plan is kept for"
 
 
 def bare_items(b: Buffers) -> dict[str, Item]:
@@ -75,55 +71,26 @@ def _bare(bare: Bare, kernel: Fixed) -> Item:
     return item
 
 
-def _our_items(b: Buffers) -> dict[str, Item]:
-    """The last two are calls whose groups have no rows, so that the GPU has nothing to do however long x is."""
+def _items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
+    """Ours, torch's operators and peers. Calls on `some rows` have groups without rows: the GPU has nothing to do."""
     x, offs = b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
     counts = itertools.cycle(range(2, len(x)))
     return {
         HOST_OURS: lambda: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
-        WITHOUT_OUT: lambda: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
-        KNOWN_ROWS: lambda: glulam.grouped_mlp(x[:2], b.w1, b.w2, offs=offs),
-        NEW_ROWS: lambda: glulam.grouped_mlp(x[: next(counts)], b.w1, b.w2, offs=offs),
-    }
-
-
-def _other_items(b: Buffers, peers: dict[str, Call]) -> dict[str, Item]:
-    """Parts of a wrapper in Python, each alone; then torch's operators, and peers."""
-    tensors = (b.x, b.w1, b.w2, b.offs, b.y)
-    items: dict[str, Item] = {
-        "part: torch.empty of the output": lambda: torch.empty(b.y.shape, dtype=b.y.dtype, device=b.y.device),
-        "part: data_ptr of 5 tensors": lambda: [t.data_ptr() for t in tensors],
-        "part: shape of 5 tensors": lambda: [t.shape for t in tensors],
-        "part: torch.cuda.current_stream": torch.cuda.current_stream,
+        "glulam.grouped_mlp, out allocated": lambda: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
+        "glulam.grouped_mlp, out allocated, some rows of x": lambda: glulam.grouped_mlp(x[:2], b.w1, b.w2, offs=offs),
+        "the same, as many rows as no plan is kept for": lambda: glulam.grouped_mlp(
+            x[: next(counts)], b.w1, b.w2, offs=offs
+        ),
         "torch.mm, out given": lambda: torch.mm(b.x, b.w2[0], out=b.act),
         "torch F.grouped_mm": lambda: F.grouped_mm(b.mid, b.w2.mT, offs=b.offs),
-    }
-    for name, call in peers.items():
-        items[f"{name} mlp (out {'allocated' if name == TORCH else 'given'})"] = partial(call, 0)
-    return items
-
-
-def derived(times: dict[str, Summary]) -> dict[str, float]:
-    """Differences of the medians, in microseconds: what the front adds to the floor, and what allocating adds.
-
-    Two bare launches are two bare calls of grouped_mm, as a thin wrapper without fusion would make.
-    """
-    median = {name: summary.median_us for name, summary in times.items()}
-    return {
-        "a launch within the exported function": median[BARE_MLP] - median[BARE_MM],
-        "the call into the exported function": median[BARE_NOTHING],
-        "glulam.grouped_mlp above two bare launches": median[HOST_OURS] - 2 * median[BARE_MM],
-        "glulam.grouped_mlp above one bare call that makes both": median[HOST_OURS] - median[BARE_MLP],
-        "the output's allocation": median[WITHOUT_OUT] - median[HOST_OURS],
-        "a number of rows that is new": median[NEW_ROWS] - median[KNOWN_ROWS],
+        **{f"{name} mlp (out {'allocated' if name == TORCH else 'given'})": partial(peers[name], 0) for name in peers},
     }
 
 
 def run_host(options: Options) -> list[Record]:
-    """A record of all items, then one of the differences."""
+    """A record of all items."""
     b = make_buffers(TINY)[0]
     ours, *peers = admitted("host", contestants("mlp", [b], find_quack(options.quack), has_dense=False)).calls.items()
-    items = {LAUNCH: launch_nothing, **bare_items(b), **_our_items(b), **_other_items(b, dict(peers))}
-    times = measure_host(items, options.budget_s / 4)
-    differences = {name: {"median_us": value} for name, value in derived(times).items()}
-    return [{"op": HOST, "times": as_times(times)}, {"op": "differences", "times": differences}]
+    items = {"one launch (torch's empty kernel)": launch_nothing, **bare_items(b), **_items(b, dict(peers))}
+    return [{"op": HOST, "times": as_times(measure_host(items, options.budget_s / 4))}]

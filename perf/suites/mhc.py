@@ -1,5 +1,5 @@
 """The hyper-connection operators, forward and backward: device time against the bytes that they must move, against
-torch.compile of the reference in the same run, and the host time of a call above its bare launch.
+torch.compile of the reference in the same run, and the host time of a call.
 
 Minimal bytes: every input that a direction needs is read once and every result written once. Of streams (n a token)
 and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n + 1 and n; project n and none; sinkhorn
@@ -25,12 +25,8 @@ from torch._functorch import config as functorch_config
 
 import glulam
 from glulam import mhc
-from glulam.calls.call import Call as OperatorCall
-from glulam.calls.launch import Plan
 from glulam.mhc import reference
 from glulam.mhc.boundary_mxfp8 import in_mxfp8, quantised
-from glulam.mhc.mixing import AggregateCall, PostMixCall
-from glulam.mhc.sinkhorn import SinkhornCall
 from glulam.tuner.timing import Call
 
 from ..cells import HOST, OURS
@@ -248,28 +244,6 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> Record:
     }
 
 
-def _host_pair(name: str, kind: type[OperatorCall], call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
-    """A call with given outputs, and the launch that it made, made again."""
-    launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    kind.plans.forget()
-    call()
-    plans: dict[Any, Plan] = dict(kind.plans._plans)
-    plan = next(iter(plans.values()))
-
-    def note(*arguments: Any) -> None:
-        launches.append((plan.constants["function"], arguments))
-
-    constants = {**plan.constants, "function": note}
-    noted = Plan(plan.op, plan.shape, constants, plan.serving, plan.extents, plan.out_extents, plan.look)
-    kind.plans.forget()
-    kind.plans._plans.update(dict.fromkeys(plans, noted))
-    call()
-    kind.plans.forget()
-    kind.plans._plans.update(plans)
-    function, arguments = launches[0]
-    return {f"bare {name}": lambda: function(*arguments), f"glulam.mhc.{name}, out given": call}
-
-
 @torch.no_grad()
 def _measure_host(budget_s: float) -> Record:
     small = Size(HOST_TOKENS, 1, TARGET.n, HOST_WIDTH)
@@ -277,9 +251,9 @@ def _measure_host(budget_s: float) -> Record:
     out, mixed, normal = torch.empty_like(one), torch.empty_like(residual), torch.empty_like(h_res)
     layer = glulam.nn.HyperConnection(small.n, HOST_WIDTH, torch.nn.Identity(), device="cuda")
     items = {
-        **_host_pair("sinkhorn", SinkhornCall, lambda: mhc.sinkhorn(h_res, out=normal)),
-        **_host_pair("aggregate", AggregateCall, lambda: mhc.aggregate(residual, h_post, out=out)),
-        **_host_pair("post_mix", PostMixCall, lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed)),
+        "glulam.mhc.sinkhorn, out given": lambda: mhc.sinkhorn(h_res, out=normal),
+        "glulam.mhc.aggregate, out given": lambda: mhc.aggregate(residual, h_post, out=out),
+        "glulam.mhc.post_mix, out given": lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed),
         "glulam.nn.HyperConnection around nothing, forward": lambda: layer(residual),
     }
     return {"op": HOST, "times": as_times(measure_host(items, budget_s))}

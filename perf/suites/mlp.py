@@ -1,4 +1,5 @@
-"""Suites of the experts' operators against cuBLAS, torch and QuACK: forward, backward, and each contestant alone.
+"""Suites of the experts' operators against cuBLAS, torch and QuACK: forward, backward, both as one layer in training,
+each contestant alone; and the MLP by every recipe, quantising its input included.
 
 In turns, as all other suites measure, contestants share a clock. Alone ("power"), each has the clock that its own bytes
 and multiplications earn, which tells how much of a difference is energy and how much is time in which nothing
@@ -15,18 +16,21 @@ from typing import Any
 
 import torch
 
+from glulam.formats.prepared import PREPARED
 from glulam.tuner.timing import Call
 
-from ..cases import KERNELS, OPS, Case, cases_of
-from ..contest import admitted, make_record, records_of
-from ..mlp import contestants, make_buffers, make_training
+from .. import quantised
+from ..cases import BYTES_PER_ELEMENT, KERNELS, LAYER, OPS, Case, cases_of
+from ..contest import admitted, contest, make_record, over_cases, records_of
+from ..mlp import OPERATIONS, Training, contestants, make_buffers, make_training
 from ..options import Options, select_ops
 from ..quack import Quack, find_quack
-from ..readings import Readings, follow_gpu
 from ..results import Record
-from ..timing import ENQUEUE_US, measure_device
+from ..stamp import Readings, follow_gpu
+from ..timing import ENQUEUE_US, measure_device, peak_bytes
 
 BACKWARD_ENQUEUE_US = 400.0  # more than the host needs for torch's dglu, a dozen launches
+TRAINING_ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # of a contestant's time alone, in which clock and temperature become its own
 
@@ -98,6 +102,54 @@ def run_power(options: Options) -> list[Record]:
         return records_of("power", cases, lambda case: _measure("power", case, ops, quack, alone))
 
 
+def saved_bytes(call: Callable[[Training], Any], d: Training) -> int:
+    """Return what a forward keeps for its backward besides the weights: each memory once, the input included."""
+    kept: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in (d.w1, d.w2)}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(d)
+    d.forget_gradients()
+    return sum(kept.values())
+
+
+def needed_bytes(case: Case) -> int:
+    """x, the preactivation and the row scale: all that a backward cannot do without, or recompute cheaply."""
+    return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
+
+
+def _measure_training(case: Case, budget_s: float) -> Iterator[Record]:
+    """Memory before anything else ran, so that buffers which a library keeps for the next call count."""
+    d, layers = make_training(case), OPERATIONS[LAYER]
+    memory = {
+        "peak_bytes": {name: peak_bytes(partial(call, d), d.forget_gradients) for name, call in layers.items()},
+        "saved_bytes": {name: saved_bytes(call, d) for name, call in layers.items()},
+        "needed_bytes": needed_bytes(case),
+    }
+    fields: Record = {"op": LAYER, "flop": case.flop(LAYER), **memory}
+    who = contestants(LAYER, [d])
+    yield contest(case, who, budget_s, d.sizes, where=LAYER, enqueue_us=TRAINING_ENQUEUE_US, **fields)
+
+
+def run_fp8(options: Options) -> list[Record]:
+    """One record a case. `--op`: contestants."""
+    names = select_ops(quantised.CONTESTANTS, options.ops)
+
+    def measure(case: Case, budget_s: float) -> Iterator[Record]:
+        sets = make_buffers(case)
+        yield contest(case, quantised.contestants(names, sets), budget_s, sets[0].sizes, op="mlp")
+        PREPARED.clear()
+
+    return over_cases("fp8", measure)(options)
+
+
+run_train = over_cases("train", _measure_training)
 run_forward, run_decode, run_rows, run_skew = (
     partial(run_in_turns, suite, OPS) for suite in ("forward", "decode", "rows", "skew")
 )

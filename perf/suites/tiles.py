@@ -1,4 +1,5 @@
-"""Every tile of a bundle at every number of rows of the models that a table of choices covers, in one short run.
+"""Every tile of a bundle at every number of rows of the models that a table of choices covers, in one short run; and
+the table that the dispatcher reads, made from a result.
 
 What the dispatcher's rule is fitted to and held against, so breadth counts more than the third digit: few rounds, short
 samples sized by the machine's limits instead of by trial, and each kernel checked once an operation and model. Here
@@ -9,24 +10,32 @@ every other power of two.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
+from cute_kernels.sm90.policy import MEASURED
 from glulam.tuner.timing import device_us, interleave
 
 from ..cases import DOUBLINGS, EVEN_AND_SKEWED, OTHER_MODELS, PREFILL, Case, select, sweep
 from ..contest import admitted
 from ..options import Options
-from ..results import Record
+from ..results import RESULTS, Record, Result, read
 from ..routing import group_sizes
 from .compare import Candidate, Contest, candidates, contestants, contests, launches, make_sets, open_bundles
 
-FORWARD_AND_DGRAD = ("fc1", "fc2", "dgrad")
+FORMS = {"fc1": "glu", "fc2": "nt", "dgrad": "nn"}
+STAMPED = ("commit", "date", "gpu", "driver", "versions")
+DIGITS = 4
+Shape = tuple[str, int, int, int]
+FORWARD_AND_DGRAD = tuple(FORMS)
 SPECS = ("grouped_glu_bf16_swiglu_concat_t*", "grouped_mm_bf16_n?_t*")
 CHECK_ROWS = 48  # an expert: whole tiles and tails under skew
 
@@ -38,6 +47,48 @@ SAMPLE_US = 300.0
 MAX_CALLS_PER_SAMPLE = 12
 ENQUEUE_US = 25.0  # more than the host needs for a call of a bare function
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
+
+
+def _mean(records: list[Record]) -> dict[str, float]:
+    """Microseconds by tile, geometric mean over the routings, of the tiles that all of them have."""
+    names = [name for name in records[0]["us"] if all(name in record["us"] for record in records)]
+    logs = {name: sum(math.log(record["us"][name]) for record in records) / len(records) for name in names}
+    return {name: float(f"{math.exp(log):.{DIGITS}g}") for name, log in logs.items()}
+
+
+def _shape(key: Shape, records: list[Record]) -> dict[str, Any]:
+    """One line of the table: times by rows an expert."""
+    sizes = sorted({record["rows_per_expert"] for record in records})
+    means = [_mean([record for record in records if record["rows_per_expert"] == size]) for size in sizes]
+    tiles = [name for name in means[0] if all(name in mean for mean in means)]
+    us = {name: [mean[name] for mean in means] for name in tiles}
+    return {**dict(zip(("form", "experts", "columns", "depth"), key, strict=True)), "rows_per_expert": sizes, "us": us}
+
+
+def make_table(result: Result) -> dict[str, Any]:
+    """Every shape's times and what they were measured on."""
+    shapes: dict[Shape, list[Record]] = {}
+    for record in result["records"]:
+        key = FORMS[record["op"]], record["experts"], record["n"], record["k"]
+        shapes.setdefault(key, []).append(record)
+    stamp = {name: result["stamp"][name] for name in STAMPED}
+    return {"stamp": stamp, "shapes": [_shape(key, records) for key, records in sorted(shapes.items())]}
+
+
+def text(table: dict[str, Any]) -> str:
+    """JSON with a shape a line."""
+    lines = ",\n".join(json.dumps(shape, separators=(",", ":")) for shape in table["shapes"])
+    return f'{{"stamp": {json.dumps(table["stamp"])},\n"shapes": [\n{lines}\n]}}\n'
+
+
+def write_table(source: Path = RESULTS / "tiles-h200.csv", path: Path = MEASURED) -> Path:
+    """Writes the measurements that ship, from a result file. Raises ValueError where that is not of the tiles suite."""
+    result = read(source)
+    if result["suite"] != "tiles":
+        raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(make_table(result)))
+    return path
 
 
 def columns_and_depth(case: Case, op: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from perf import layer_peers, layer_steps
+from perf import layer
 from perf.cases import FORWARD, TINY, TRAIN, LayerCase
 from perf.contest import admitted
 from perf.layer import make_layer
@@ -38,8 +38,8 @@ def test_a_larger_product_takes_longer():
 @pytest.mark.parametrize("op", [FORWARD, TRAIN])
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
 def test_every_layer_passes_the_check_and_is_replayed(case, op):
-    d, layers = make_layer(case), layer_peers.layers()[:4]  # ours and torch's
-    who = admitted(op, layer_peers.contestants(d, op, layers))
+    d, layers = make_layer(case), layer.layers()[:4]  # ours and torch's
+    who = admitted(op, layer.contestants(d, op, layers))
     assert len(who.calls) == 4 and who.left_out == {}
     record = suite._time(d, op, suite.GRAPH, who, 0.0)
     assert len(record["times"]) == 4 and not record["left_out"]
@@ -54,5 +54,5 @@ def test_steps_and_parts_of_a_layer_run(case):
         record = suite._measure_steps(d, op, 0.0)
         assert min(times["median_us"] for times in record["times"].values()) > 0
     with torch.no_grad():
-        parts = [*layer_steps.layer_parts(d), next(iter(layer_steps.routing_parts()))]
+        parts = [*suite.layer_parts(d), next(iter(suite.routing_parts()))]
         assert len(parts) >= 3 and all(suite._measure_part(part, 0.0) for part in parts)
