@@ -29,6 +29,7 @@ from glulam.backward.planned import PlannedStep
 from glulam.calls import launch
 from glulam.calls.call import Call
 from glulam.calls.launch import Plan
+from glulam.calls.planning import merged
 from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.host import plans, tickets, workspace
 from glulam.host.plans import forget_plans
@@ -295,6 +296,11 @@ def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGp
 
 DECLARED: dict[str, dict[str, Any]] = {
     r"constant.*given.*give the kernel's argument 'w2'": {"constants": (lambda call: {"w2": 0},)},
+    r"grouped_mlp: two sources give the argument 'intermediate': [0-9]+ and 0\. Leave one out, or add": {
+        "constants": (lambda call: {"intermediate": 0},)
+    },
+    "two sources give the argument 'own': 1 and 1": {"constants": (lambda call: {"own": 1},) * 2},
+    "two sources give the argument 'mid'": {"scratch": GroupedMlpCall.definition.scratch * 2},
     "nothing gives mid, which the function needs": {"scratch": ()},
 }
 
@@ -307,6 +313,20 @@ def test_arguments_with_two_sources_or_none_are_named(
     monkeypatch.setattr(GroupedMlpCall, "definition", declared)
     with pytest.raises(TypeError, match=message):
         mlp()
+
+
+def test_an_override_that_is_declared_replaces_the_value() -> None:
+    parts = [{"a": 1, "b": 2}, {"b": 3}]
+    assert merged("op", parts, ("b",)) == {"a": 1, "b": 3}
+    with pytest.raises(TypeError, match="op: two sources give the argument 'b': 2 and 3"):
+        merged("op", parts, ("a",))
+
+
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
+def test_a_rule_overrides_an_option_of_route(score: str, fake_gpu: FakeGpu) -> None:
+    """topk_softmax divides by the sum whatever `normalize` says."""
+    glulam.route(torch.randn(4, 8), 2, score=score, normalize=False)
+    assert fake_gpu.launches.pop()["normalize"] == (score == "topk_softmax")
     assert not fake_gpu.launches
 
 

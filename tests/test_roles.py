@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.protocol import gemm
+from support.protocol import copies, gemm
 from support.protocol.barriers import Machine
 
 READS = "a role reads what is not there yet, or not any more"
@@ -37,6 +37,8 @@ HOLDS: list[tuple[Build, dict[str, Any]]] = [
     (gemm.decoding, {}),
     (gemm.decoding, {"slots": 3}),
     (gemm.accumulators, {}),
+    (copies.copies, {}),
+    (copies.copies, {"slots": 3, "n": 5}),
 ]
 BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
     (gemm.ring, "few arrivals", {}, {READS, WAITS}),
@@ -63,6 +65,9 @@ BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
     (gemm.decoding, "all stages", {}, {WAITS}),
     (gemm.accumulators, "freed early", {}, {READS}),
     (gemm.accumulators, "no commit", {}, {READS}),
+    (copies.copies, "no wait", {}, {READS}),
+    (copies.copies, "no barrier", {}, {READS}),
+    (copies.copies, "filled early", {}, {READS}),
 ]
 
 

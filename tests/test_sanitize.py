@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import sanitize
 import torch
+from emulator.emulated_gpu import installed
+from emulator.launch import Emulator, stage_of
 from support.fake_gpu import FakeGpu
 
+from cute_kernels.chains import stages_of
 from cute_kernels.layer.kernels import RANK_KERNELS
-from cute_kernels.specs import LayerSpec, Spec
+from cute_kernels.specs import LayerSpec, MhcSpec, QuantizeMxfp8Spec, Spec
 from ffi_bridge import profiles
 from glulam.host import device
 
@@ -36,11 +39,45 @@ BAD = (
 
 
 def test_one_call_of_each_function_launches_every_kernel(a100: FakeGpu) -> None:
-    sanitize.touch(SHIPPED, torch.device("cpu"))
+    sanitize.touch(dict.fromkeys(SHIPPED, 1), torch.device("cpu"))
     assert sanitize.missed(SHIPPED, a100.specs) == []
     out_of_reach = [spec for spec in SHIPPED if sanitize.is_out_of_reach(spec)]
     assert {spec.kernel for spec in out_of_reach if isinstance(spec, LayerSpec)} == set(RANK_KERNELS)
     assert len(out_of_reach) < len(SHIPPED) / 10
+
+
+OF_SEVERAL_KERNELS = [
+    spec
+    for spec in profiles.shipped_specs("sm_90a", "full")
+    if isinstance(spec, (MhcSpec, QuantizeMxfp8Spec)) and stages_of(spec) == (spec,) and not getattr(spec, "rounded", 0)
+]
+"""Functions that choose among their kernels when they are called, in the emulator's first architecture."""
+
+
+def kernels_left(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the kernels in a function's PTX that its calls do not launch. None of them runs."""
+    small = sanitize.SMALL._replace(streams=(((3,), 64),), matrices=((5, 64),))
+    monkeypatch.setattr(sanitize, "SMALL", small)
+    there = set(stage_of(spec).programs)
+    ran: set[str] = set()
+    monkeypatch.setattr(Emulator, "_launch", lambda self, stage, launch, memory: ran.add(launch.kernel))
+    with installed("sm_90a"):
+        sanitize.touch({spec: len(there)}, torch.device("cpu"))
+    return there - ran
+
+
+@pytest.mark.parametrize("kernel", ["boundary"])
+def test_every_kernel_of_a_function_is_launched(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A boundary's second finish is that of calls with x_block."""
+    spec = MhcSpec(kernel)
+    assert any("finish_mxfp8" in name for name in stage_of(spec).programs)
+    assert not kernels_left(spec, monkeypatch)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("spec", OF_SEVERAL_KERNELS, ids=lambda spec: spec.name)
+def test_every_kernel_of_every_function_is_launched(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not kernels_left(spec, monkeypatch)
 
 
 def test_a_kernel_that_nothing_launched_is_named() -> None:
@@ -110,7 +147,7 @@ def test_every_tool_runs_once(
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(sanitize, "refusal", lambda: "")
-    monkeypatch.setattr(sanitize, "_shipped", lambda index: (ARCH, some))
+    monkeypatch.setattr(sanitize, "_shipped", lambda index: (ARCH, dict.fromkeys(some.values(), 1)))
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv(device.ENV_UNVALIDATED, "0")
     assert sanitize.main([]) == int(not is_sound)
@@ -130,6 +167,6 @@ def test_specs_are_those_of_the_manifest(a100: FakeGpu, monkeypatch: pytest.Monk
     from cute_kernels.specs import to_dict
 
     some: list[Spec] = SHIPPED[:2]
-    functions = {spec.name: SimpleNamespace(spec=to_dict(spec)) for spec in some}
+    functions = {spec.name: SimpleNamespace(spec=to_dict(spec), kernels=(None,) * 2) for spec in some}
     monkeypatch.setattr(sanitize, "verify", lambda folder, arch: SimpleNamespace(functions=functions))
-    assert sanitize._shipped(0) == (ARCH, {spec.name: spec for spec in some})
+    assert sanitize._shipped(0) == (ARCH, dict.fromkeys(some, 2))

@@ -271,18 +271,17 @@ class AddressedCall(Call):
 
     def constants(self) -> dict[str, Any]:
         dtypes = {f"{name}_dtype": like[1] for name, like in zip(self.returns, self._made_likes(), strict=True) if like}
-        stated = super().constants()
-        # A definition may state an argument that has an option's name, and then knows more than the option.
-        options = {name: of(getattr(self, name)) for name, of in self.numeric.items() if name not in stated}
-        return {**stated, **options, **dtypes, "raw_stream": gpus.raw_stream}
+        options = {name: of(getattr(self, name)) for name, of in self.numeric.items()}
+        return self._merged([options, dtypes, {"raw_stream": gpus.raw_stream}, super().constants()])
 
     def of_rows(self) -> dict[str, Any]:
-        sizes = {"tokens": self.num_rows, "rank": len(self.lead_sizes), **self.own_sizes}
-        sizes.pop("workspace", None)
-        for name, like in zip(self.returns, self.likes(), strict=True):
-            for place, length in enumerate(like[0] if like else ()):
-                sizes[f"{name}_{place}"] = length
-        return sizes
+        own = {name: size for name, size in self.own_sizes.items() if name != "workspace"}
+        lengths = {
+            f"{name}_{place}": length
+            for name, like in zip(self.returns, self.likes(), strict=True)
+            for place, length in enumerate(like[0] if like else ())
+        }
+        return self._merged([{"tokens": self.num_rows, "rank": len(self.lead_sizes)}, own, lengths])
 
     @functools.cached_property
     def own_sizes(self) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class Definition:
         scratch: functions that return the memory that a launch takes from the workspace, by the kernel's argument
             names.
         prologue: functions that return a `PrologueStep`, or None.
+        overrides: names that two sources of values may give, where the later value replaces the earlier one: the
+            problem's dimensions and options come before `constants`, and each function before the next. All other names
+            have one source.
         address_checks: checks of tensors at addresses that a plan has not seen, for properties other than alignment
             that metadata does not show. They take the call's class, the given outputs, and by name the tensors that are
             read.
@@ -71,6 +74,7 @@ class Definition:
     of_rows: tuple[Callable[[Any], Mapping[str, Any]], ...] = ()
     scratch: tuple[Callable[[Any, Problem], Mapping[str, ScratchPart]], ...] = ()
     prologue: tuple[Callable[[Any, Problem], PrologueStep | None], ...] = ()
+    overrides: tuple[str, ...] = ()
     address_checks: tuple[Callable[[Any, list[Any], dict[str, Any]], None], ...] = ()
     cuts: str = ""
     reference: Callable[..., None] = no_reference

@@ -76,15 +76,15 @@ class PlanMaker(Arguments):
         """Return a launch's constants that do not depend on the number of rows, by name, without the problem's
         dimensions.
         """
-        return _merged([part(self) for part in self.definition.constants])
+        return self._merged([part(self) for part in self.definition.constants])
 
     def of_rows(self) -> dict[str, Any]:
         """Return further constants of a launch, by name, that may depend on the number of rows."""
-        return _merged([part(self) for part in self.definition.of_rows])
+        return self._merged([part(self) for part in self.definition.of_rows])
 
     def scratch(self, problem: Problem) -> dict[str, ScratchPart]:
         """Return the memory that a launch takes from the workspace, by the kernel's names of arguments."""
-        return _merged([part(self, problem) for part in self.definition.scratch])
+        return self._merged([part(self, problem) for part in self.definition.scratch])
 
     def prologue(self, problem: Problem) -> list[PrologueStep]:
         """Return the steps that a launch runs before it calls the kernel's function."""
@@ -140,13 +140,17 @@ class PlanMaker(Arguments):
         for check in cls.definition.address_checks:
             check(cls, outs, read)
 
+    def _merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one dict with the entries of all parts; see `merged`."""
+        return merged(self.op, parts, self.definition.overrides)
+
     def results(self, problem: Problem) -> Any:
         """Return the call's results, uninitialised: buffers that the caller gave, or new tensors."""
         return self.returned(self.new_results(problem))
 
     def new_results(self, problem: Problem) -> list[Any]:
         """Return the results that the call returns, one by one and uninitialised; None: the result is not wanted."""
-        known = {**problem.dims, **self.of_rows(), **self.constants()}
+        known = self._merged([problem.dims, self.of_rows(), self.constants()])
         return [self._result(one, known) for one in self.result_tensors() if one.returned]
 
     def returned(self, results: Sequence[Any]) -> Any:
@@ -181,16 +185,16 @@ class PlanMaker(Arguments):
         index = self.lead.get_device()
         gpu = gpu or gpus.gpu(index)
         serving = serving or self.serving(problem, gpu)
-        constants = {
+        of_call: dict[str, Any] = {
             "index": index,
             "device": self.lead.device,
             "group_form": 0 if self.groups is None else groups.code_of(self.groups, is_offs=self.offs is not None),
             "num_sms": gpu.sm_count,
             **({} if self.definition.returns is None else {"result": self.definition.returns}),
-            **problem.dims,
-            **self._constants_of_rows(problem, serving),
-            **self.constants(),
         }
+        dims = {name: size for name, size in problem.dims.items() if name != "num_rows"}  # which depends on rows
+        parts = [of_call, dims, self._constants_of_rows(problem, serving), self.constants()]
+        constants = self._merged(parts)
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
         return self._plan(shape, constants, serving)
 
@@ -229,12 +233,12 @@ class PlanMaker(Arguments):
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         """Return the constants of a plan that may depend on the number of rows."""
         served, memory = serving.at(problem.rows), self.scratch(problem).values()
-        return {
+        of_launch: dict[str, Any] = {
             "num_rows": problem.rows, "draws_tickets": served.draws_tickets,
             "function": served.function if problem.rows else launch_nothing,
             "memory": self._layouts(memory) if memory else None,
-            **self.of_rows(), **_merged([one.names for one in self.prologue(problem)]),
         }  # fmt: skip
+        return self._merged([of_launch, self.of_rows(), *[one.names for one in self.prologue(problem)]])
 
     def _layouts(self, parts: Collection[ScratchPart]) -> workspace.MatrixLayouts:
         where = self.lead.device, self.lead.get_device()
@@ -262,7 +266,7 @@ class PlanMaker(Arguments):
         values = {name: getattr(self, name) for name in self._present()}
         results = tuple(one for one in self.result_tensors() if one.kernel in signature.names or not one.wanted)
         scratch, prologue = self.scratch(problem), self.prologue(problem)
-        texts = {name: text for one in prologue for name, text in one.values.items()}
+        texts = self._merged([one.values for one in prologue])
         sources = self.values(signature.names, constants, texts, scratch)
         unpacks = "out" if values.get("out").__class__ is list else ""
         kinds = {
@@ -293,9 +297,24 @@ class PlanMaker(Arguments):
         return sources.get(argument.name, Source(ABSENT))
 
 
-def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge dicts into one; later entries win."""
+def merged(op: str, parts: Sequence[Mapping[str, Any]], overrides: Collection[str] = ()) -> dict[str, Any]:
+    """Return one dict with the entries of all.
+
+    Args:
+        op: the operator's name, for errors.
+        parts: values by name.
+        overrides: names whose value in a later part replaces the value in an earlier one (`Definition.overrides`).
+
+    Raises:
+        TypeError: two parts give one name that is not in `overrides`, even if the values are equal.
+    """
     found: dict[str, Any] = {}
     for part in parts:
+        for name in part:
+            if name in found and name not in overrides:
+                raise TypeError(
+                    f"{op}: two sources give the argument {name!r}: {found[name]!r} and {part[name]!r}. Leave one out, "
+                    f"or add {name!r} to the definition's overrides."
+                )
         found.update(part)
     return found

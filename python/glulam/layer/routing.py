@@ -218,7 +218,11 @@ class _Choosing(LayerCall):
 
     op = "route"
     leads = "logits"
-    definition = LayerCall.definition.extended(constants=(_rule,))
+    definition = LayerCall.definition.extended(
+        constants=(_rule,),
+        # "topk_softmax" normalises whatever the option says. num_groups: of experts in the rule, not of rows.
+        overrides=("normalize", "num_groups"),
+    )
 
     @property
     def sizes(self) -> tuple[int, int]:

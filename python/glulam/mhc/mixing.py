@@ -89,7 +89,9 @@ class PostMixBackwardCall(_Mixing):
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     on_cpu = staticmethod(reference.post_mix_backward)
     definition = _Mixing.definition.extended(
-        of_rows=(_partial_sums,), cuts="tokens, for the bias's gradient, into parts, by the number of SMs"
+        of_rows=(_partial_sums,),
+        overrides=("num_sms",),  # batch-invariant calls are cut for a usual number of SMs
+        cuts="tokens, for the bias's gradient, into parts, by the number of SMs",
     )
 
 

@@ -312,7 +312,8 @@ class WeightGradientCall(GroupedWgradCall):
         return changed(training_parts(self.step, gathers=gathers).weight_gradients, operands=operands)
 
     definition = GroupedWgradCall.definition.extended(
-        constants=(lambda call: {"out_features": call.dy.shape[1], "in_features": call.x.shape[1]},)
+        constants=(lambda call: {"out_features": call.dy.shape[1], "in_features": call.x.shape[1]},),
+        overrides=("out_features", "in_features"),  # one problem stands for the gradients of both weights
     )
 
 

@@ -219,6 +219,7 @@ class QuantizedMlpCall(ReadsQuantized):
         constants=(lambda call: {"out_dtype": call.result_dtype}, numbers_of_activation, global_counts),
         scratch=(_scratch,),
         prologue=(_rounding, _copying),
+        overrides=("x",),  # rows that are copied after they were rounded
         address_checks=(look_at_scales, _look_at_x_scale),
         reference=_reference,
     )

@@ -1,0 +1,37 @@
+"""The ring of stages that cp.async fills (portable mainloop, the boundary's backward): two warps copy a part of each
+k-tile, and read all parts.
+"""
+
+from __future__ import annotations
+
+from .barriers import Machine
+
+WARP = "warp"
+
+
+def copies(n: int = 4, slots: int = 2, broken: str = "") -> Machine:
+    """For each k-tile a warp waits for its own copies, meets the other warp at the barrier, fills the stage that was
+    read before, and reads.
+
+    broken: "no wait" for its own copies; "no barrier"; "filled early", before the barrier.
+    """
+    made = Machine()
+    landed = [made.pipeline("group", slots, full=1, empty=1, parts=2) for _ in range(2)]
+    landed = [one._replace(first_cell=landed[0].first_cell) for one in landed]
+    both = made.named("barrier")
+    for part, mine in enumerate(landed):
+        warp = made.role(WARP)
+        for number in range(slots - 1):
+            warp.send(mine, number, part)
+        for number in range(n):
+            upcoming = number + slots - 1
+            if broken != "no wait":
+                warp.await_full(mine, number)
+            if broken == "filled early" and upcoming < n:
+                warp.send(mine, upcoming, part)
+            if broken != "no barrier":
+                warp.sync(both)
+            if broken != "filled early" and upcoming < n:
+                warp.send(mine, upcoming, part)
+            warp.use(mine, number)
+    return made
