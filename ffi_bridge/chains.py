@@ -190,7 +190,7 @@ def compile_chains(specs: Iterable[Spec], folder: Path, machine: host.Host) -> l
         return []
     source = folder / FILE
     source.write_text(text)
-    # By a relative name: none of the build's folders gets into the object.
+    # The source is named relative to the folder, so that no path of this machine gets into the object.
     command = [*toolchain.c_compiler(machine), f"-march={machine.baseline}", *_FLAGS]
     command += [f"-I{toolchain.tvm_ffi_headers()}", "-c", FILE, "-o", "chains.o"]
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}

@@ -68,7 +68,7 @@ def write(bundle: Path, arch: str, out: Path) -> Path:
     folder = out / "build" / variant(machine)
     folder.mkdir(parents=True)
     with verification.opened_library(source, manifest) as handle:
-        (folder / manifest.library).write_bytes(os.pread(handle, manifest.size, 0))  # of the file that was hashed
+        (folder / manifest.library).write_bytes(os.pread(handle, manifest.size, 0))  # the file that was hashed
     shutil.copyfile(str(hub_package.__file__), folder / "__init__.py")
     functions = {
         name: list(signature_of(from_dict(function.spec)).names) for name, function in manifest.functions.items()

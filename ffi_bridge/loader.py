@@ -57,10 +57,11 @@ def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
 
 @contextlib.contextmanager
 def _named(handle: int, library: Path) -> Iterator[Path]:
-    """Yield a path that ends in .so, as TVM-FFI needs, and leads to the open file `handle`, whoever replaces the file.
+    """Yield a path for an open file: a symbolic link in a temporary folder to the file descriptor `handle`.
 
-    Without a place for temporary files or without /proc the path is the library's own: only this user and root can
-    have changed the file since the checks.
+    TVM-FFI loads by path, which must end in .so. The link leads to the checked file even if `library` is replaced
+    meanwhile. Without a temporary folder or /proc, the path is `library` itself, which only this user and root can
+    change.
     """
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else None
     try:

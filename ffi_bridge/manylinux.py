@@ -17,7 +17,7 @@ from .errors import ToolchainError
 
 Glibc = tuple[int, int]
 
-_OLDEST: Glibc = (2, 17)  # of the tags that every pip in use knows
+_OLDEST: Glibc = (2, 17)  # oldest glibc whose tag every pip in use knows
 _ALIASES: dict[str, Glibc] = {"1": (2, 5), "2010": (2, 12), "2014": (2, 17)}
 _GLIBC = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "ld-linux")
 

@@ -98,7 +98,7 @@ class Store:
         try:
             found = verification.check(inner, spec.arch, hashes, spec, manifests.OBJECT, self.machine)
             with verification.opened_library(inner, found) as handle:
-                content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
+                content = os.pread(handle, found.size, 0)  # the hashed file, even if it was replaced
             texts = {suffix: verification.read_text(inner, found, suffix) for suffix in self._suffixes}
         except BundleError:
             return None

@@ -75,7 +75,8 @@ def _described(folder: Path) -> str:
         return ""
     with _opened(path) as handle, open(handle, "rb", closefd=False) as file:
         content = file.read(_MAX_BYTES)
-    head = f'{{\n "arch": "{folder.name}",\n "format": "{manifests.FORMAT}"'.encode()  # as `Manifest.write` begins
+    # The first bytes that `Manifest.write` writes.
+    head = f'{{\n "arch": "{folder.name}",\n "format": "{manifests.FORMAT}"'.encode()
     if _MARK not in content and not head.startswith(content):
         _refuse(path, "it is no manifest of Glulam's")
     named = _NAMED.search(content)

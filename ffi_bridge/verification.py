@@ -230,7 +230,7 @@ def checked(
 
 def _looked_at(folder: Path, manifest: Manifest) -> Manifest:
     """Return the manifest after checking every function's spec and the library, for callers that show a bundle."""
-    _check_specs(manifest, folder)  # for who shows them: 10 ms for the shipped ones, which loading does not need
+    _check_specs(manifest, folder)  # 10 ms for shipped bundles; loading skips it
     with opened_library(folder, manifest):
         return manifest
 

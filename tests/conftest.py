@@ -1,4 +1,4 @@
-"""Tests run without a GPU; those marked `gpu` are asked for with `-m gpu`."""
+"""Options and fixtures of all tests. Tests run without a GPU; those marked `gpu` are selected with `-m gpu`."""
 
 from __future__ import annotations
 

@@ -53,8 +53,11 @@ MOST_NOTES = 5
 
 
 def findings(log: str) -> tuple[int | None, list[str]]:
-    """Return how many errors or hazards the last summary of a tool's log counts, None if there is none; and the first
-    lines that the tool wrote besides.
+    """Parse a tool's log.
+
+    Returns:
+        The number of errors or hazards in its last summary, None if there is no summary; the first other lines of the
+        tool.
     """
     counts = [int(match["errors"]) for pattern in _SUMMARIES for match in pattern.finditer(log)]
     notes = [match["note"] for match in _NOTES.finditer(log) if "SUMMARY" not in match["note"]]
@@ -62,13 +65,13 @@ def findings(log: str) -> tuple[int | None, list[str]]:
 
 
 def is_out_of_reach(spec: Spec) -> bool:
-    """Return True for what no call on one GPU launches: kernels between GPUs, and rows in float32 rounded to MXFP8."""
+    """Return True if no call on one GPU launches a spec: kernels between GPUs, and float32 rows rounded to MXFP8."""
     between_gpus = isinstance(spec, LayerSpec) and spec.kernel in RANK_KERNELS
     return between_gpus or (isinstance(spec, QuantizeMxfp8Spec) and spec.rounded and spec.dtype == "float32")
 
 
 def missed(specs: Iterable[Spec], launched: Iterable[Spec]) -> list[str]:
-    """Return the functions, and stages of functions, that were not launched and are within reach."""
+    """Return the names of functions and stages that were not launched, except those out of reach."""
     there = {stage for spec in specs for stage in (spec, *stages_of(spec))}
     touched = {stage for spec in launched for stage in (spec, *stages_of(spec))}
     return sorted(spec.name for spec in there - touched if not is_out_of_reach(spec))
@@ -94,7 +97,7 @@ def _shipped(index: int) -> tuple[str, dict[str, Spec]]:
 
 
 def run_child(index: int, out: Path) -> None:
-    """Run the watched process: launch everything, and write the names of the functions that were called."""
+    """Run the watched process: launch every function, and write the names of the called ones."""
     torch.cuda.set_device(index)
     arch, specs = _shipped(index)
     touch(specs.values(), torch.device("cuda", index))
@@ -103,7 +106,7 @@ def run_child(index: int, out: Path) -> None:
 
 
 def refusal() -> str:
-    """Say what is missing to run at all; "" if nothing is."""
+    """Return text on what is missing to run at all; "" if nothing is."""
     if shutil.which(PROGRAM) is None:
         return f"sanitize: there is no {PROGRAM}; install the CUDA toolkit, and put its bin folder on PATH"
     if not torch.cuda.is_available():
@@ -119,12 +122,14 @@ def command(tool: str, log: Path, index: int, out: Path) -> list[str]:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a watched process: each tensor has memory of its own, so that a tool sees where it ends."""
+    """Return the environment of a watched process, in which each tensor has its own allocation, so that tools see its
+    bounds.
+    """
     return {**given, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1", gpus.ENV_UNVALIDATED: "1"}
 
 
 def verdict(tool: str, status: int, log: str, left: Sequence[str]) -> str:
-    """Say what is wrong with a tool's run; "" if nothing is. left: functions that nothing launched."""
+    """Return text on what is wrong with a tool's run; "" if nothing is. left: functions that were not launched."""
     count, notes = findings(log)
     if count is None:
         return f"{tool}: it gave no summary, and its process ended with {status}" + "".join(f"\n    {n}" for n in notes)
@@ -154,7 +159,7 @@ def sanitize(index: int, tools: Sequence[str]) -> int:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 0 if no tool found anything, 1 if one did, 2 where the program or a GPU is missing."""
+    """Run the command; return 0 if no tool found anything, 1 if one did, 2 if the program or a GPU is missing."""
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
     parser.add_argument("--tool", action="append", default=[], choices=TOOLS, help="repeatable; default: all")

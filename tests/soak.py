@@ -25,20 +25,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 MOST_GROWTH = {"host MiB": 64.0, "device MiB": 64.0, "descriptors": 4.0, "threads": 2.0}
-"""How much each may grow between the first third and the end: plans and prepared weights come and go."""
+"""Allowed growth of each quantity after the first third, since plans and prepared weights come and go."""
 PAUSE_S = 2.0
 PER_STRATUM = 4
 
 
 class Reading(NamedTuple):
-    """Memory, descriptors and threads that a process holds at a time."""
+    """Memory, file descriptors and threads of the process at one time."""
 
     seconds: float
     held: dict[str, float]
 
 
 def read(began: float, device: torch.device) -> Reading:
-    """Read what this process holds, after collecting garbage."""
+    """Collect garbage, and read the memory, descriptors and threads that this process holds."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     held = {
@@ -52,7 +52,9 @@ def read(began: float, device: torch.device) -> Reading:
 
 
 def growth(readings: Sequence[Reading]) -> list[str]:
-    """Say what grew: the least of the last third is more than the most of the second third by more than is allowed."""
+    """Return a line for each quantity whose minimum in the last third exceeds its maximum in the second third by too
+    much.
+    """
     third = len(readings) // 3
     if not third:
         return []
@@ -66,7 +68,7 @@ def growth(readings: Sequence[Reading]) -> list[str]:
 
 
 def drawn(seed: int, stratum: draw.Stratum, device: str) -> list[Problem]:
-    """Return a few problems of a stratum, which another seed draws otherwise."""
+    """Draw a few problems of a stratum; other seeds give other problems."""
     found: list[Problem] = []
 
     @seeded(seed)
@@ -83,10 +85,10 @@ def drawn(seed: int, stratum: draw.Stratum, device: str) -> list[Problem]:
 
 
 class Soak:
-    """Threads at work on a device, until they are told to end.
+    """Worker threads on a device, which run until they are stopped.
 
     Attributes:
-        count: problems that passed. failures: what went wrong, with the line that reproduces it.
+        count: number of problems that passed. failures: errors, each with the command that reproduces it.
     """
 
     def __init__(self, device: torch.device, threads: int, seed: int) -> None:
@@ -139,7 +141,7 @@ def soak(
     device: torch.device, seconds: float, threads: int, seed: int = 0, pause_s: float = PAUSE_S,
     say: Callable[[str], object] = print,
 ) -> int:  # fmt: skip
-    """Return 0 if everything passed and nothing grew, else 1."""
+    """Run for `seconds`; return 0 if everything passed and nothing grew, else 1."""
     began, readings = time.monotonic(), list[Reading]()
     with Soak(device, threads, seed) as work:
         while time.monotonic() - began < seconds and not work.failures:
@@ -156,7 +158,7 @@ def soak(
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 0 if everything passed and nothing grew, 1 if not, 2 where there is no such device."""
+    """Run the command; return 0 if everything passed and nothing grew, 1 if not, 2 if the device does not exist."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("minutes", type=float, nargs="?", default=10.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
-"""Bad arguments: refused before anything runs, in words that name the argument, what it got and the remedy.
+"""Bad arguments: refused before anything runs, by messages that name the argument, its value and the remedy.
 
-Each case runs twice: for tensors on the CPU, and with CPU tensors taken for a GPU's, where the kernels' own rules
-(dtypes, widths, strides, alignment) hold as well.
+Each case runs twice: on CPU tensors, and on CPU tensors that are taken for GPU tensors, to which the kernels' own rules
+(dtypes, widths, strides, alignment) apply too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 def good() -> dict[str, Any]:
-    """Arguments of a grouped_mlp that works, every optional one given."""
+    """Return arguments of a valid grouped_mlp call, with every optional one."""
     torch.manual_seed(0)
     return {
         "x": torch.randn(T, H).to(BF16),
@@ -48,7 +48,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> torch.Tenso
 
 
 def misaligned(*shape: int) -> torch.Tensor:
-    """Starts 2 bytes after a multiple of 16."""
+    """Return a tensor whose address is 2 bytes past a multiple of 16."""
     flat = empty(math.prod(shape) + 1)
     assert flat.data_ptr() % 16 == 0
     return flat[1:].view(shape)
@@ -56,7 +56,7 @@ def misaligned(*shape: int) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """Changes to good arguments, the error's type, and words that its message must have."""
+    """A bad call: changes to valid arguments, the error's type, and words of its message."""
 
     changes: dict[str, Any]
     error: type[Exception]
@@ -302,7 +302,7 @@ def test_host_splits_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_errors() -> list[tuple[Any, Any, str]]:
-    """State, a module, and what the errors of both conversions name."""
+    """Return (state, module, words of the error) for bad calls of both state dict conversions."""
     module = glulam.nn.GroupedLinear(E, H, I)
     states = [(state, module, "state is a ") for state in (None, 3, "x", [("weight", 1)], torch.ones(3))]
     return states + [({}, wrong, "module is a ") for wrong in (None, 3, "x", {})]

@@ -1,4 +1,4 @@
-"""Differentiation: gradcheck in float64, exactly the work that is asked for, and torch's ways of calling a backward."""
+"""Differentiation: gradcheck in float64, no more work than requested, and torch's ways to call a backward."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ SAVED = {  # besides group sizes
 
 
 class TestWork:
-    """What a backward launches and what a forward keeps, for each input that alone needs a gradient."""
+    """Kernels that a backward launches and tensors that a forward saves, if only one input requires a gradient."""
 
     @pytest.mark.parametrize("name", INPUTS)
     def test_kernels(self, fake_gpu: FakeGpu, name: str) -> None:
@@ -188,7 +188,9 @@ class TestWork:
 
 
 def saved_by(given: dict[str, torch.Tensor], call: Callable[[], torch.Tensor]) -> set[str]:
-    """Names of the inputs that autograd keeps; other tensors by their width, group sizes left out."""
+    """Return the names of inputs that autograd saves, and names of other saved tensors by their width, without group
+    sizes.
+    """
     kept: set[str] = set()
     by_address = {value.data_ptr(): name for name, value in given.items()}
     widths = {given["w1"].shape[1]: "preact", given["w2"].shape[2]: "act"}
@@ -207,7 +209,7 @@ PLANNED = ("x", "w1", "w2", "row_scale")
 
 
 class TestPlanned:
-    """Common calls on a GPU: a plan settles forward and backward."""
+    """Tests of common calls on a GPU, whose forward and backward follow a plan."""
 
     def layer(self, wanted: tuple[str, ...] = PLANNED, **options: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         c = small(**{"dtype": BF16, "hidden": 16, "inter": 32, "tail": TAIL, **options})
@@ -428,7 +430,7 @@ def test_a_part_of_a_step_is_launched_in_one_way(
 
 
 class TestPlannedMm:
-    """The same for grouped_mm."""
+    """Tests of planned grouped_mm calls."""
 
     def given(self, transpose_w: bool, wanted: tuple[str, ...] = ("x", "w", "bias")) -> tuple[dict[str, Any], Any]:
         c = small(dtype=BF16, hidden=16, inter=32, tail=TAIL)

@@ -1,4 +1,4 @@
-"""Bad arguments of the gradient operators: refused before anything runs, in words that name the argument."""
+"""Bad arguments of the gradient operators: refused before anything runs, by messages that name the argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> torch.Tenso
 
 
 def good(op: str) -> dict[str, Any]:
-    """Arguments of a call that works."""
+    """Return arguments of a valid call of an operator."""
     arguments = {
         "grouped_wgrad": {"dy": empty(T, I), "x": empty(T, H), "out": torch.full((E, I, H), 7.0, dtype=BF16)},
         "grouped_dglu": {

@@ -1,4 +1,4 @@
-"""The gradient operators on the CPU: against the float64 oracle, which differentiates by torch's autograd."""
+"""The gradient operators on the CPU, against the float64 oracle, which uses torch's autograd."""
 
 from __future__ import annotations
 

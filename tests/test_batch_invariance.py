@@ -1,4 +1,4 @@
-"""The switch for batch invariance: which kernels serve with it, what is refused by name, threads, plans and traces."""
+"""The batch-invariance switch: the kernels chosen with it, calls refused by name, threads, plans and traces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEW, SOME = 16, 128
 
 @pytest.fixture(autouse=True)
 def off() -> Iterator[None]:
-    """Every test begins and ends with the switch off."""
+    """Check that the switch is off before and after every test."""
     assert not switch.is_on()
     yield
     assert not switch._blocks
@@ -54,7 +54,7 @@ def off() -> Iterator[None]:
 
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> FakeGpu:
-    """A GPU with portable kernels, whose tile of few rows adds in another order than the one of many."""
+    """A fake GPU with portable kernels, whose tile for few rows accumulates in another order than the one for many."""
     monkeypatch.setattr(device, "gpu", lambda index: device.Gpu("fake", "sm_90", 132))
     forget_plans()
     return fake_gpu
@@ -78,7 +78,7 @@ def mlp(x: Tensor = X, **options: Any) -> Tensor:
 
 
 def heights(gpu: FakeGpu) -> set[int]:
-    """Rows of the tiles of the GEMMs that were asked for since the last time."""
+    """Return the tile heights of all GEMMs requested since the last call."""
     found = {stage.tile.m for spec in gpu.specs for stage in gemms_of(spec)}
     del gpu.specs[:]
     return found
@@ -317,7 +317,7 @@ class TestKernels:
 
 
 def _launched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A list that gets the spec of every launch."""
+    """Return a list that gets the spec of every launch."""
     launched: list[Spec] = []
     find = gpu.find
 

@@ -1,6 +1,6 @@
-"""The model on paper of docs/blackwell.md: its tables are what `cute_kernels.sm100.cost` computes.
+"""The performance model in docs/blackwell.md: its tables equal the output of `cute_kernels.sm100.cost`.
 
-After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_blackwell_model.py, and read the tables.
+After an intended change: GLULAM_GOLDEN=write python -m pytest tests/test_blackwell_model.py, then read the tables.
 """
 
 from __future__ import annotations

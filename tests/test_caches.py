@@ -1,4 +1,6 @@
-"""Every cache of a process serves two threads that find it empty at the same time; `COVERED` names the tests."""
+"""Every cache of a process serves two threads that find it empty at the same time; `COVERED` names each cache's
+test.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ MM = Chosen("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
 
 
 def together(work: Callable[[], Any], count: int = 2) -> list[Any]:
-    """Return the results of threads that begin at the same time."""
+    """Run `work` in `count` threads that start at the same time; return their results."""
     start = threading.Barrier(count, timeout=60)
 
     def begin(_: int) -> Any:
@@ -138,7 +140,7 @@ def _forget_all() -> None:
 
 
 def _step_of_a_module(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight that a trainer has a buffer for."""
+    """Run a forward and backward of a module whose weights have a main_grad buffer; return one weight's gradient."""
     module = glulam.nn.GroupedMLP(len(offs), x.shape[1], x.shape[1], dtype=x.dtype)
     for weight in module.parameters():
         weight.data.fill_(0.01)

@@ -1,4 +1,4 @@
-"""Activation checkpointing by torch.utils.checkpoint: bits, checks, what stays in memory, the routing of a layer."""
+"""Activation checkpointing by torch.utils.checkpoint: same bits, argument checks, memory use, and a layer's routing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def batch(dtype: torch.dtype = F64) -> Tensor:
 
 
 def results(module: nn.Module, step: Step, x: Tensor) -> dict[str, Tensor]:
-    """The step's result and all gradients."""
+    """Run a step; return its result and all gradients."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = step(x)
@@ -141,14 +141,14 @@ def test_main_grads_get_each_gradient_once(way: dict[str, Any], delay: bool) -> 
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operators whose arguments were checked again, since a launch had failed."""
+    """List that gets the operator of each call whose arguments are checked again after a failed launch."""
     found: list[str] = []
     monkeypatch.setattr(Arguments, "check_after_failure", lambda call: found.append(call.op))
     return found
 
 
 class Stop(Exception):
-    """As torch's own, which ends a recomputation."""
+    """Stand-in for the exception by which torch ends a recomputation."""
 
 
 def stop(_: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def stop(_: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", MODULES)
 class TestAnEarlyEndIsNoFailure:
-    """A hook of saved tensors raises within the call; no argument is the cause, so none is checked."""
+    """A saved-tensor hook that raises within a call is not an argument's fault, so arguments are not checked again."""
 
     def check(self, kind: str, dtype: torch.dtype, judged: list[str]) -> None:
         module, step = made(kind, dtype)
@@ -175,7 +175,7 @@ class TestAnEarlyEndIsNoFailure:
 
 
 class Saving(torch.autograd.Function):
-    """x, for whose gradient a copy is saved."""
+    """Identity function that saves a copy of x for its backward."""
 
     saved: list[StorageWeakRef] = []
     alive_in_backward: list[int] = []

@@ -1,4 +1,4 @@
-"""load_experts: checkpoints that are made by hand load to their values in float64; damaged ones are refused by name."""
+"""load_experts: hand-made checkpoints load to their values in float64; damaged ones are refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded(c: Checkpoint, **options: Any) -> tuple[Any, Any]:
 
 
 def assert_values(weight: Any, values: Tensor) -> None:
-    """Equal but for float32's rounding of three factors."""
+    """Check that a weight dequantises to `values`, up to float32 rounding of a product of three factors."""
     assert weight.shape == values.shape and (values.abs().amax(dim=(1, 2)) > 0.1).all()
     made = weight.dequantize().double()
     assert torch.equal(made == 0, values == 0)
@@ -107,7 +107,7 @@ def test_memory_in_another_order(kind: str) -> None:
 
 
 class FromFile(Mapping[str, Tensor]):
-    """Makes tensors when it is asked for them, and counts."""
+    """A state dict that loads tensors on request, and counts requests by name."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state, self.asked = state, dict.fromkeys(state, 0)
@@ -205,7 +205,7 @@ def change(name: str, make: Callable[[Tensor], Any]) -> Damage:
 
 
 def fill(name: str, place: tuple[int, ...], byte_or_number: float) -> Damage:
-    """A number, or of elements of 8 bits a byte."""
+    """Return a damage that sets one element of a tensor to a number, or to a byte if elements have 8 bits."""
 
     def damage(state: dict[str, Tensor], start: str) -> None:
         part = state[start + name]
@@ -442,7 +442,7 @@ def module_of(kind: str, width: int = 96, **options: Any) -> glulam.nn.MoE:
 
 
 def bits_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of a module's state, as bytes."""
+    """Return a copy of a module's state, as bytes."""
     return {name: value.clone().flatten().view(torch.uint8) for name, value in module.state_dict().items()}
 
 
@@ -452,7 +452,7 @@ def assert_same_bits(module: torch.nn.Module, before: dict[str, Tensor]) -> None
 
 
 def block_of(kind: str, c: Checkpoint) -> dict[str, Tensor]:
-    """The state of one block, with its router."""
+    """Return the state of one MoE block, including its router."""
     start = c.prefix.removesuffix("experts")
     state = {name.removeprefix(start): t for name, t in c.state.items() if name.startswith(start)}
     return {**state, "gate.weight": torch.randn(EXPERTS, 160)}

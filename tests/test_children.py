@@ -1,4 +1,6 @@
-"""A module calls its children: hooks run, wrappers take part, and what a parent does for plain ones is the same."""
+"""Modules call their child modules: hooks run and wrappers take part, with the same results as the fused path for plain
+children.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from glulam.nn import GroupedMLP, MoE
 
 F64 = torch.float64
 NOBODYS = "1"
-"""How names of parameters of an expert without rows end."""
+"""Suffix of the parameter names of an expert without rows."""
 LEAVES = ("router", "experts", "experts.fc1", "experts.fc2", "shared", "shared.fc1", "shared_gate")
 
 
@@ -35,7 +37,7 @@ def tokens(dtype: torch.dtype = F64) -> Tensor:
 
 
 def step(module: nn.Module, x: Tensor, **given: Any) -> dict[str, Tensor]:
-    """The result of a forward and the gradients of its backward, by name."""
+    """Run a forward and backward; return the result and gradients, by name."""
     leaf = x.clone().requires_grad_()
     y = module(leaf, **given)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
@@ -80,7 +82,7 @@ def test_what_a_hook_returns_is_the_result(name: str) -> None:
 
 
 class Half(nn.Module):
-    """A wrapper that hides what it wraps."""
+    """A wrapper that hides the class and attributes of its wrapped module."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Half(nn.Module):
 
 
 class Adapter(nn.Module):
-    """As PEFT's layers: shows the weight of its base, and adds low-rank products."""
+    """A wrapper like PEFT's layers: exposes its base's weight, and adds low-rank products."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which tile: the rule against stored measurements that it was not fitted to, the shipped table, and their limits."""
+"""Tile choice: the rule against stored measurements that it was not fitted to, the shipped table, and their limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 
 SLOW = Point("Mixtral-8x22B", "dgrad", "uniform", 64)
-"""Where the rule's tile was 19 % slower on one of the routings, in this one of two measurements."""
+"""Point at which the rule's tile was 19 % slower for one routing, in one of two measurements."""
 OPS = {"fc1": "grouped_glu", "fc2": "grouped_mm", "dgrad": "grouped_mm"}
 
 
@@ -51,7 +51,7 @@ def gemm_of(record: dict[str, Any]) -> Gemm:
 
 
 def problem_of(record: dict[str, Any], rows: int | None = None) -> Problem:
-    """A call that runs the record's GEMM."""
+    """Return a problem that runs the record's GEMM."""
     gated = record["op"] == "fc1"
     return Problem(
         op=OPS[record["op"]],
@@ -67,7 +67,7 @@ def problem_of(record: dict[str, Any], rows: int | None = None) -> Problem:
 
 
 def by_size(models: set[str]) -> Iterator[list[dict[str, Any]]]:
-    """The routings of each (operation, model, rows an expert)."""
+    """Yield groups of records with the same (operation, model, rows per expert), one record per routing."""
     key = lambda r: (r["op"], r["model"], r["rows_per_expert"])  # noqa: E731
     chosen = sorted((record for record in RECORDS if record["model"] in models), key=key)
     return (list(group) for _, group in itertools.groupby(chosen, key))
@@ -82,7 +82,7 @@ def by_rule(gemm: Gemm) -> TileConfig:
 
 
 def loss(records: list[dict[str, Any]], tile: TileConfig) -> float:
-    """Measured time on a tile over that on the best shipped one."""
+    """Return the measured time on a tile over the time on the fastest shipped one."""
     return mean_us(records, tile) / min(mean_us(records, other) for other in TILES)
 
 

@@ -1,4 +1,6 @@
-"""Kernels made at run time: limits checked first, preferences that last, and a serving process that makes none."""
+"""Kernels compiled at run time: limits checked first, preferences that persist, and a serving process that compiles
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ MM = Problem("grouped_mm", "bfloat16", 4096, 16, 1024, 0, 2048)
 
 
 def in_process(code: str, **environment: str) -> Any:
-    """What `code` prints as JSON, run by a new interpreter; its warnings are errors."""
+    """Run `code` in a new interpreter, with RuntimeWarnings as errors; return its output parsed as JSON."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=env, capture_output=True, text=True
@@ -42,7 +44,7 @@ def in_process(code: str, **environment: str) -> Any:
 
 @pytest.fixture
 def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, nothing known, no bundle."""
+    """An empty cache, no known kernels and no bundle."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv(loader.ENV_BUNDLE, str(tmp_path / "no bundle"))
     monkeypatch.setattr(kernels, "_compiled", {})
@@ -54,7 +56,7 @@ def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A cache in which a process compiled SPEC and preferred it, and what that cost."""
+    """A cache in which another process compiled and preferred SPEC, and that process' measurements."""
     root = tmp_path_factory.mktemp("compiled")
     told = in_process(
         """
@@ -256,7 +258,7 @@ print(json.dumps(dict(names=sorted(spec.name for spec in specs), sources=sorted(
 
 
 class TestServing:
-    """A process that meets new numbers of rows, of experts, or another routing, which the host never sees."""
+    """A process that meets new row counts, expert counts, or another routing, which the host never sees."""
 
     def files(self, root: Path) -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in root.rglob("*")}

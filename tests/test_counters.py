@@ -1,4 +1,4 @@
-"""The counters that kernels draw tickets from: whose they are, and that no two calls that may overlap share any."""
+"""Ticket counters of kernels: owned by a thread, stream or graph, and never shared by two calls that may overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Capture:
-    """`number`: of the capture that is under way."""
+    """Number of the current graph capture, in a mutable attribute."""
 
     number = 1
 

@@ -1,4 +1,4 @@
-"""docs/decisions/: a page answers one question in one sitting, its verdict first, and the index has every page."""
+"""docs/decisions/: each page answers one question, is short, begins with its verdict, and is in the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.set_default_device: what Glulam makes for itself lies where it says, whatever the caller's default is."""
+"""torch.set_default_device: Glulam's own tensors are on the right device, whatever the caller's default is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's layer is a real MoE layer, its verdict can fail, and it runs where there is no GPU."""
+"""The demo: its layer equals a plain MoE layer, its check can fail, and it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(size=TINY, name=QWEN3):
 
 
 def moe_token_by_token(layer, x):
-    """The layer without sorting: each token through its own experts, in float64."""
+    """Compute the layer without sorting, each token through its experts, in float64."""
     w1, w2 = demo.weights_of(layer)
     logits = torch.nn.functional.linear(x.float(), layer.router.weight)  # in float64 others might be chosen
     probabilities, experts = logits.double().softmax(dim=-1).topk(TINY.top_k, dim=-1)

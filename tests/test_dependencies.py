@@ -1,4 +1,4 @@
-"""pyproject.toml requires all that the package needs: with nothing else installed, importing it prints no warning."""
+"""pyproject.toml requires everything the package needs: with nothing else installed, importing it prints no warning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def required() -> list[Requirement]:
 
 
 def installed_for(requirements: list[Requirement]) -> set[str]:
-    """The distributions that pip installs for requirements, of those that are here."""
+    """Return the installed distributions that pip would install for requirements, including indirect ones."""
     found: set[tuple[str, str]] = set()
     pending = [(one, extra) for one in requirements for extra in ("", *one.extras)]
     while pending:

@@ -1,4 +1,4 @@
-"""Which kernel a call gets: the choice, its explanation, and kernels that `compile` adds."""
+"""Dispatch: the kernel that a call gets, its explanation, and kernels added by `compile`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problem(**changes: Any) -> Problem:
 
 
 class FakeBundle:
-    """A bundle of the shipped specs whose functions note their arguments."""
+    """A bundle of the shipped specs whose functions record their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -74,7 +74,7 @@ def bundle(monkeypatch: pytest.MonkeyPatch) -> FakeBundle:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundle: FakeBundle) -> Iterator[list[Any]]:
-    """Specs that were sent to the compiler; what `compile` registers is undone."""
+    """List that gets specs sent to the compiler; undoes registrations by `compile` afterwards."""
     sent: list[Any] = []
 
     def get(spec: Any) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Experts across the ranks of a gloo group against the same layer in one process, on the CPU."""
+"""Expert parallelism over a gloo group, against the same layer in one process, on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def some(*shape: int, seed: int, dtype: torch.dtype = F64) -> Tensor:
 
 
 def choices(rank: int, tokens: int, kind: str) -> Tensor:
-    """ids [tokens, K] of a rank's tokens."""
+    """Return expert ids [tokens, K] of a rank's tokens, distributed as `kind` says."""
     generator = torch.Generator().manual_seed(100 + rank)
     ids = torch.stack(
         [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)] or [torch.empty(0, 3)]
@@ -62,13 +62,13 @@ def choices(rank: int, tokens: int, kind: str) -> Tensor:
 
 
 def weights_of() -> tuple[Tensor, Tensor]:
-    """Of all experts, which differ in scale."""
+    """Return w1 and w2 of all experts, which differ in scale."""
     scale = torch.logspace(-0.5, 0.5, EXPERTS, dtype=F64)[:, None, None]
     return some(EXPERTS, 2 * INTER, HIDDEN, seed=1) * scale, some(EXPERTS, HIDDEN, INTER, seed=2) * scale
 
 
 def inputs(rank: int, tokens: int, kind: str) -> list[Tensor]:
-    """x, ids, weights of choices, residual."""
+    """Return a rank's x, ids, weights of choices and residual."""
     weights = some(tokens, TOP_K, seed=30 + rank).abs() + 0.1
     return [
         some(tokens, HIDDEN, seed=10 + rank),
@@ -79,7 +79,7 @@ def inputs(rank: int, tokens: int, kind: str) -> list[Tensor]:
 
 
 def layer_results(given: list[Tensor], w1: Tensor, w2: Tensor, mix: Tensor, parallel: Any = None) -> list[Tensor]:
-    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
+    """Return the layer's result and the gradients of x, the choices' weights, the residual and expert weights."""
     x, ids, weights, residual = given
     leaves = [t.clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
     routing = Routing.from_topk(ids, leaves[1], EXPERTS)
@@ -114,7 +114,9 @@ def against_one_process() -> None:
 
 
 def what_goes_where() -> None:
-    """A token goes once to a rank, rows lie by rank and number, and the two ends are each other's."""
+    """Check dispatch and combine: each token is sent to a rank once, received rows are sorted by rank and token, and
+    combine returns them to their tokens.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=torch.float32, transport="all_to_all")
     tokens = [inputs(r, 5 + r, "some") for r in range(world)]
@@ -137,7 +139,9 @@ def what_goes_where() -> None:
 
 
 def sums_or_rows() -> None:
-    """combine takes both, told apart by shape, or by `summed` where a token has one choice and so one row."""
+    """Check that combine accepts sums and rows. It tells them apart by shape, or if a token has one choice and thus one
+    row, by `summed`.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     w1, w2 = weights_of()
     for k in (TOP_K, 1):
@@ -160,7 +164,9 @@ def sums_or_rows() -> None:
 
 
 def neither_sums_nor_rows() -> None:
-    """The error names both shapes, or the shape of `summed`; nothing was sent, and the call can be made again."""
+    """Check that combine's error for other shapes names both valid ones, nothing is sent, and the call can be
+    repeated.
+    """
     rank = dist.get_rank()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     x, ids, weights, _ = inputs(rank, 5, "all")
@@ -182,7 +188,9 @@ def neither_sums_nor_rows() -> None:
 
 
 def spare_rows() -> None:
-    """A routing that leaves rows without an expert causes no warning: that is what the ranks' routings are like."""
+    """Check that rows after the last group cause no warning with a dispatched routing, which always may have such
+    rows.
+    """
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     own = slice(ep.first, ep.first + ep.num_local)
     w1, w2 = (w[own] for w in weights_of())
@@ -202,7 +210,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
 
 
 def the_page_s_first_example() -> None:
-    """It defines all that it uses, and its ways give one result."""
+    """Run the docs page's first example, which must define all its names; all its ways must give the same bits."""
     text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +223,7 @@ def the_page_s_first_example() -> None:
 
 
 def with_a_default_device() -> None:
-    """The device that torch makes tensors on by default is none of a layer's business."""
+    """Check that torch's default device does not affect a layer's results."""
     rank = dist.get_rank()
     tokens = [*inputs(rank, 6, "some"), some(6, HIDDEN, seed=rank)]
     w1, w2 = weights_of()
@@ -248,14 +256,14 @@ def refusal(bad: bool, error: type[Exception], text: str, others: str) -> Any:
 
 
 def made_by(ep: ExpertParallel, seed: int = 0) -> Tensor:
-    """A layer's result, which differs if ranks are out of step."""
+    """Return a layer's result, which differs if ranks are out of step."""
     w1, w2 = (w[ep.first : ep.first + ep.num_local] for w in weights_of())
     x, ids, weights, _ = inputs(ep.rank + seed, 5, "all")
     return glulam.moe(x, Routing.from_topk(ids, weights, EXPERTS), w1, w2, parallel=ep)
 
 
 def arguments_that_do_not_fit_here() -> None:
-    """Whatever is wrong on one rank is told to the others before anything is sent, and the next call is right."""
+    """Check that a bad argument on one rank raises on all before anything is sent, and that the next call is right."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     module = MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, dtype=F64)
     bad = ep.rank == 1
@@ -290,7 +298,9 @@ def arguments_that_do_not_fit_here() -> None:
 
 
 def experts_that_fail() -> None:
-    """After a dispatch the others are told in place of a combine, and the next call is right."""
+    """Check that if a rank's experts fail after dispatch, the others raise in combine, and that the next call is
+    right.
+    """
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     x, ids, weights, _ = inputs(ep.rank, 5, "all")
     routing, bad = Routing.from_topk(ids, weights, EXPERTS), ep.rank == 1
@@ -309,7 +319,9 @@ def experts_that_fail() -> None:
 
 
 def ranks_out_of_step() -> None:
-    """No rank takes the bytes of one operation for another's: all are told which ones met, and the object ends."""
+    """Check that ranks in different operations all raise an error that names both, never mix up bytes, and that the
+    object is unusable afterwards.
+    """
     bad = dist.get_rank() == 1
     x, ids, weights, _ = inputs(dist.get_rank(), 5, "all")
     leaf = x.clone().requires_grad_()
@@ -351,7 +363,9 @@ def ranks_out_of_step() -> None:
 
 
 def rows_in_other_forms() -> None:
-    """Weights travel in float32 whatever ranks give; other results than the other ranks' are refused on each."""
+    """Check that routing weights are sent as float32 whatever dtype ranks pass, and that every rank raises if results
+    differ in dtype between ranks.
+    """
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     bad = ep.rank == 1
     x, ids, weights, _ = inputs(ep.rank, 5, "all")
@@ -375,7 +389,7 @@ def rows_in_other_forms() -> None:
 
 
 def two_threads() -> None:
-    """A thread that comes while another is in a layer is refused, and the object ends on every rank."""
+    """Check that a second thread in a layer is refused, and the object is unusable on every rank afterwards."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     x, ids, weights, _ = inputs(ep.rank, 5, "all")
     routing, bad = Routing.from_topk(ids, weights, EXPERTS), ep.rank == 1
@@ -395,7 +409,7 @@ def two_threads() -> None:
 
 
 def modules() -> None:
-    """nn.MoE, with state dicts of whole models, packed or not, and its gradients."""
+    """Check nn.MoE: gradients, and loading state dicts of whole models, packed or not."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     options: dict[str, Any] = {"dtype": F64, "shared_intermediate_size": 8, "bias": True, "router_bias": True}
@@ -426,8 +440,10 @@ def modules() -> None:
 
 
 def without_gradients() -> None:
-    """Rows that are added on their way give the bits of sums, by any recipe, by the function and the module. By "mxfp8"
-    tokens travel in MXFP8 then, where their width allows it.
+    """Check that without gradients, where rows are added while they are received, results have the bits of those with
+    gradients.
+
+    Covers all recipes, the function and the module. By "mxfp8" tokens are then sent in MXFP8, if their width allows it.
     """
     inter = 64
     for dtype, recipe, hidden in (
@@ -452,7 +468,7 @@ def without_gradients() -> None:
 
 @contextlib.contextmanager
 def forms_sent() -> Iterator[list[type]]:
-    """Of what dispatches send meanwhile."""
+    """Context that collects the type of the tokens that each dispatch sends."""
     found: list[type] = []
     send = all_to_all._Rows._tokens_forth
 
@@ -470,7 +486,7 @@ def bytes_of(x: MXFP8Tensor) -> list[Tensor]:
 
 
 def tokens_in_mxfp8() -> None:
-    """Given so: their bytes go where 16-bit rows go, and a layer's result follows from their values."""
+    """Check tokens passed in MXFP8: their bytes are sent as 16-bit rows are, and results follow from their values."""
     hidden, inter = 128, 64
     ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, MOST, dtype=BF16)
     own, tokens = slice(ep.first, ep.first + ep.num_local), 4 * (ep.rank != 1)
@@ -501,7 +517,7 @@ def tokens_in_mxfp8() -> None:
 
 
 def wrong_tokens_in_mxfp8(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, given: dict[str, Any]) -> None:
-    """Every rank is told, and the next call goes on."""
+    """Check that wrong MXFP8 tokens raise on every rank, and that the next call is right."""
     q = glulam.quantize_mxfp8(x, block="1x128")
     narrow = ExpertParallel(None, EXPERTS, TOP_K, 96, MOST, dtype=BF16)
     scale = torch.empty(*q.scale.shape, 2, dtype=torch.uint8)[..., 0].view(q.scale.dtype)
@@ -532,7 +548,7 @@ def wrong_tokens_in_mxfp8(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: T
 
 
 def copies_of_modules() -> None:
-    """They name their ranks and share them, and no file holds them."""
+    """Check that copies of modules share the ranks' object and show it in their repr, and that no file stores it."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     module = MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, dtype=F64)
     assert f"parallel={ep!r}" in repr(module) and "parallel" not in repr(MoE(HIDDEN, INTER, EXPERTS, TOP_K, dtype=F64))
@@ -545,7 +561,7 @@ def copies_of_modules() -> None:
 
 
 def bad_options() -> None:
-    """Each is told before anything is sent."""
+    """Check that each bad constructor option raises before anything is sent."""
     options: dict[str, Any] = {"dtype": F64, "transport": "auto"}
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens": MOST}
     for change, error, text in (
@@ -576,7 +592,7 @@ def bad_options() -> None:
 
 
 def ranks_that_disagree() -> None:
-    """All ranks are told the same, and none waits for another."""
+    """Check that if ranks pass different options, all raise the same error, and none waits for another."""
     sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": 16, "dtype": torch.bfloat16}
     last = dist.get_rank() == dist.get_world_size() - 1
     with pytest.raises(ValueError, match=f"rank {dist.get_world_size() - 1} gives .*, and rank 0 .*; all ranks must"):
@@ -593,7 +609,7 @@ def ranks_that_disagree() -> None:
 
 
 def a_rank_that_ends() -> None:
-    """The others are told which call it was missing from."""
+    """Check that the others' error names the call in which an ended rank was missing."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
     x, ids, weights, _ = inputs(dist.get_rank(), 5, "all")
     x_here, here, handle = ep.dispatch(x, ids, weights)

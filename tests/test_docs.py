@@ -63,7 +63,7 @@ ON_GPU = 'device="cuda"'
 
 @functools.cache
 def words() -> frozenset[str]:
-    """Every word of the sources but these tests, and the name of every file."""
+    """Return every word of the sources except these tests, and the name of every file."""
     files = [file for top in SOURCES for file in (REPOSITORY / top).rglob("*.py") if file != Path(__file__)]
     files += [REPOSITORY / name for name in ("Makefile", "pyproject.toml")]
     in_files = {word for file in files for word in re.findall(r"\w+", file.read_text())}
@@ -74,7 +74,7 @@ def words() -> frozenset[str]:
 
 
 def check_session(text: str, names: dict[str, Any]) -> None:
-    """Run each `>>> STATEMENT`; it raises what the lines after it say, or nothing if there are none."""
+    """Run each `>>> STATEMENT`, and compare its error with the lines after it; without such lines it must not raise."""
     for statement, told in re.findall(r"^>>> (.*)\n((?:(?!>>> ).+\n?)*)", text, re.MULTILINE):
         raised = ""
         try:
@@ -114,7 +114,9 @@ def test_what_replaces_a_call_of_torch_gives_what_torch_gives() -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether this is a module, or an attribute of one. Integrations, which import other packages, are read as text."""
+    """Return True if a dotted name is a module or a module's attribute. Integrations, which import other packages, are
+    read as text.
+    """
     if integration := re.fullmatch(r"glulam\.integrations\.(\w+)\.?(\w*)", name):
         path = REPOSITORY / "python/glulam/integrations" / integration[1]
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -150,7 +152,7 @@ def identifiers(spans: list[str]) -> set[str]:
 
 
 def names_of_others() -> set[str]:
-    """Names on the page about other libraries: those in its tables, except in a column headed "Glulam"."""
+    """Return the names in tables of the page on other libraries, except in columns headed "Glulam"."""
     found: list[str] = []
     header: list[str] = []
     for line in COMING_FROM.read_text().splitlines():
@@ -215,7 +217,7 @@ MODULES = (glulam, glulam.mhc, glulam.nn, glulam.distributed)
 
 
 class Shown(NamedTuple):
-    """A parameter as a page shows it."""
+    """A parameter as shown on a page."""
 
     name: str
     is_keyword_only: bool
@@ -223,7 +225,7 @@ class Shown(NamedTuple):
 
 
 def end_of_call(text: str) -> int:
-    """Where the bracket closes that was opened before `text`."""
+    """Return the index of the bracket that closes the one opened just before `text`."""
     depths = itertools.accumulate((letter in "([{") - (letter in ")]}") for letter in text)
     return next(place for place, depth in enumerate(depths) if depth < 0)
 
@@ -241,8 +243,9 @@ def parameters(text: str) -> Iterator[Shown]:
 
 @functools.cache
 def signatures() -> dict[str, list[tuple[str, list[Shown]]]]:
-    """Where each function is shown, and its parameters: at the begin of a line in a block that is not Python, and
-    without `...`, which stands for the rest of a call.
+    """Return the page and parameters of each place that shows a function's signature, by the function's name.
+
+    A signature begins a line in a block that is not Python and has no `...`, which stands for omitted arguments.
     """
     found: dict[str, list[tuple[str, list[Shown]]]] = {}
     shown = [(page.name, block) for page in PAGES for block in blocks(page) if not block.is_python]
@@ -257,7 +260,7 @@ def signatures() -> dict[str, list[tuple[str, list[Shown]]]]:
 
 
 def public() -> dict[str, Callable[..., Any]]:
-    """Functions, layers, and what spreads them over ranks."""
+    """Return the public functions, modules and ExpertParallel, by name."""
     named = {name: getattr(module, name) for module in MODULES for name in module.__all__}
     classes = (torch.nn.Module, glulam.distributed.ExpertParallel)
     return {
@@ -268,7 +271,7 @@ def public() -> dict[str, Callable[..., Any]]:
 
 
 def own_parameters(name: str) -> dict[str, inspect.Parameter] | None:
-    """A function's parameters, by name; stars included. None: there is no such function."""
+    """Return a function's parameters by name, including * and **; None if there is no such function."""
     function = public().get(name)
     if function is None:
         method = re.sub(r"^ep\.", "distributed.ExpertParallel.", name)
@@ -315,7 +318,7 @@ def test_every_public_function_has_its_signature_on_a_page() -> None:
 
 
 class Command(NamedTuple):
-    """A command line. is_whole: it stands in a code block, to be typed as it is."""
+    """A command line in the docs. is_whole: it is in a code block, to be typed as it is."""
 
     program: str
     arguments: list[str]
@@ -342,7 +345,7 @@ def commands(page: Path) -> Iterator[tuple[str, Command]]:
 
 
 def options(parser: Any) -> set[str]:
-    """Options of a click command or an argparse parser, including its subcommands'."""
+    """Return the options of a click command or an argparse parser, including its subcommands'."""
     if hasattr(parser, "params"):
         own = {option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts)}
         return own.union(*map(options, getattr(parser, "commands", {}).values()))
@@ -368,7 +371,7 @@ def check_glulam(command: Command) -> None:
 
 
 def file_of(arguments: list[str]) -> Path | None:
-    """The script or module that Python is asked for, if it is ours."""
+    """Return the file of ours that a Python command line runs, a script or a module; None if it is not ours."""
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         package = arguments[1].partition(".")[0]
         top = REPOSITORY / "python" if package == "glulam" else REPOSITORY
@@ -377,7 +380,9 @@ def file_of(arguments: list[str]) -> Path | None:
 
 
 def options_of(file: Path) -> set[str]:
-    """What a script may take: its functions' parameters as typer names them, and texts in it."""
+    """Return the options that a script may take: its functions' parameters, named as typer does, and its string
+    constants.
+    """
     nodes = list(ast.walk(ast.parse(file.read_text())))
     named = {f"--{node.arg.replace('_', '-')}" for node in nodes if isinstance(node, ast.arg)}
     return named | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -1,4 +1,4 @@
-"""Documentation, page by page: each is in the index, is short, leads somewhere, and lists all of what it lists."""
+"""Documentation pages: each is in the index, is short, has valid links, and its lists are complete."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ VERSIONS = DOCS / "versions.md"
 
 @functools.cache
 def rows_of_versions() -> dict[str, list[str]]:
-    """The cells of each row, by what its first cell begins with."""
+    """Return the cells of each row of the versions table, by the row's name."""
     rows = re.findall(r"^\| ([\w -]+).*?\| (.*) \|$", VERSIONS.read_text(), re.MULTILINE)
     return {name.strip(): [cell.strip() for cell in cells.split(" | ")] for name, cells in rows}
 
@@ -107,7 +107,7 @@ def pins() -> dict[str, str]:
 
 
 def known_versions(file: str) -> list[str]:
-    """The versions that an integration's file names."""
+    """Return the tested versions that an integration's file declares."""
     for node in ast.parse((REPOSITORY / file).read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("KNOWN_VERSIONS", "TESTED"):
             return list(ast.literal_eval(node.value))

@@ -1,8 +1,7 @@
-"""Device code without a GPU: the product's own functions, called from PyTorch, run in an emulator of PTX.
+"""Device code without a GPU: the product's own functions, called from PyTorch and run in a PTX emulator.
 
-Each function is compared as `glulam validate` compares it: with float64, with NaN after the groups, and with canaries
-beside what it writes. The first run compiles what it calls; objects are kept in the user's cache
-($GLULAM_EMULATOR_CACHE).
+Each function is checked as `glulam validate` does: against float64, with NaN after the groups and canaries around its
+outputs. The first run compiles the functions; objects are stored in the user's cache ($GLULAM_EMULATOR_CACHE).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ ONE_OF_EACH = (
 
 
 def _chosen(arch: str, patterns: Sequence[str] = ONE_OF_EACH) -> list[Spec]:
-    """The smallest tile's function of each family that an architecture ships."""
+    """Return the function with the smallest tile of each family that an architecture ships."""
     shipped = profiles.shipped_specs(arch, "full")
     found = []
     for pattern in patterns:
@@ -115,7 +114,7 @@ such a sum, too; in a single small trial its bits may be the same."""
 
 
 def _builds(archs: Sequence[str], patterns: Sequence[str] = ONE_OF_EACH) -> list[object]:
-    """One parameter for each family: its function's specs, one for each architecture."""
+    """Return one test parameter per family: its function's specs, one for each architecture."""
     return [
         pytest.param(specs, id=_family(specs[0]))
         for specs in zip(*(_chosen(arch, patterns) for arch in archs), strict=True)
@@ -127,7 +126,7 @@ def _family(spec: Spec) -> str:
 
 
 def _unlike(results: Trials, wanted: Trials) -> dict[tuple[int, int], float]:
-    """Results with other bytes, by trial and place, and their largest error over the result's largest value."""
+    """Return the largest error, relative to the largest value, of each result whose bytes differ, by (trial, place)."""
     found = {}
     for trial, (made, others) in enumerate(zip(results, wanted, strict=True)):
         for place, (one, other) in enumerate(zip(made, others, strict=True)):
@@ -206,7 +205,9 @@ def test_a_function_is_called_by_name() -> None:
 
 
 def _untold(op: str) -> Spec:
-    """The portable function of an operator with a tile of 16 rows, which is only compiled or tuned for."""
+    """Return an operator's portable function with a tile of 16 rows, which the dispatcher uses only if it was compiled
+    or tuned for.
+    """
     problem = Problem(op, "bfloat16", 64, 4, 72, intermediate=96, activation="swiglu", save_preact=op == "grouped_glu")
     spec = shipped_choice(problem, "sm_90").spec
     return dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, m=16))
@@ -295,7 +296,9 @@ EVERY = [case for arch in WHOLE for case in _of(arch, profiles.shipped_specs(arc
 
 
 def _tried_elsewhere(arch: str) -> set[Spec]:
-    """Functions that no operator of one GPU calls: `test_ranks`, and `test_a_function_is_called_by_name`."""
+    """Return functions that no operator of one GPU calls, which `test_ranks` and `test_a_function_is_called_by_name`
+    test.
+    """
     between_gpus = {LayerSpec(kernel, dtype, arch=arch) for kernel in RANK_KERNELS for dtype in WIDE_DTYPES}
     return between_gpus | {QuantizeMxfp8Spec("float32", arch=arch, rounded=True)}
 

@@ -1,5 +1,7 @@
-"""Batch invariance without a GPU: the same rows through every tile that ships for a problem have the same bits where
-`accumulation` says so, and others where it does not. Tiles, orders and problems are those that the product declares.
+"""Batch invariance without a GPU: a row has the same bits on all tiles that ship for a problem if `accumulation`
+declares the same order, and different bits if not.
+
+Tiles, orders and problems are those that the product declares.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ARCHS = ("sm_90a", "sm_90", "sm_100a")
 
 
 def _sized(problem: Problem) -> Problem:
-    """A problem of these rows, as small as its formats allow."""
+    """Return the problem with the smallest sizes that its formats allow."""
     depth = DEPTH if OPERANDS[problem.operands].w.bits == 16 else DEPTH_IN_BLOCKS
     sizes = {name: WIDTH for name in ("intermediate", "out_features") if getattr(problem, name)}
     if problem.op == "grouped_mlp":
@@ -125,7 +127,7 @@ def test_some_tiles_add_in_the_order_that_they_declare(arch: str, op: str, opera
 
 @pytest.fixture
 def declare(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[Any], Accumulation]], None]]:
-    """Lets an architecture declare other orders."""
+    """Return a function that overrides an architecture's accumulation order."""
 
     def declare(arch: str, order: Callable[[Any], Accumulation]) -> None:
         monkeypatch.setattr(policy_of(arch), "accumulation", order)

@@ -1,4 +1,4 @@
-"""A boundary's kernels with x in MXFP8, in the emulator: bytes of the quantiser, poisoned outputs, races."""
+"""mhc.boundary kernels with x in MXFP8, in the emulator: the quantiser's bytes, poisoned outputs, races."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def check(arguments: list[Any], arch: str = "sm_90a", **options: Any) -> None:
-    """Compare a call with the call in 16 bits, and its x in MXFP8 with the quantisation of that call's x."""
+    """Compare an MXFP8 call with the 16-bit call, and its x with the quantised x of that call."""
     with installed(arch, check_races=True), torch.no_grad():
         plain = mhc.boundary(*arguments)
         made = mhc.boundary(*arguments, **options)

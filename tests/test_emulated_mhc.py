@@ -1,4 +1,4 @@
-"""The boundary's kernels in the emulator, held to float64 and to the error of torch in the same dtypes."""
+"""mhc.boundary kernels in the emulator, against float64, with torch's error in the same dtypes as the limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = [(1, 8), (3, 72), (17, 264), (37, 136)]
 
 
 def error(made: Tensor, exact: Tensor) -> float:
-    """Root mean square, relative to float64; of zeros infinite, unless all are zeros."""
+    """Return the root mean square error relative to float64; infinite if only the exact values are all 0."""
     difference, size = (made.detach().double() - exact).norm(), exact.norm()
     return float(difference / size) if size else float("inf") if difference else 0.0
 
@@ -44,7 +44,9 @@ def check(made: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tens
 def results_and_gradients(
     call: Callable[..., Any], arguments: list[Any], upstream: Sequence[Tensor], used: Sequence[int]
 ) -> list[Tensor]:  # fmt: skip
-    """Return the results, then the gradients of the results `used` by all arguments that they depend on."""
+    """Return the results, then the gradients of all arguments, differentiated through the results with index in
+    `used`.
+    """
     leaves = [one.requires_grad_() for one in arguments if one is not None]
     made = list(call(*arguments))
     through = [made[place] for place in used]

@@ -1,4 +1,4 @@
-"""Rows in MXFP8 times weights in MXFP4 by Hopper's kernels, emulated: sums that float32 holds, to the last bit."""
+"""Hopper's kernels of MXFP8 rows times MXFP4 weights, emulated: sums that float32 holds, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPANS = 13
 
 
 def _weights(experts: int, rows: int, columns: int, random: torch.Generator) -> tuple[Tensor, ...]:
-    """Bytes, scales, rows' powers of two, and values."""
+    """Return random weights: bytes, scales, powers of two by row, and values."""
     data = torch.randint(256, (experts, rows, columns // 2), generator=random, dtype=torch.uint8)
     greatest = torch.randint(125, 130, (experts, rows, 1), generator=random)
     below = torch.randint(SPANS, (experts, rows, columns // 32), generator=random)
@@ -26,7 +26,7 @@ def _weights(experts: int, rows: int, columns: int, random: torch.Generator) -> 
 
 
 def _rows(count: int, columns: int, random: torch.Generator) -> tuple[Tensor, ...]:
-    """E4M3 numbers of few bits, scales by 128, and values."""
+    """Return random rows: E4M3 numbers of few bits, scales of 128-element blocks, and values."""
     data = (torch.randint(-8, 9, (count, columns), generator=random).float() / 4).to(torch.float8_e4m3fn)
     blocks = torch.randint(125, 130, (count, -(-columns // 128)), generator=random)
     scale = blocks.repeat_interleave(4, dim=1)[:, : columns // 32].contiguous().to(torch.uint8)

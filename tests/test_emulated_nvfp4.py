@@ -1,6 +1,7 @@
-"""GEMMs of weights in NVFP4, run in the emulator and called by name: bit for bit what float64 makes of the format.
+"""NVFP4 weight GEMMs in the emulator, called by name: bit for bit equal to float64 computed from the format's
+definition.
 
-Inputs are such that every sum is a float32 number, whatever the order of its terms.
+With these inputs every partial sum is a float32 number, in any order of its terms.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MLP: list[GroupedMlpSpec] = _shipped(GroupedMlpSpec)
 
 
 def _fc1(gated: bool, layout: str) -> list[GroupedGluSpec]:
-    """An FC1 of each tile that computes reglu, or no activation, of weights in a layout."""
+    """Return one FC1 spec per tile, with reglu or no activation, for weights in a layout."""
     activations = ("reglu", "gated") if gated else ("none", "ungated")
     layouts = (layout, "strided") if layout == "interleaved" else (layout, "blocked")
     fc1s = dict.fromkeys(spec.fc1 for spec in MLP)
@@ -59,7 +60,7 @@ def _by_name(specs: list[Any]) -> Any:
 
 
 def _rows(columns: int, sizes: tuple[int, ...], seed: int = 3) -> Tensor:
-    """Whole numbers from -2 to 2, NaN after the last group."""
+    """Return random integer rows from -2 to 2, with NaN after the last group."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-2, 3, (sum(sizes) + TAIL, columns), generator=generator).to(BF16)
     x[sum(sizes) :] = math.nan
@@ -73,7 +74,7 @@ def _call(spec: Spec, sizes: tuple[int, ...], check_races: bool = False, **given
 
 
 def _weights(w: nvfp4.Weights, global_scale: Tensor, name: str = "w") -> dict[str, Any]:
-    """A weight's arguments. global_scale: float32 [], [E] or [E,2]."""
+    """Return a weight's kernel arguments. global_scale: float32 [], [E] or [E,2]."""
     words = words_of(w.bytes)
     named = {"": words, "_scale": w.scale, "_global_scale": global_scale, "_global_count": 0}
     if global_scale.dim():
@@ -82,7 +83,7 @@ def _weights(w: nvfp4.Weights, global_scale: Tensor, name: str = "w") -> dict[st
 
 
 def _products(x: Tensor, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """float64 [sum of sizes, N]."""
+    """Return the exact grouped product, float64 [sum of sizes, N]."""
     rows = x[: sum(sizes)].double().split(list(sizes))
     return torch.cat([of_expert @ w.T for of_expert, w in zip(rows, values, strict=True)])
 
@@ -92,7 +93,7 @@ def _of_rows(per_expert: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _assert_same(got: Tensor, wanted: Tensor) -> None:
-    """The bits of float64 numbers that are float32 numbers, rounded once."""
+    """Check that `got` has the bits of `wanted` (float64, each exactly a float32 number) rounded once."""
     finite = wanted.nan_to_num(0.0)
     assert torch.equal(finite.float().double(), finite), "sums that float32 does not hold"
     assert float(finite.abs().max()) > 1.0
@@ -197,7 +198,7 @@ def test_groups_of_any_size_over_rows(spec: GroupedMmSpec, columns: int) -> None
 
 
 def _halves(w: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The activated and the linear half of the rows of w1 [E,2I,...]."""
+    """Split rows of w1 [E,2I,...] into the activated and the linear half."""
     if layout == "concat":
         first, second = w.chunk(2, dim=1)
         return first, second

@@ -1,8 +1,8 @@
-"""Blackwell's own kernels, which no GPU at hand can run: the device code of sm_100a, executed on the CPU.
+"""Kernels of sm_100a (Blackwell), emulated on the CPU, because no such GPU is available.
 
-Sums of small integers and powers of two are exact in any order, so that results are compared bit by bit with float64
-that is rounded once. Functions of each family pass what `glulam validate` asks of them on a GPU. All this holds as well
-for kernels that are compiled without a construct (`cute_kernels/plain.py`).
+Sums of small integers and powers of two are exact in any order, so results are compared with float64, rounded once, bit
+for bit. Functions of each family also pass the trials of `glulam validate`. Everything is repeated for kernels compiled
+without a construct (`cute_kernels/plain.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ IN_ANY_ORDER = [(AS_SHIPPED, seed) for seed in range(3)]
 
 @pytest.fixture
 def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The constructs that kernels are compiled without in a test."""
+    """Construct that kernels are compiled without in a test."""
     monkeypatch.setenv(plain.ENV, request.param)
     return str(request.param)
 
@@ -94,7 +94,7 @@ def test_a_build_for_a_b300_is_right(pattern: str) -> None:
 
 
 TRACES = {"tmem_loads": "tcgen05.ld.sync.aligned.16x256b", "rows": str(2**30)}
-"""What PTX with a construct has: of rows, the bound that they are clipped at."""
+"""Text found in PTX compiled with a construct; for "rows", the bound that row numbers are clamped to."""
 
 
 @pytest.mark.parametrize("pattern", ["grouped_mm_bf16_nt_t128x128*", "grouped_wgrad_bf16_f32_*"])
@@ -122,7 +122,7 @@ Exact = Callable[[torch.Generator, tuple[int, ...], int], tuple[Tensor, Tensor]]
 
 
 def _numbers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Multiples of a quarter, at most two: sums of products of two are exact in float32."""
+    """Return random multiples of 1/4, at most 2, whose sums of products are exact in float32."""
     return (torch.randint(-8, 9, shape, generator=generator) / 4).double()
 
 
@@ -135,7 +135,7 @@ def _groups(sizes: tuple[int, ...]) -> list[slice]:
 
 
 def _rows(generator: torch.Generator, sizes: tuple[int, ...], columns: int) -> Tensor:
-    """With rows of NaN after the last group."""
+    """Return random rows, with rows of NaN after the last group."""
     rows = _numbers(generator, sum(sizes) + 3, columns)
     rows[sum(sizes) :] = torch.nan
     return rows
@@ -165,7 +165,9 @@ def _mm_nn(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tup
 
 
 def _wgrad(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """Added to what is there in every other expert."""
+    """Launch grouped_wgrad, which adds to the existing gradient of every other expert; return result and exact
+    values.
+    """
     dy, x = _rows(generator, sizes, 136), _rows(generator, sizes, 264)
     there = _numbers(generator, len(sizes), 136, 264)
     mask = torch.arange(len(sizes)) % 2 == 0
@@ -177,7 +179,7 @@ def _wgrad(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tup
 
 
 def _mxfp8(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Elements, scales that differ from block to block, and the numbers that they are."""
+    """Return random elements, scales that differ from block to block, and their values."""
     data = _numbers(generator, *shape)
     exponents = torch.randint(-2, 3, (*shape[:-1], shape[-1] // 32), generator=generator)
     values = data * torch.exp2(exponents.double()).repeat_interleave(32, -1)
@@ -185,7 +187,9 @@ def _mxfp8(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, 
 
 
 def _mm_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """Scales are read by bytes, by words or by vectors, as the width lets them lie."""
+    """Launch grouped_mm in MXFP8; return result and exact values. The width decides if scales are loaded as bytes,
+    words or vectors.
+    """
     n, k = 136, (160, 384, 512)[seed]
     (x, x_scale, rows_of_x), (w, w_scale, weights) = (
         _mxfp8(shape, generator) for shape in ((sum(sizes) + 3, k), (len(sizes), n, k))
@@ -212,8 +216,11 @@ def _atoms(width: int) -> int:
 
 
 def _bands(sizes: tuple[int, ...], rows: int, scales: list[Tensor]) -> Tensor:
-    """Each group's scales, [blocks, columns], in bands of 128 rows and 128 columns (`cute_kernels.memory.scale_bands`):
-    0 after a group's last block and after the last column, NaN where no group has a band."""
+    """Arrange each group's scales, [blocks, columns], in bands of 128 rows and 128 columns
+    (`cute_kernels.memory.scale_bands`).
+
+    Scales are 0 after a group's last block and after the last column, and NaN where no group has a band.
+    """
     (width,) = {each.shape[1] for each in scales}
     bands = torch.full((_atoms(width), rows // 128 + len(sizes), 32, 4, 4), 0xFF, dtype=torch.uint8)
     for group, (of_group, own) in enumerate(zip(_groups(sizes), scales, strict=True)):
@@ -229,7 +236,9 @@ def _bands(sizes: tuple[int, ...], rows: int, scales: list[Tensor]) -> Tensor:
 def _mxfp8_by_group(
     generator: torch.Generator, sizes: tuple[int, ...], columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Elements, scales, and the numbers that they are; elements of NaN after the last group."""
+    """Return random elements, scales and values, blocked along each group's rows; elements after the last group are
+    NaN.
+    """
     data = _rows(generator, sizes, columns)
     scales = [torch.randint(-2, 3, (-(-size // 32), columns), generator=generator) for size in sizes]
     values = data.clone()
@@ -240,7 +249,9 @@ def _mxfp8_by_group(
 
 
 def _wgrad_mxfp8(generator: torch.Generator, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """Added to what is there in every other expert."""
+    """Launch grouped_wgrad in MXFP8, which adds to the existing gradient of every other expert; return result and exact
+    values.
+    """
     n, k = 96, 160
     (dy, dy_scale, rows_of_dy), (x, x_scale, rows_of_x) = (
         _mxfp8_by_group(generator, sizes, columns) for columns in (n, k)
@@ -302,7 +313,9 @@ FORMS = {
 
 
 def _check_quantised(sizes: tuple[int, ...], seed: int, form: str, by_index: bool, dtype: torch.dtype) -> None:
-    """Elements and scales have the bytes of the reference, group by group; other rows and bands stay as they were."""
+    """Check that the quantiser writes the reference's bytes for each group's elements and scales, and no other rows and
+    bands.
+    """
     generator = torch.Generator().manual_seed(seed)
     total, columns = sum(sizes) + 3, 160
     x = values_of_all_magnitudes((total, columns), dtype)

@@ -1,10 +1,11 @@
-"""The emulator is right about NVIDIA's GPUs: it computes what an H100 computed with the same kernels.
+"""Calibrate the emulator against an H100: it must compute what the GPU computed with the same kernels.
 
-Calls are `emulator.calls`', results `emulator/h100.json`, as `emulator.record` kept them. Kernels are chosen as on the
-H100, whose number of SMs decides about tiles; launches have a grid for LAUNCHED_SMS, since 132 CTAs, most of which have
-nothing to do, take ten times as long. Where a sum is split by that number, it is exact or within the tolerance.
+Calls are those of `emulator.calls`, results are in `emulator/h100.json`, recorded by `emulator.record`. Kernels are
+chosen for the H100's SM count, which the tile depends on. Launches use a grid for LAUNCHED_SMS, since 132 CTAs, most of
+them idle, take ten times as long. A sum that is split by that number is exact or within the tolerance.
 
-The file does not say which functions served a call on the H100. The choice needs no GPU, so SERVED_BY is checked here.
+The file does not record the functions that served a call on the H100. The choice needs no GPU, so SERVED_BY is checked
+here.
 """
 
 from __future__ import annotations

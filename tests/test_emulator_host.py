@@ -1,4 +1,4 @@
-"""Host functions that the emulator evaluates: integers, layouts, tensor maps and what a launch takes."""
+"""Host functions that the emulator evaluates: integers, layouts, tensor maps and launch parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = (
 
 
 def _host(body: str, grid: str = "%c1_i32", operands: str = "", types: str = "", more: str = "") -> Host:
-    """A host function of a matrix and an i32 that launches `kernel`."""
+    """Return a host function with a matrix and an i32 argument that launches `kernel`."""
     text = f"""{ALIASES}
   func.func @cutlass(%arg0: !matrix, %arg1: i32, %arg2: !cuda.stream) -> i32 attributes {{llvm.emit_c_interface}} {{
     %c1_i32 = arith.constant 1 : i32

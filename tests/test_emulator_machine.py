@@ -1,4 +1,4 @@
-"""The emulator's machine: shared memory, faults, barriers and scheduling, of kernels written as Python blocks."""
+"""The emulator's machine: shared memory, faults, barriers and scheduling, for kernels written as Python blocks."""
 
 import numpy as np
 import pytest

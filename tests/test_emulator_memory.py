@@ -1,4 +1,4 @@
-"""The emulator's device memory: real addresses of the process, of which only registered extents are in reach."""
+"""The emulator's device memory: real addresses of the process, of which only registered ranges are accessible."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

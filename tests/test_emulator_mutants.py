@@ -1,7 +1,7 @@
-"""The emulator finds kernels that are wrong: instructions of our own kernels are left out or changed, one at a time.
+"""Mutation test of the emulator: it detects our own kernels with one instruction removed or changed.
 
-Mutants that it cannot find are equivalent to their kernel, each for a reason in `emulator/equivalent_mutants.json`,
-except for a few outside of these samples, which docs/emulator.md counts.
+Undetected mutants are equivalent to their kernel, each for a reason in `emulator/equivalent_mutants.json`, except for a
+few outside these samples, which docs/emulator.md counts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LAST = {"a missing fence", "a dropped arrive", "a phase that does not change", "
 SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, FP8: 8,
            BLACKWELL_MM: 8, BLACKWELL_WGRAD: 8, BLACKWELL_DGLU: 8, BLOCK_SCALED: 8, WGRAD_MXFP8: 8, BY_GROUPS: 22,
            PLAIN_MM: 8, PLAIN_WGRAD: 8}  # fmt: skip
-"""How many mutants of each kernel."""
+"""Number of mutants tried, by kernel."""
 SLOW = {HOPPER_MM, BLACKWELL_MM, BLOCK_SCALED}
 """Kernels whose launches take too long for `make test`; there, test_emulator_races breaks Hopper's in one call."""
 trier = functools.lru_cache(maxsize=2)(Trier)

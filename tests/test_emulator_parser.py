@@ -1,4 +1,4 @@
-"""The emulator's parser: scopes, operands, parameters, and errors that name what it does not know."""
+"""The emulator's PTX parser: scopes, operands, parameters, and errors that name unknown syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translated kernels are kept between runs, and are the same when they come back."""
+"""Translated kernels are cached between runs, and are the same when loaded from the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The emulator's race check: what orders accesses, in kernels of a few lines and in the product's, whole and broken."""
+"""The emulator's race check: the ordering of accesses in kernels of a few lines, and in the product's kernels, intact
+and broken.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_many_ctas_are_many_agents():
 
 
 def chain(*kernels: tuple[str, bool]) -> None:
-    """Launch kernels one after the other, with whether they may begin early."""
+    """Launch (code, may begin early) kernels one after the other; early: by programmatic dependent launch."""
     races, memory = Races(), words()
     for code, early in kernels:
         run(code, 0, races, memory, early)
@@ -121,7 +123,7 @@ def test_a_launch_that_follows_another_waits_before_it_touches_what_that_one_wri
 
 
 def beside(*launches: tuple[str, str]) -> None:
-    """Launch kernels, each after those of its stream: (stream, code)."""
+    """Launch (stream, code) kernels, each ordered only after earlier ones of its stream."""
     races, memory = Races(), words()
     for stream, code in launches:
         kernel = parse(code)
@@ -148,7 +150,7 @@ def test_launches_of_two_ranks_are_ordered_by_words_and_those_of_one_rank_by_the
 
 
 def accumulate(*, waits: bool, sees_commit: bool = True, loads_ended: bool = True, again: bool = False):
-    """Return a machine whose warp 0 multiplies and whose warp 1 loads the accumulators, then lets them go.
+    """Return a machine whose warp 0 multiplies and whose warp 1 loads the accumulators, then releases them.
 
     `loads_ended`: warp 1 waits for its loads. `again`: warp 0 multiplies once more after that.
     """

@@ -15,7 +15,9 @@ rng = np.random.default_rng(0)
 
 
 def a_fragments(a, kind):
-    """Registers [registers, lanes] of rows [16, k] of A, as the ISA's figures of m16n8k16 and m64nNk32 have them."""
+    """Return registers [registers, lanes] that hold rows [16, k] of A, in the PTX ISA's layout of m16n8k16 and
+    m64nNk32.
+    """
     per = PER_REGISTER[kind]
     out = np.zeros((a.shape[1] // (4 * per) * 2, 32, per), a.dtype)
     for register in range(out.shape[0]):
@@ -28,7 +30,7 @@ def a_fragments(a, kind):
 
 
 def of_accumulators(registers, n):
-    """D [16, n] of registers [n / 2, lanes]: rows g and g + 8, columns 8 j + 2 t and the next."""
+    """Return D [16, n] from accumulator registers [n / 2, lanes]: rows g and g + 8, columns 8 j + 2 t and the next."""
     out = np.zeros((16, n))
     for register in range(n // 2):
         for t in range(32):
@@ -38,7 +40,7 @@ def of_accumulators(registers, n):
 
 
 def encoded(x, kind):
-    """Numbers as words of a type."""
+    """Encode numbers as words of a type."""
     x = x.astype(np.float32)
     if kind == "bf16":
         return to_bf16(x)
@@ -67,14 +69,16 @@ def test_mma_sync_multiplies(kind, k):
 
 
 def put_k_major(smem, offset, x):
-    """Rows of 128 bytes, swizzled: 8 rows an atom, atoms 1024 bytes apart."""
+    """Write rows of 128 bytes to shared memory, swizzled: 8 rows per atom, atoms 1024 bytes apart."""
     for row in range(x.shape[0]):
         for byte, value in enumerate(x[row].view(np.uint8)):
             smem[int(swizzled(SHARED_BASE + offset + row * 128 + byte, 3)) - SHARED_BASE] = value
 
 
 def put_mn_major(smem, offset, x):
-    """x [rows, k] by columns: 128 bytes of rows and 8 columns an atom, 8192 bytes from one 128 bytes to the next."""
+    """Write x [rows, k] to shared memory by columns: an atom has 128 bytes of rows and 8 columns, and atoms of the next
+    rows are 8192 bytes further.
+    """
     size, span = x.itemsize, 128 // x.itemsize
     for row in range(x.shape[0]):
         for col in range(x.shape[1]):
@@ -84,7 +88,7 @@ def put_mn_major(smem, offset, x):
 
 
 def descriptor(offset, leading=8192, stride=1024):
-    """A matrix descriptor of wgmma with the 128-byte swizzle."""
+    """Return a wgmma matrix descriptor with the 128-byte swizzle."""
     return np.uint64((SHARED_BASE + offset) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 62)
 
 
@@ -168,12 +172,14 @@ AT_A, AT_B, AT_SCALES = 7168, 7168 + 16384, 7168 + 2 * 16384
 
 
 def tensor_descriptor(offset, stride=1024, swizzle=2):
-    """A matrix descriptor of tcgen05: the 128-byte swizzle is 2, none is 0."""
+    """Return a tcgen05 matrix descriptor. swizzle: 2 is the 128-byte swizzle, 0 is none."""
     return np.uint64((SHARED_BASE + offset) >> 4 | 8192 >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | swizzle << 61)
 
 
 def tensor_program(put, multiply, n, *, free=True, fence=True, seed=0):
-    """D [128, n] as `multiply(u)` leaves it from column 0 on; `put(smem)` writes what it reads."""
+    """Run a kernel and return D [128, n], which `multiply(u)` accumulates from column 0 on. put: writes operands to
+    shared memory.
+    """
     columns = 32 if n == 32 else 512
 
     def fill(u, m):
@@ -207,9 +213,11 @@ def tensor_program(put, multiply, n, *, free=True, fence=True, seed=0):
 
 
 def tensor_product(majors="kk", n=32, flip=0, **how):
-    """128 x n x 64 of bf16, in four steps; `majors`: of A and B, K-major or MN-major. Returns D and A B^T.
+    """Multiply 128 x n x 64 in bf16, in four steps; return D and A B^T.
 
-    `flip`: bits of the instruction descriptor that are turned.
+    Args:
+        majors: K-major ("k") or MN-major ("m"), for A and B.
+        flip: bits of the instruction descriptor to invert.
     """
     a, b = (to_bf16(exact(rng, rows, 64).astype(np.float32)) for rows in (128, n))
     word = 1 << 4 | 1 << 7 | 1 << 10 | n // 8 << 17 | 128 // 16 << 24
@@ -230,14 +238,19 @@ def tensor_product(majors="kk", n=32, flip=0, **how):
 
 
 def put_scales(smem, offset, scales):
-    """Scales [rows, 4] in blocks of 128 rows: 16 bytes for each of 32 rows, 4 for each 32 rows on."""
+    """Write scales [rows, 4] to shared memory in blocks of 128 rows: 16 bytes for each of 32 rows, 4 for every 32nd
+    row.
+    """
     for row, of_row in enumerate(scales):
         at = offset + row // 128 * 512 + row % 32 * 16 + row % 128 // 32 * 4
         smem[at : at + 4] = of_row
 
 
 def scaled_product(majors="kk", n=128, flip=0, **how):
-    """128 x n x 64 of e4m3 with a scale for each 32 of K, in two steps. Returns D and the product; `flip` as above."""
+    """Multiply 128 x n x 64 in e4m3 with a scale per 32 of K, in two steps; return D and the product.
+
+    flip: bits of the instruction descriptor to invert.
+    """
     codes = np.array([0, 0x30, 0x38, 0x40, 0xB8], np.uint8)
     a, b = rng.choice(codes, (128, 64)), rng.choice(codes, (n, 64))
     scales = [rng.integers(125, 130, (rows, 4)).astype(np.uint8) for rows in (128, n)]

@@ -13,7 +13,7 @@ LANES = np.arange(32)
 
 
 def calls(code: str, **options) -> list[tuple]:
-    """Return names and arguments of a snippet's calls of its unit; an array is given by its first element."""
+    """Return names and arguments of a snippet's calls of its unit, arrays as their first element."""
 
     def plain(x):
         if isinstance(x, (list, tuple)):

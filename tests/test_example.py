@@ -1,4 +1,4 @@
-"""The training example: its layer is a MoE layer, its verdict can fail, and it runs where there is no GPU."""
+"""The training example: its layer equals a plain MoE layer, its check can fail, and it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def made():
 
 
 def token_by_token(layer, x):
-    """The mixture in float64, and its auxiliary loss."""
+    """Return the layer's result token by token in float64, and its auxiliary loss."""
     router, w1, w2 = (weight.double() for weight in layer.parameters())
     probabilities = (x.double() @ router.T).softmax(dim=-1)
     loads, results = torch.zeros(len(router), dtype=torch.float64), []
@@ -206,7 +206,7 @@ def agrees(run):
 
 
 def more(x):
-    """x, with a gradient that is 1 % too large."""
+    """Return x unchanged, but with a gradient that is 1 % too large."""
     return 1.01 * x - 0.01 * x.detach()
 
 
@@ -304,7 +304,7 @@ def test_a_recipe_learns_as_well(tmp_path):
 
 
 def shown(**ours):
-    """What is said of a run whose curve is far from its two peers', and whether it is good."""
+    """Show a run whose curve is far from its two peers'; return the verdict and the text."""
     told = io.StringIO()
     result = made_result(**{"loss": [9.0, 9.0, 9.0], **ours})
     return training_curves.show(result, Console(file=told, width=200)), told.getvalue()
@@ -371,7 +371,7 @@ def test_a_curve_that_ends_in_nan_is_not_within_noise():
 
 
 def made_result(**ours):
-    """Of two peers and a run."""
+    """Return a stored result of two peers and a run."""
     curves = {"torch": [3.0, 2.0, 1.0], "torch, other": [3.0, 2.1, 1.0], "glulam": [3.0, 2.0, 1.1]}
     records = [{"run": name, "loss": loss, "held_out": 1.0, "step_ms": 2.0} for name, loss in curves.items()]
     shared = {"setup": train_moe.SETUPS["cuda"].as_json(), "seed": 0}

@@ -1,4 +1,4 @@
-"""Tiles are chosen for the rows that are expected here, of the choices of all ranks' experts."""
+"""Tiles are chosen for the rows expected on this rank, computed from all ranks' choices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def routing(world: int | None = WORLD, count: int = TOKENS, are_all_here: bool =
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> FakeGpu:
-    """A GPU whose tiles of 16 bits depend on the rows an expert, as other operands' tiles do."""
+    """A fake GPU whose 16-bit tiles depend on the rows per expert, as the tiles of other formats do."""
     fixed_tile = policy.fixed_tile
 
     def rule(problem: Any) -> Any:
@@ -79,7 +79,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> FakeGpu:
 
 
 def tiles(specs: list[Spec]) -> list[Any]:
-    """Of each GEMM that has a choice of tiles."""
+    """Return the tile of each GEMM that has a choice of tiles."""
     found: list[Any] = []
     for spec in specs:
         parts = (spec.fc1, spec.fc2) if isinstance(spec, GroupedMlpSpec) else (spec,)
@@ -363,7 +363,9 @@ def in_rows_of(made: Routing, recipe: str) -> Tensor:
 
 
 class TestOwners:
-    """What a rank's dispatch leaves there, as if the choices were spread over so many experts."""
+    """Tests of Owners: the expert count over which a rank's received choices, or its buffer's rows, appear to be
+    spread.
+    """
 
     @pytest.mark.parametrize(
         ("experts", "world", "top_k"), [(256, 8, 8), (256, 32, 8), (8, 8, 2), (128, 4, 1), (8, 1, 2)]

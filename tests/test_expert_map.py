@@ -1,4 +1,4 @@
-"""Choices of experts of all ranks, of which a map says where they are here."""
+"""Global expert ids, mapped to local ones by `expert_map`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest_plugins = ["support.fixtures"]
 BF16, F64 = torch.bfloat16, torch.float64
 EXPERTS, K, HIDDEN, INTER = 6, 3, 64, 32
 MAP = (4, -1, 0, 5, EXPERTS, 1, -9, 4, 2**31 - 1, 2, -1, -(2**31))
-"""Of 12 experts: not contiguous, two ids of one expert, none of expert 3, and values that are no place here."""
+"""Local expert of 12 global ids: not contiguous, one expert twice, expert 3 missing, and values out of range."""
 
 
 def expert_map(*places: int) -> Tensor:
@@ -28,7 +28,7 @@ def expert_map(*places: int) -> Tensor:
 
 
 def some_ids(tokens: int, k: int = K, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Ids below, in and above the map, and numbers that int32 does not hold."""
+    """Return random ids below, in and above the map's range, and ids that overflow int32."""
     ids = torch.randint(-2, len(MAP) + 3, (tokens, k), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
     if dtype == torch.int64 and tokens > 2:
         ids[1] = 2**32 + 2
@@ -37,7 +37,7 @@ def some_ids(tokens: int, k: int = K, dtype: torch.dtype = torch.int64) -> Tenso
 
 
 def places_of(ids: Tensor, places: tuple[int, ...] = MAP) -> Tensor:
-    """What a map says of each id, by a loop; -1 of ids outside."""
+    """Map ids to local experts by a loop; -1 for ids outside the map."""
     found = [places[one] if 0 <= one < len(places) else -1 for one in ids.view(-1).tolist()]
     return torch.tensor([one if 0 <= one < EXPERTS else -1 for one in found], dtype=torch.int64).view(ids.shape)
 

@@ -1,5 +1,5 @@
-"""Faults: memory that cannot be had, launches that fail, a device that is lost. The error says so, and the same call
-works as soon as the cause is gone: no plan, table, ticket, workspace or prepared weight is left broken.
+"""Faults: failed allocations, failed launches, a lost device. The error names the cause, and the same call works once
+the cause is gone: no plan, table, ticket, workspace or prepared weight is left broken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def _problems() -> list[Problem]:
-    """Each function once, with everything that may be given; those of recipes with some, forward and backward."""
+    """Return one problem per function with all optional arguments; grouped_mlp and moe with several recipes, forward
+    and backward.
+    """
     found = []
     for name in declared.FUNCTIONS:
         given = [one for one in declared.optional_of(name) if one not in ("out", "mask", "dy_rows", "lora")]
@@ -61,7 +63,7 @@ def named(problem: Problem) -> str:
 
 
 def prepared(problem: Problem) -> Callable[[], list[torch.Tensor]]:
-    """A call that makes no tensors of its own, except copies of what it trains."""
+    """Return a call whose tensors are already allocated, except for copies of trained ones."""
     given = tensors_of(problem)
     if "out" in given:
         given.pop("out")
@@ -69,7 +71,7 @@ def prepared(problem: Problem) -> Callable[[], list[torch.Tensor]]:
 
 
 def bits(tensors: list[torch.Tensor], rows: int) -> list[bytes]:
-    """Return the bytes of each tensor's rows of groups; other rows are uninitialised."""
+    """Return the bytes of each tensor's rows in groups; other rows are uninitialised."""
     parts = [one[:rows] if one.dim() and one.shape[0] > rows else one for one in tensors]
     return [torch.empty(one.shape, dtype=one.dtype).copy_(one).view(-1).view(torch.uint8).numpy().tobytes()
             for one in parts]  # fmt: skip

@@ -1,4 +1,4 @@
-"""FP8 with block scales on the host: tensor, quantiser, rows, and grouped_mlp by its recipes against float64."""
+"""FP8 with block scales on the host: tensor class, quantiser, rows, and grouped_mlp by its recipes, against float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_weights(experts: int, rows: int, k: int, layout: str = "", seed: int 
 
 
 def tensor_of(w: oracle.Weights) -> FP8BlockTensor:
-    """With the grids of a concatenated w1 as a dimension."""
+    """Return the weight as an FP8BlockTensor; scales of a concatenated w1 get a dimension for its two halves."""
     scale = w.scale.unflatten(1, (2, -1)) if w.layout == "concat" else w.scale
     return FP8BlockTensor(w.data, scale)
 
@@ -183,7 +183,9 @@ class TestSquareBlocks:
 
 
 def quantized_block(block: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.float32]:
-    """float32 numbers of a block to the nearest finite E4M3 number, ties to the even code, and their scale."""
+    """Quantise a block of float32 to the nearest finite E4M3 numbers, ties to the even code; return them and their
+    scale.
+    """
     amax = np.abs(block).max()
     if not np.isfinite(amax):
         return np.full(block.shape, np.nan), np.float32(np.nan)
@@ -198,7 +200,9 @@ def quantized_block(block: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], 
 
 
 def hostile(rows: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Every row and block of another scale; a block of zeros, of NaN, of Inf, and of the least numbers."""
+    """Return a weight whose rows and blocks differ in scale, with blocks of zeros, NaN, Inf and the smallest
+    numbers.
+    """
     generator = torch.Generator().manual_seed(rows * 1000 + k)
     w = torch.randn(rows, k, generator=generator)
     w *= torch.exp2(torch.arange(rows) * 5 % 13 - 6.0)[:, None] * torch.exp2(torch.arange(k) // 40 % 7 - 3.0)
@@ -313,7 +317,7 @@ def case(form: tuple[str, str] = ("swiglu", "concat"), width: int = 160, **optio
 
 
 def weights_of(c: Case, form: tuple[str, str]) -> tuple[oracle.Weights, oracle.Weights]:
-    """Any finite elements, with scales that differ by expert and block."""
+    """Return w1 and w2 of random finite elements, with scales that differ by expert and block."""
     layout = form[1] if form[0] in GATED else ""
     made = []
     for seed, (w, its_layout) in enumerate(((c.w1, layout), (c.w2, ""))):
@@ -326,7 +330,7 @@ def expected(
     c: Case, recipe: str, weights: tuple[Tensor, Tensor], form: tuple[str, str], everything: dict[str, Any],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """float64; `dtype`: of FC2, as a user of torch would compute it on the same operands."""
+    """Compute the exact result. dtype: of FC2's arithmetic; not float64: torch's result on the same operands."""
     x = c.x.nan_to_num()
     s = everything.get("row_scale")
     s = None if s is None else s.nan_to_num()
@@ -355,8 +359,9 @@ def wide(c: Case) -> dict[str, Any]:
 
 
 def check_exactly(y: Tensor, wanted: Tensor, rows: int) -> None:
-    """Rows in float64: no sum is rounded visibly, so that every activation rounds to the same number, except that in
-    one row one may lie so near the middle of two numbers that 1e-7 of its sum decides.
+    """Check float64 rows: sums have no visible rounding, so every activation rounds to the same number.
+
+    One row may differ, if 1e-7 of a sum decides between two numbers.
     """
     scale = wanted[:rows].abs().amax(dim=1, keepdim=True)
     assert y.dtype == torch.float64 and (scale > 0).all()

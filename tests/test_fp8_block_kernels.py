@@ -1,4 +1,4 @@
-"""Kernels of FP8 with block scales, executed in the emulator: float64 references, from the format's definition."""
+"""Kernels of FP8 with block scales in the emulator, against float64 computed from the format's definition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ FP8 = "fp8_block"
 
 
 def _tiles(arch: str, tiles: Sequence[TileConfig], everyday: TileConfig) -> list[Any]:
-    """One tile in every run of the tests, the others in runs of the whole table."""
+    """Return test parameters of an architecture's tiles: `everyday` runs always, the others only with mark
+    `emulator`.
+    """
     others = pytest.mark.emulator
     return [
         pytest.param(arch, tile, id=f"{arch}-{tile.name}", marks=() if tile == everyday else others) for tile in tiles
@@ -57,7 +59,7 @@ def groups() -> dict[str, Any]:
 
 
 def with_tail(x: Tensor) -> Tensor:
-    """x with NaN after the last group."""
+    """Return a copy of x with NaN after the last group."""
     x = x.clone()
     if x.dtype == E4M3:
         x.view(torch.uint8)[ROWS - TAIL :] = 0x7F
@@ -71,7 +73,7 @@ def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_same(made: Tensor, wanted: Tensor) -> None:
-    """Results have the same bits, or NaN in both, and the rows after the last group are left alone."""
+    """Check that results have the same bits, or NaN in both, and that rows after the last group are not written."""
     assert made.dtype == wanted.dtype
     assert torch.isnan(made[ROWS - TAIL :].float()).all()
     made, wanted = made[: ROWS - TAIL], wanted[: ROWS - TAIL]
@@ -100,7 +102,7 @@ def glu_decoded(arch: str, tile: TileConfig, x: Tensor, w: fp8_block.Weights, la
 
 
 def reglu(h: Tensor, layout: str, scale: Tensor) -> Tensor:
-    """float32 of exact preactivations."""
+    """Compute reglu of exact preactivations in float32."""
     a, u = (h[:, rows].float() for rows in fp8_block.halves(h.shape[1], layout))
     return torch.relu(a) * u * scale[:, None]
 
@@ -184,7 +186,7 @@ def glu_fp8(
 
 
 def rows_with_tail(random: np.random.Generator, k: int) -> fp8_block.Rows:
-    """Exact rows, NaN after the last group."""
+    """Return random exact rows, with NaN after the last group."""
     x = fp8_block.exact_rows(random, ROWS, k)
     x.scale[ROWS - TAIL :] = torch.nan
     return x._replace(data=with_tail(x.data))
@@ -291,7 +293,7 @@ def mlp_weights(random: np.random.Generator, hidden: int, inter: int) -> tuple[f
 
 
 def assert_near(y: Tensor, wanted: Tensor) -> None:
-    """A result that was rounded once to bfloat16, of sums in float32."""
+    """Check a result of float32 sums rounded to bfloat16 once."""
     assert torch.isnan(y[ROWS - TAIL :]).all()
     y, wanted = y[: ROWS - TAIL].double(), wanted[: ROWS - TAIL]
     assert ((y - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-5 * wanted.abs().max()).all()

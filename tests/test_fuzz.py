@@ -1,4 +1,4 @@
-"""Fuzzing draws everything that is declared, passes on the CPU, and finds and shrinks bugs that are planted."""
+"""The fuzzer draws every declared option, passes on the CPU, and finds and shrinks planted bugs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOT_ON_THE_CPU = {
 
 @functools.cache
 def drawn() -> list[Problem]:
-    """Problems of each function and recipe."""
+    """Drawn problems of each function and recipe."""
     found: list[Problem] = []
     for number, stratum in enumerate(itertools.islice(draw.strata(), draw.in_a_turn())):
 
@@ -115,7 +115,7 @@ def test_everything_declared_is_drawn() -> None:
 
 
 def kinds_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Operators whose calls are computed from now on."""
+    """Set that gets the operator classes of computed calls."""
     found: set[str] = set()
     for kind in {one for each in front.OPERATORS for one in each.__mro__ if "reference" in vars(one)}:
         if not issubclass(kind, Call):
@@ -143,20 +143,20 @@ def test_problems_pass_on_the_cpu_and_reach_every_operator(monkeypatch: pytest.M
 
 
 def a_tail_row_is_read(x: Any, w: Any, ends: Any, bias: Any, scale: Any, transposed: Any, out: torch.Tensor) -> None:
-    """The rows of the last group reach one too far."""
+    """Planted bug: the last group includes one row too many."""
     last = max((e for e in range(len(ends)) if ends[e] > ([0, *ends][e])), default=0)
     far = [min(end + 1, len(x)) if expert >= last else end for expert, end in enumerate(ends)]
     RIGHT["grouped_mm"](x, w, far, bias, scale, transposed, out)
 
 
 def an_option_is_dropped(*arguments: Any) -> None:
-    """bias_scale."""
+    """Planted bug: bias_scale is ignored."""
     x, w, ends, bias, _, transposed, out = arguments
     RIGHT["grouped_mm"](x, w, ends, bias, None, transposed, out)
 
 
 def unused_weights_are_read(*arguments: Any) -> None:
-    """NaN of an expert without rows reaches everything."""
+    """Planted bug: NaN in the weights of an expert without rows reaches all results."""
     x, w, ends, bias, scale, transposed, out = arguments
     RIGHT["grouped_mm"](*arguments)
     if isinstance(w, torch.Tensor) and ends and ends[-1]:
@@ -169,7 +169,7 @@ def the_first_expert_is_all(*arguments: Any) -> None:
 
 
 def a_little_is_added(*arguments: Any) -> None:
-    """Three roundings' worth, in one column."""
+    """Planted bug: one column has an error of a few roundings."""
     RIGHT["grouped_mm"](*arguments)
     out = arguments[-1]
     out[:, -1] *= 1 + 8 * torch.finfo(out.dtype).eps

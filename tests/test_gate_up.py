@@ -1,4 +1,4 @@
-"""FC1's weights in two tensors: by the CPU reference, and what a kernel is given."""
+"""FC1's weights as two tensors (GateUp): on the CPU reference, and in the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case(dtype: torch.dtype = BF16, inter: int = INTER) -> Case:
 
 
 def trained(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Any]:
-    """Fresh inputs of a grouped_mlp, w1 in two tensors."""
+    """Return fresh inputs of a grouped_mlp, with w1 as two tensors."""
     given: dict[str, Any] = leaves(c, wanted)
     halves = given["w1"].detach().chunk(2, dim=1)
     given["w1"] = GateUp(*(half.contiguous().requires_grad_("w1" in wanted) for half in halves))
@@ -38,7 +38,7 @@ def trained(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Any]:
 
 
 def found(given: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients, with the gradients of w1's halves in one tensor."""
+    """Return gradients by name, with those of w1's halves concatenated."""
     w1 = [half.grad for half in given["w1"]]
     others = {name: value.grad for name, value in given.items() if name != "w1" and value.grad is not None}
     return others if None in w1 else {**others, "w1": torch.cat(w1, dim=1)}
@@ -173,7 +173,7 @@ def test_bad_input(name: str, fake_gpu: FakeGpu) -> None:
 
 
 class TestMm:
-    """grouped_mm of x in halves."""
+    """Tests of grouped_mm whose weight is in two tensors."""
 
     def test_both_halves_are_contracted(self, anywhere: Any) -> None:
         c = case()

@@ -1,6 +1,6 @@
-"""The text that is generated: of operators' functions, and of launches. `tests/golden` has it to be read.
+"""Generated Python text of operators' functions and launches, compared with `tests/golden`, where it can be read.
 
-After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_generated.py, and read the difference.
+After an intended change: GLULAM_GOLDEN=write python -m pytest tests/test_generated.py, then read the diff.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ LAUNCHES: dict[str, tuple[type[Call], Callable[[], Any]]] = {
 
 
 def readable(plan: Plan) -> str:
-    """The text, and by their names what of the function's arguments is not 0."""
+    """Return the plan's text, then its nonzero function arguments by name as comments."""
     calls = [node for node in ast.walk(ast.parse(plan.text)) if isinstance(node, ast.Call)]
     (values,) = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "function"]
     named = zip(plan.shape.arguments, map(ast.unparse, values), strict=True)
@@ -191,7 +191,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def generated_lines(error: BaseException) -> dict[str, str]:
-    """Lines of a traceback that lie in generated text, by the names of their files without a number."""
+    """Return a traceback's lines in generated text, by file name without its number."""
     frames = traceback.extract_tb(error.__traceback__)
     return {frame.filename.split(" #")[0].strip("<>"): str(frame.line) for frame in frames if frame.filename[0] == "<"}
 

@@ -1,4 +1,4 @@
-"""The gradient of grouped_glu alone, against torch's own of the definition."""
+"""The gradient of grouped_glu alone, against torch's gradient of its definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 
 
 def made(form: tuple[str, str], dtype: torch.dtype = F64, tail: int = 0) -> dict[str, Tensor]:
-    """Arguments, with rows after the last group."""
+    """Return random arguments, with `tail` rows after the last group."""
     torch.manual_seed(3)
     width = 2 * INTER if form[0] in GATED else INTER
     rows, experts = sum(SIZES) + tail, len(SIZES)
@@ -39,7 +39,7 @@ def offs() -> Tensor:
 
 
 def definition(form: tuple[str, str], x: Tensor, w1: Tensor, bias: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """act and h of the groups' rows."""
+    """Return act and h of the groups' rows, computed from the definition."""
     h = torch.cat([one @ w.mT + b for one, w, b in zip(x.split(SIZES), w1, bias, strict=True)])
     return activate(h, *Activation.named(*form)) * row_scale[:, None], h
 

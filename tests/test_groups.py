@@ -1,4 +1,4 @@
-"""Group sizes: whose name errors about them have, and the warning about rows after the last group."""
+"""Group sizes: names in their errors, and the warning about rows after the last group."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def tails(seen: Any) -> list[str]:
 
 @pytest.fixture
 def all_tails() -> Iterator[Callable[[], list[str]]]:
-    """What was warned of during a test."""
+    """Return a function that lists the warnings raised so far in the test about rows after the last group."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield lambda: tails(seen)
 
 
 class TestNames:
-    """An error names the operator that was called, and its arguments."""
+    """Errors name the called operator and its arguments."""
 
     @pytest.mark.parametrize("op", CALLS)
     def test_operators(self, op: str) -> None:

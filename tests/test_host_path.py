@@ -1,4 +1,4 @@
-"""From a call to what a kernel is given, on a stand-in GPU whose functions interpret their addresses and tables."""
+"""The host path from a call to a kernel's arguments, on a fake GPU whose functions read their addresses and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient operators down to what their kernels are given, on the stand-in GPU."""
+"""The host path of gradient operators to their kernels' arguments, on the fake GPU."""
 
 from __future__ import annotations
 

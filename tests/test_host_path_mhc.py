@@ -1,4 +1,4 @@
-"""From a hyper-connection call to what its kernel is given, on a stand-in GPU that reads memory by address."""
+"""The host path from a hyper-connection call to its kernel's arguments, on a fake GPU that reads memory by address."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ CALLS: dict[str, Callable[..., Any]] = {
     "boundary": mhc.boundary,
 }
 LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3, "boundary": 1}
-"""Of a backward."""
+"""Number of launches in a backward."""
 
 
 def against(result: Tensor, seed: int) -> Tensor:
-    """What a result is differentiated against."""
+    """Return a random upstream gradient of a result."""
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result.dtype)
 
 
 def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
-    """Results and gradients."""
+    """Run forward and backward; return results and gradients."""
     results = CALLS[name](*given)
     results = list(results) if isinstance(results, tuple) else [results]
     weights = [against(r, i) for i, r in enumerate(results)]

@@ -1,4 +1,4 @@
-"""HyperConnection(form="v4.1"): a chain of sublayers on the CPU, against one that is written with torch alone."""
+"""HyperConnection(form="v4.1"): a chain of sublayers on the CPU, against the same chain in plain torch."""
 
 from __future__ import annotations
 

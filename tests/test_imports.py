@@ -1,4 +1,6 @@
-"""Modules import one way, those imported within functions included."""
+"""Import graph of the modules: no cycles, including imports within functions, and no architecture named outside its own
+folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from ffi_bridge.profiles import all_stages, shipped_specs
 
 
 def modules(package: str, root: Path) -> dict[str, Path]:
-    """Return a package's modules: files by name."""
+    """Return the files of a package's modules, by module name."""
     files = {path.relative_to(root).with_suffix(""): path for path in root.rglob("*.py")}
     named = {".".join((package, *path.parts)).removesuffix(".__init__"): file for path, file in files.items()}
     return named

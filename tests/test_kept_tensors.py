@@ -1,4 +1,4 @@
-"""Tensors that layers make of their quantised buffers once: for as long as the buffers are the same."""
+"""Tensors that layers derive from their quantised buffers are cached until the buffers change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(recipe: str) -> MoE:
 
 
 def other(recipe: str) -> MoE:
-    """Another layer, with other weights."""
+    """Return a layer with different weights."""
     made = layer(recipe)
     torch.manual_seed(1)
     made.reset_parameters()
@@ -44,7 +44,7 @@ def tokens() -> Tensor:
 
 
 def fresh(module: MoE) -> Tensor:
-    """The result of a module that has made no tensor yet."""
+    """Return the result of a copy of the module that has cached no tensors yet."""
     made = MoE(*SIZES, recipe=module.experts.recipe, dtype=torch.bfloat16, shared_intermediate_size=128)
     made.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
     return made.requires_grad_(False)(tokens())  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ def quantized(module: nn.Module) -> list[QuantizedLinear]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """How many tensors layers have made since this was last called."""
+    """Return a function that returns the number of tensors that layers derived since its last call."""
     count = 0
 
     def counted(of: Any) -> Any:
@@ -107,7 +107,7 @@ def _set_data(module: MoE, recipe: str) -> None:
 
 
 def _in_dictionaries(module: MoE, recipe: str) -> None:
-    """As what moves weights in and out of a GPU's memory does."""
+    """Replace buffers in the modules' `_buffers`, as code that offloads weights from a GPU does."""
     for child, donor in zip(quantized(module), quantized(other(recipe)), strict=True):
         child._buffers.update(donor._buffers)
 
@@ -205,7 +205,7 @@ class Doubled(nn.Module):
 
 
 class Shifted(nn.Module):
-    """Every E8M0 scale times two."""
+    """Parametrization that doubles every E8M0 scale."""
 
     def forward(self, scale: Tensor) -> Tensor:
         return scale + 1

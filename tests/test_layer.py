@@ -1,4 +1,4 @@
-"""The layer on the CPU, and from its calls to what kernels are given: routing, permute, combine and moe."""
+"""The MoE layer on the CPU, and the host path to its kernels' arguments: routing, permute, combine and moe."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class TestRoute:
 
 
 def a_router(tokens: int, experts: int, width: int, of_x: torch.dtype, of_weight: torch.dtype) -> list[Tensor]:
-    """x, weight and its bias, of which logits spread."""
+    """Return x, weight and bias whose logits are spread widely."""
     generator = torch.Generator().manual_seed(7)
     x, weight, bias = (
         torch.randn(*shape, generator=generator) for shape in ((tokens, width), (experts, width), (experts,))
@@ -162,7 +162,7 @@ def a_router(tokens: int, experts: int, width: int, of_x: torch.dtype, of_weight
 
 
 class TestRouteFew:
-    """Logits and routing in one call: those of `route`, of the logits that a linear layer makes."""
+    """Tests of route_few, logits and routing in one call, against `route` on a linear layer's logits."""
 
     @pytest.mark.parametrize("of_logits", [torch.float32, BF16])
     @pytest.mark.parametrize("of_weight", [torch.float32, BF16])
@@ -230,7 +230,7 @@ class TestRouteFew:
 
 
 def _differentiable(logits: Tensor, options: dict[str, Any]) -> list[Tensor]:
-    """Each token's weights by plain formulas, of the experts that loops choose."""
+    """Return each token's weights by plain formulas, for experts chosen by loops."""
     ids, _ = oracle.route(logits.detach(), **options)
     scale, normalize = options.get("scale", 1.0), options.get("normalize", True)
     score, rows = options.get("score", "softmax"), []
@@ -245,7 +245,7 @@ def _differentiable(logits: Tensor, options: dict[str, Any]) -> list[Tensor]:
 
 
 def some_ids(tokens: int, k: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Ids of other ranks' experts, sentinels, the same expert twice, and numbers that int32 does not hold."""
+    """Return ids that include other ranks' experts, sentinels, duplicates and numbers that overflow int32."""
     ids = torch.randint(-3, 24, (tokens, k), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
     if dtype == torch.int64 and tokens > 2:
         ids[1] = 2**32 + 5
@@ -399,7 +399,7 @@ class TestRows:
 
 
 class TestRowsByIndex:
-    """grouped_glu and grouped_mlp on x[rows], against the same on a copy of these rows."""
+    """grouped_glu and grouped_mlp on x[rows], against the same call on a copy of these rows."""
 
     EXPERTS, HIDDEN, INTER = 5, 64, 32
 
@@ -633,7 +633,7 @@ class TestRowsByIndex:
 class TestMoe:
     @pytest.fixture(params=["by index", "copied"], autouse=True)
     def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """How a forward and backward read tokens."""
+        """Select how forward and backward read tokens: by index, or copied first."""
         if request.param == "copied":
             monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
         forget_plans()

@@ -1,4 +1,4 @@
-"""The operators as traces see them: torch.compile, fake tensors, torch.library's own checks."""
+"""Operators in traces: torch.compile, fake tensors, torch.library's own checks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def indices(c: Case) -> torch.Tensor:
 
 
 def arguments_of(name: str, c: Case) -> dict[str, Any]:
-    """Of torch.ops.glulam.`name`, without `out`."""
+    """Return arguments of torch.ops.glulam.`name`, without `out`."""
     dy, preact = gradient(c), preactivation(c)
     return {
         "grouped_mm": {
@@ -251,7 +251,7 @@ def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:
 
 
 class Grouped(torch.nn.Module):
-    """Of a grouped module, with `offs` as an input that has a place."""
+    """Wrapper of a grouped module that takes `offs` as a positional input."""
 
     def __init__(self, inner: torch.nn.Module, **named: Any) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def assert_trains_alike(program: torch.nn.Module, module: torch.nn.Module, rows:
 
 
 class TestExport:
-    """torch.export of modules whose parameters require gradients."""
+    """Tests of torch.export on modules whose parameters require gradients."""
 
     @pytest.mark.parametrize("kind", MODULES)
     @pytest.mark.parametrize("packed", [True, False])

@@ -1,4 +1,4 @@
-"""LoRA on experts: adapters in grouped_mlp and moe, their layouts, and modules that hold them."""
+"""LoRA on experts: adapters in grouped_mlp and moe, their layouts, and modules with adapters."""
 
 from __future__ import annotations
 
@@ -278,7 +278,9 @@ class TestMoe:
 
 class TestPeft:
     def numbers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Matrices by expert, and the same as PEFT's documentation says: row e r + j of A, column j E + e of B."""
+        """Return matrices by expert, and the same in the layout of PEFT's documentation: row e r + j of A, column j E +
+        e of B.
+        """
         c = case(dtype=F64)
         own = [lora.matrices(c, 3)[name] for name in lora.MATRICES]
         theirs = []
@@ -660,7 +662,7 @@ class TestLayers:
 
 
 def layers_over_ranks() -> None:
-    """nn.MoE with adapters on two ranks, whose state is sharded as experts' is, against one process."""
+    """Check nn.MoE with adapters on two ranks, whose state is sharded like the experts', against one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = ExpertParallel(None, 5, 2, 64, 6, dtype=F64)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""PEFT's adapters of transformers' experts under `experts_implementation="glulam"`, on the CPU."""
+"""PEFT's adapters on transformers' experts under `experts_implementation="glulam"`, on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = "gate_up_proj", "down_proj"
 
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The adapters that calls of moe had."""
+    """List that gets the adapters passed to each call of moe."""
     register()
     found: list[Any] = []
     layers = sys.modules["glulam.layer.moe"]
@@ -56,7 +56,7 @@ def check_close(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dic
 
 
 class Factors(nn.Module):
-    """As PEFT's `_LoraFactorsProxy`."""
+    """Stand-in for PEFT's `_LoraFactorsProxy`."""
 
     def __init__(self, lhs: Tensor, rhs: Tensor, scaling: float) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Factors(nn.Module):
 
 
 class Other(Factors):
-    """A parametrization of somebody else's."""
+    """A parametrization that is not PEFT's."""
 
 
 def with_factors(model: Any, kind: type[Factors], names: tuple[str, ...]) -> Any:

@@ -1,4 +1,6 @@
-"""The Makefile: what each target installs before it runs. Nothing is installed here: make says what it would do."""
+"""The Makefile: packages that each target installs before it runs. Nothing is installed here: `make --dry-run` shows
+the commands.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 
 def commands(folder: Path, target: str, *settings: str) -> str:
-    """What `make target` would run where nothing is installed."""
+    """Return the commands that `make target` would run if nothing is installed."""
     command = ["make", "--dry-run", "--no-print-directory", f"VENV={folder}/.venv", *settings, target]
     environment = {"PATH": os.environ["PATH"]}  # `make test` hands its own settings down
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
@@ -87,7 +89,9 @@ esac
 
 
 def run(folder: Path, target: str, no_gpu: int = 0) -> tuple[str, list[str]]:
-    """What `make target` says, and the programs that it runs, where all is installed: stand-ins, which log."""
+    """Run `make target` with stand-ins, which log their calls, for all installed programs; return make's output and the
+    programs run.
+    """
     (programs := folder / ".venv/bin").mkdir(parents=True)
     for name in ("python", "glulam"):
         (programs / name).write_text(PROGRAM)

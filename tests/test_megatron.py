@@ -75,7 +75,7 @@ def experts_of(spec: Any, config: Any) -> Any:
 
 
 def pair(form: str = "swiglu", packed: bool = False, **more: Any) -> tuple[Any, Any]:
-    """Megatron's experts and ours with the same weights, of order 1, from its state dict."""
+    """Return Megatron's experts and ours with equal weights, loaded from Megatron's state dict."""
     torch.manual_seed(0)
     theirs = experts_of(SEQUENTIAL, config(form, **more))
     for parameter in theirs.parameters():
@@ -86,7 +86,7 @@ def pair(form: str = "swiglu", packed: bool = False, **more: Any) -> tuple[Any, 
 
 
 def run(experts: Any, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """The result and all gradients, weights' by Megatron's names."""
+    """Run forward and backward; return the result and the gradients of x and probs."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(sizes), HIDDEN, generator=generator).requires_grad_()
     probs = torch.rand(sum(sizes), generator=generator).requires_grad_()
@@ -97,7 +97,7 @@ def run(experts: Any, sizes: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def grads_of(experts: Any) -> dict[str, Tensor]:
-    """By the names of state dicts."""
+    """Return the parameters' gradients, by the names of state dicts."""
     values = [parameter.data.clone() for parameter in experts.parameters()]
     for parameter in experts.parameters():
         parameter.data.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -165,7 +165,7 @@ def test_state_dicts_go_both_ways(packed: bool) -> None:
 
 
 def shards(entry: Any) -> Iterator[Any]:
-    """What a distributed checkpoint stores of an entry."""
+    """Yield every ShardedTensor that a distributed checkpoint stores for an entry."""
     if isinstance(entry, ShardedTensorFactory):
         entry = entry.build()
     if isinstance(entry, ShardedTensor):

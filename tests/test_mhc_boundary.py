@@ -1,4 +1,4 @@
-"""The boundary between sublayers on the CPU: against formulas written anew, gradients, errors, traces."""
+"""mhc.boundary, the step between sublayers, on the CPU: against independent formulas, gradients, errors, traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A boundary with x in MXFP8 on the CPU: bytes of the quantiser, errors, traces, and layers that read x."""
+"""mhc.boundary with x in MXFP8 on the CPU: the quantiser's bytes, errors, traces, and layers that read x."""
 
 from __future__ import annotations
 

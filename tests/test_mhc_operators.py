@@ -1,4 +1,4 @@
-"""Hyper-connections on the CPU: the reference against formulas written anew, gradients, errors, traces."""
+"""Hyper-connections on the CPU: the reference against independent formulas, gradients, errors, traces."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TestPrecision:
 
 
 def with_norm_weight(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Of `project` or `pre`: the norm's weight is the last argument."""
+    """Return `project` or `pre` with the norm's weight as its last positional argument."""
     return lambda *t: tuple(call(*t[:-1], norm_weight=t[-1]))
 
 

@@ -1,4 +1,4 @@
-"""nn.MoE: forward and gradients of each family's block against plain torch, state dicts by name, and its options."""
+"""nn.MoE: forward and gradients of each model family's block against plain torch, state dicts by name, and options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch(dtype: torch.dtype = F64, tokens: int = TOKENS) -> Tensor:
 
 
 def packed_grads(module: MoE, name: str = "grad") -> dict[str, Tensor]:
-    """By the names of packed layers."""
+    """Return gradients by the parameter names of the packed layout."""
     values = {key: getattr(p, name) for key, p in module.named_parameters() if getattr(p, name, None) is not None}
     twin = copy.deepcopy(module)
     for child in twin.modules():
@@ -58,7 +58,7 @@ def packed_grads(module: MoE, name: str = "grad") -> dict[str, Tensor]:
 
 @EACH
 class TestFamilies:
-    """Every block by its own names, strictly."""
+    """Each family's block loads strictly by its own parameter names."""
 
     @LAYOUTS
     def test_forward_and_gradients(self, name: str, packed: bool) -> None:
@@ -157,7 +157,7 @@ class TestStateDicts:
         assert convert_optimizer_state(state, into).keys() == dict(into.named_parameters()).keys()
 
     def refused(self, name: str, change: dict[str, Any], words: str, **options: Any) -> None:
-        """With `change` the state of a family loads no more, and keys that were not converted are named."""
+        """Check that a family's state with `change` does not load, and that the error has `words`."""
         module = made(**{**FAMILIES[name].options, **options})
         state = {**some_state(name), **change}
         state = {key: value for key, value in state.items() if value is not None}

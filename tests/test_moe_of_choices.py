@@ -1,4 +1,4 @@
-"""moe of another router's choices: what is one call of a kernel, and what is two."""
+"""moe_of_choices, moe on another router's choices: the calls that run as one kernel, and those that run as two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def weights(experts: int = EXPERTS) -> dict[str, Any]:
 def tokens(
     count: int, ids: torch.dtype = torch.int64, of_weights: torch.dtype = torch.float32, experts: int = EXPERTS
 ) -> dict[str, Any]:
-    """With choices of nobody (-1, and from `experts` on), and from the third token on one without an expert here."""
+    """Return tokens whose choices include invalid ids (-1, and from `experts` on); the third token has no expert
+    here.
+    """
     generator = torch.Generator().manual_seed(count)
     chosen = torch.randint(-1, experts + 1, (count, K), generator=generator, dtype=ids)
     chosen[2:3] = experts
@@ -53,7 +55,7 @@ def by_two_calls(given: dict[str, Any], **options: Any) -> Tensor:
 
 
 def poison() -> None:
-    """Memory between calls: as offs and as rows -1, and NaN in any format."""
+    """Fill the workspace with bytes that are -1 as offs and rows, and NaN in any format."""
     for buffer in workspace.stats().buffers.values():
         buffer.fill_(0xFF)
 

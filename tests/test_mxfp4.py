@@ -1,4 +1,4 @@
-"""MXFP4Tensor and quantize_mxfp4 against the format's definition; and how kernels decode, number by number."""
+"""MXFP4Tensor and quantize_mxfp4 against the format's definition; and the kernels' decoding, number by number."""
 
 from __future__ import annotations
 
@@ -200,11 +200,11 @@ print(json.dumps({
     "bad": [int(scales.bad(word(byte, byte % 4), byte % 8)) for byte in range(256)],
 }))
 """
-"""What kernels compute of each byte, as a scale in every place of its word. The DSL has a process of its own."""
+"""Program that prints the values that kernels decode from each byte. The DSL runs in a process of its own."""
 
 
 class TestWords:
-    """The order in which kernels read elements."""
+    """Tests of the order in which kernels read elements within 32-bit words."""
 
     def test_every_byte_in_every_place(self) -> None:
         """Of words of other bytes, in blocks of either kind."""
@@ -263,7 +263,9 @@ def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
     told = json.loads(ran.stdout)
 
     def numbers(words: list[int]) -> Tensor:
-        """Two bfloat16 numbers of each word, the lower half first, in float32, where products are exact."""
+        """Return the two bfloat16 numbers of each word, lower half first, as float32, in which their products are
+        exact.
+        """
         return torch.tensor(words).to(torch.int32).view(BF16).float().view(-1, 2)
 
     found = torch.tensor([mxfp4.bytes_of_word(word & mxfp4.WORD) for word in words])
@@ -281,7 +283,7 @@ def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
 
 
 class TestRecipe:
-    """What only MXFP4 has; test_recipes.py has what all recipes do."""
+    """Tests specific to MXFP4; test_recipes.py tests all recipes."""
 
     @pytest.mark.parametrize("prepared", [False, True])
     def test_the_result_is_that_of_the_dequantised_weight(self, prepared: bool) -> None:
@@ -317,7 +319,7 @@ class TestRecipe:
 
 
 class TestMm:
-    """grouped_mm with an MXFP4Tensor as its weight: that of the dequantised weight, which bfloat16 holds exactly."""
+    """grouped_mm with an MXFP4Tensor equals that with the dequantised weight, which bfloat16 holds exactly."""
 
     SIZES = (5, 0, 17, 1)
 
@@ -420,7 +422,7 @@ class TestMm:
 
 
 def gpt_oss_state(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[str, Tensor]:
-    """An MoE block as gpt-oss's checkpoints hold it."""
+    """Return the state of an MoE block in the format of gpt-oss's checkpoints."""
     generator = torch.Generator().manual_seed(seed)
 
     def bytes_(low: int, high: int, *shape: int) -> Tensor:
@@ -576,7 +578,7 @@ class TestModule:
 
 
 def with_scales(*shape: int, spans: tuple[int, ...] = (0, 5, 12)) -> MXFP4Tensor:
-    """Elements of all kinds; block b of a row has a scale spans[b] binades under the row's greatest."""
+    """Return a random weight in which block b of a row has a scale spans[b] binades below the row's largest."""
     experts, rows, k = shape
     scale = 120 + torch.arange(rows)[:, None] % 7 - torch.tensor(spans)
     data = random_tensor(*shape).data

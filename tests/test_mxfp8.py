@@ -1,4 +1,6 @@
-"""MXFP8 without a GPU: the reference against the definition bit for bit, the tensor, the host path, the fold."""
+"""MXFP8 without a GPU: the reference against the definition bit for bit, the tensor class, the host path, folded
+weights.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def assert_copy(got: MXFP8Tensor, wanted: oracle.Quantized) -> None:
-    """What a quantiser wrote, all of it, against the definition."""
+    """Compare all bytes that a quantiser wrote with the definition."""
     rows = wanted.rows
     assert torch.equal(bytes_of(got.data)[:rows], wanted.data)
     plain = bytes_of(got.plain().scale)
@@ -421,7 +423,7 @@ class TestTensor:
 
 
 def exported_with(argument: Any) -> None:
-    """A program that takes it, exported, saved and loaded, gives what the module gives."""
+    """Check that a module taking this argument gives the same results after export, saving and loading."""
 
     class Doubles(torch.nn.Module):
         def forward(self, w: Any) -> torch.Tensor:
@@ -441,7 +443,7 @@ def same_folded(a: FoldedWeight, b: FoldedWeight) -> bool:
 
 @pytest.mark.parametrize("report", [True, False])
 class TestFoldedWeightsAreKept:
-    """As MXFP8Tensors are: copies, files, pytrees."""
+    """Folded weights support copy, pickle, torch.save and pytrees, as MXFP8Tensor does."""
 
     def both(self, report: bool) -> Any:
         return prepare_mxfp8_weight(weight(), axis="both", report=report)
@@ -543,7 +545,7 @@ class TestLibrary:
 
 
 class TestHostPath:
-    """Down to a function that interprets its arguments as the kernel does."""
+    """The host path of quantize_mxfp8 to a fake function that reads its arguments as the kernel does."""
 
     @pytest.mark.parametrize("dtype", [BF16, F16, F32])
     @pytest.mark.parametrize("axis", ["row", "col", "both"])
@@ -598,7 +600,7 @@ def weight(experts: int = 3, n: int = 64, k: int = 256, seed: int = 0) -> Tensor
 
 
 def massive(ratio: float, n: int = 64) -> Tensor:
-    """A weight whose expert 1 has one input channel `ratio` times the others."""
+    """Return a weight whose expert 1 has one input channel `ratio` times larger than the others."""
     w = weight(n=n)
     w[1, :, 5] = 0.05 * ratio
     return w

@@ -1,4 +1,4 @@
-"""Gradients of weights in MXFP8: the reference against float64, the recipe in operators, layers and modules."""
+"""Weight gradients in MXFP8: the reference against float64, and the recipe in operators, layers and modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 
 
 def by_groups(rows: Tensor, ends: list[int]) -> Tensor:
-    """Rows as their weight gradient multiplies them, by the definition: each group's columns in blocks of 32 rows."""
+    """Quantise rows as a weight gradient does, by the definition: columns of each group in blocks of 32 rows. Return
+    their values.
+    """
     parts = [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     return torch.cat([mxfp8_mlp.rounded(part.mT, 32).mT if len(part) else part.double() for part in parts])
 
@@ -45,7 +47,7 @@ def case(**options: Any) -> Case:
 
 
 def operands(c: Case) -> tuple[Tensor, Tensor]:
-    """dy and x whose columns differ in scale, so that blocks along rows of the matrix would round otherwise."""
+    """Return dy and x whose columns differ in scale, so that blocks along rows would round differently."""
     across = torch.exp2(torch.linspace(-6, 6, HIDDEN)).to(c.x.dtype)
     return gradient(c) * across, c.x * across.flip(0)
 
@@ -112,14 +114,14 @@ class TestOperator:
 
 
 def step(c: Case, recipe: str, wanted: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor]:
-    """Gradients of a grouped_mlp."""
+    """Run a forward and backward of grouped_mlp; return gradients by name."""
     given = leaves(c, wanted) if wanted else leaves(c)
     glulam.grouped_mlp(**given, offs=c.offs, recipe=recipe, **options).backward(gradient(c))
     return {name: value.grad for name, value in given.items() if value.grad is not None}
 
 
 def weight_gradients(c: Case) -> dict[str, Tensor]:
-    """What they must be: of the rows that backward has in 16 bits."""
+    """Return the expected weight gradients, computed from the 16-bit rows that backward has."""
     options: dict[str, Any] = {
         "activation": "swiglu", "glu_layout": "concat", "recipe": "mxfp8_blocks", "offs": c.offs,
         "row_scale": c.row_scale, "trained": True,
@@ -191,7 +193,7 @@ def weights_of(made: GroupedMLP) -> list[Any]:
 class TestModules:
     @pytest.fixture
     def wanted(self) -> list[Tensor]:
-        """Gradients of the weights of each expert, in float32: of w1, then of w2."""
+        """Return the weight gradients of each expert in float32, of w1 and then of w2."""
         c = case()
         c.w1, c.w2 = c.w1.float(), c.w2.float()
         made = step(c, "mxfp8_wgrad", ("w1", "w2"))
@@ -253,7 +255,7 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _scaled_operands(generator: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
-    """dy and x by the words of the page."""
+    """Return the pairs (dy, x) that the docs page describes, by its words for them."""
     total = sum(ROWS_OF_PAGE)
 
     def both(rows: float = 0.0, columns: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A call that differs from an earlier one in its number of rows alone: what is checked, found, made and kept for it."""
+"""A call with another row count than an earlier call: the checks, lookups, plans and allocations made for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 class Layer:
-    """Arguments of up to MOST rows; `rows` are taken from the front."""
+    """Arguments of a layer with up to MOST rows; a call uses the first `rows`."""
 
     def __init__(self) -> None:
         f32 = torch.float32
@@ -82,7 +82,7 @@ class Layer:
             return *results, *torch.autograd.grad([r.sum() for r in results], (x, weight))
 
     def calls(self) -> dict[str, Call]:
-        """By name, calls that take a number of rows."""
+        """Return functions of a row count that call an operator, by name."""
         out = torch.empty(MOST, HIDDEN + 8, dtype=BF16)[:, :HIDDEN]
         lists = {"w1": self.lists[0], "w2": self.lists[1]}
         inference: dict[str, Call] = {
@@ -137,7 +137,7 @@ def check_same(got: Any, wanted: Any) -> None:
 
 
 def anew(one: Call, rows: int) -> Any:
-    """The result of a call that finds no plan of any."""
+    """Return the result of a call after forgetting all plans; forget its plan too."""
     plans.forget_plans()
     result = one(rows)
     plans.forget_plans()
@@ -199,7 +199,7 @@ def test_a_module_with_main_grads_checks_once(fake_gpu: FakeGpu, monkeypatch: py
 
 
 def fields(plan: Any) -> dict[str, Any]:
-    """Of a plan, as they can be compared."""
+    """Return a plan's fields in a form that `==` compares."""
 
     def told(value: Any) -> Any:
         if isinstance(value, workspace.MatrixLayouts):

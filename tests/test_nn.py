@@ -1,4 +1,4 @@
-"""The modules: construction, forward and gradients, main_grad, delayed weight gradients, state in both layouts."""
+"""Modules: construction, forward and gradients, main_grad, delayed weight gradients, state dicts in both layouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scale() -> torch.Tensor:
 
 
 def packed_grads(module: nn.Module, name: str = "grad") -> dict[str, torch.Tensor]:
-    """By packed parameter name, whichever the layout."""
+    """Return gradients by packed parameter name, for either layout."""
     values = {key: getattr(p, name) for key, p in module.named_parameters() if getattr(p, name, None) is not None}
     twin = copy.deepcopy(module)
     for child in twin.modules():
@@ -239,7 +239,7 @@ MODULES: dict[str, Callable[..., Any]] = {"linear": linear, "mlp": mlp}
 @LAYOUTS
 @pytest.mark.parametrize("kind", MODULES)
 class TestBuffers:
-    """`out` and `grad_input` where gradients are recorded."""
+    """Tests of `out` and `grad_input` when autograd records."""
 
     def test_the_same_results_in_the_caller_s_memory(self, kind: str, packed: bool) -> None:
         plain, module = MODULES[kind](packed), MODULES[kind](packed)
@@ -507,7 +507,7 @@ def freeze(module: nn.Module, experts: list[int]) -> dict[str, nn.Parameter]:
 @pytest.mark.parametrize("experts", FROZEN.values(), ids=FROZEN)
 @pytest.mark.parametrize("kind", MODULES)
 class TestFrozenExperts:
-    """Weights that require no gradient, beside those of other experts that do: the others' gradients are the same."""
+    """Freezing some experts' weights does not change the gradients of the others."""
 
     def wanted(self, kind: str) -> dict[str, torch.Tensor]:
         module = MODULES[kind](False)

@@ -1,4 +1,4 @@
-"""NVFP4Tensor and quantize_nvfp4 against the format's definition, and what operators and modules make of them."""
+"""NVFP4Tensor and quantize_nvfp4 against the format's definition, and their use in operators and modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ E4M3, RECIPE = torch.float8_e4m3fn, "nvfp4_weight_only"
 
 
 def random_tensor(*shape: int, seed: int = 0, of: str = "expert") -> NVFP4Tensor:
-    """Any elements, scales of all magnitudes, and global scales that differ: of all, an expert, or a half."""
+    """Return random elements, scales of all magnitudes, and random global scales: one for "all", or one per "expert" or
+    "half" of an expert.
+    """
     generator = torch.Generator().manual_seed(seed)
     *lead, k = shape
     data = torch.randint(256, (*lead, k // 2), dtype=torch.uint8, generator=generator)

@@ -1,4 +1,4 @@
-"""The parts of perf that need no GPU: what is measured, how samples become numbers, how numbers become tables."""
+"""The parts of perf that need no GPU: suites' cases, statistics of samples, and tables."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_summary_is_the_median_and_the_outer_deciles():
 
 
 class FakeClock:
-    """Time that passes only while samples are taken."""
+    """A clock that advances only while samples are taken."""
 
     def __init__(self):
         self.now, self.taken = 0.0, []

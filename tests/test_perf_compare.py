@@ -1,4 +1,4 @@
-"""`python -m perf compare`: kernels found by name, run with the right arguments, checked and set side by side."""
+"""`python -m perf compare`: kernels found by name, run with the right arguments, checked and tabulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 
 
 class FakeBundle:
-    """The shipped functions of 16-bit operands, interpreted on the CPU."""
+    """The shipped functions of 16-bit operands, computed on the CPU."""
 
     def __init__(self, specs=None, wrong=()):
         specs = specs or [spec for spec in shipped_specs() if operands_of(spec) == "16bit"]
@@ -55,7 +55,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """Small sets on the CPU; every contestant is called a few times, and takes 100 us, 101 us, ..."""
+    """Run contestants on small CPU sets: each is called a few times, with made-up times of 100 us, 101 us, ..."""
 
     def measure(calls, *rest):
         for number in range(3):

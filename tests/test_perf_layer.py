@@ -1,4 +1,4 @@
-"""`python -m perf layer`: data whose routing is what it is said to be, contestants held to float64."""
+"""`python -m perf layer`: data with the declared routing, and contestants checked against float64."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_single_choice_keeps_its_probability():
 
 
 def plain_layer(d, glu_layout):
-    """Token by token and choice by choice, in float64 with autograd."""
+    """Compute the layer token by token and choice by choice, in float64 with autograd."""
     b, case = d.batches[0], d.case
     x, w1, w2 = (t.detach().double().requires_grad_() for t in (b.x, d.w1, d.w2))
     router = d.router.detach().double().requires_grad_()
@@ -188,7 +188,7 @@ def test_the_reference_is_the_layer(case, glu_layout):
 
 
 def found(d, op, layers=None):
-    """Who is timed."""
+    """Return the contestants that pass the check and are timed."""
     return admitted("here", contestants(d, op, layers or layer_peers.layers()))
 
 
@@ -248,7 +248,9 @@ def test_peers_may_leave_the_gradients_of_empty_experts_unwritten_and_we_may_not
 
 
 def fake_sonic(calls):
-    """sonicmoe.functional of 0.1.2, as far as it is called, in torch; its GEMMs are in two modules."""
+    """Return stand-ins in torch for the modules of sonicmoe.functional 0.1.2 that perf calls; its GEMMs are in two
+    modules.
+    """
 
     def gemm(*arguments, tuned=True):
         calls.append(tuned)
@@ -281,7 +283,9 @@ def fake_sonic(calls):
 
 
 def fake_flashinfer():
-    """`cute_dsl_fused_moe_bf16`: blocks of 32 columns, the linear ones first."""
+    """Return a stand-in for FlashInfer's `cute_dsl_fused_moe_bf16`: w1 in blocks of 32 columns, the linear ones
+    first.
+    """
 
     def fused(x, token_selected_experts, token_final_scales, w1_weight, w2_weight, num_experts, top_k):
         assert token_selected_experts.dtype == torch.int32 and token_final_scales.dtype == torch.float32
@@ -297,7 +301,7 @@ def fake_flashinfer():
 
 @pytest.fixture
 def peers(monkeypatch):
-    """Both packages are installed; what SonicMoE's GEMMs were asked."""
+    """List that gets the `tuned` argument of each SonicMoE GEMM; stand-ins of both packages are installed."""
     calls = []
     for name, module in {**fake_sonic(calls), **fake_flashinfer()}.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""The MLP's benchmarks: tensors of a case, contestants that are checked before they are timed, forward and training."""
+"""The MLP's benchmarks: tensors of a case, contestants checked before they are timed, forward and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QuACK as a contestant, played by modules with its names and argument lists: how it is called, and how tuned."""
+"""QuACK as a contestant, replaced by stand-in modules with its names and signatures: calls and tuning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = dataclasses.replace(TINY, routing="dirichlet")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """As quack.gemm_config.GemmConfig, as far as we look at it."""
+    """Stand-in for quack.gemm_config.GemmConfig, with the fields that perf reads."""
 
     name: str
     device_capacity: int = 9
@@ -31,7 +31,7 @@ class Config:
 
 
 class CompilePending(BaseException):
-    """As quack.cache.CompilePending: a BaseException."""
+    """Stand-in for quack.cache.CompilePending, a BaseException."""
 
 
 def groups(starts):
@@ -39,7 +39,9 @@ def groups(starts):
 
 
 class FakeInterface(types.ModuleType):
-    """quack.gemm_interface of 0.6.5, in float32 on the CPU. `used`: (function, configuration) of every call."""
+    """Stand-in for quack.gemm_interface of 0.6.5, in float32 on the CPU. used: (function, configuration) of every
+    call.
+    """
 
     def __init__(self):
         super().__init__("quack.gemm_interface")
@@ -90,7 +92,7 @@ class FakeInterface(types.ModuleType):
 
 @pytest.fixture
 def api(monkeypatch):
-    """QuACK is installed, and a GPU of capability 9.0 is there; configurations take as long as their names are."""
+    """Stand-ins for QuACK and a GPU of capability 9.0; a configuration's made-up time is the length of its name."""
     interface = FakeInterface()
     configs = types.ModuleType("quack.gemm_config")
     configs.get_all_configs = lambda epilogue=None: [
@@ -175,7 +177,7 @@ def test_only_weight_gradients_may_swap_operands(api):
 
 
 class Compiling:
-    """A configuration is ready at its third attempt; of some, the attempt fails."""
+    """Stand-in for compilation: a configuration is ready at the third attempt; attempts of those in `fails` raise."""
 
     def __init__(self, fails=()):
         self.attempts, self.fails = {}, fails
@@ -215,7 +217,7 @@ def test_compiling_has_an_end(api, monkeypatch):
 
 
 def measured(peer, ops):
-    """Records of the suite's operations on one small case, of which a call takes no time."""
+    """Return records of the suite's operations on one small case, with made-up times."""
 
     def timed(calls, op):
         return {name: {"median_us": 1.0} for name in calls}

@@ -1,4 +1,4 @@
-"""From records to result files, tables, plots and pages; and what is stored in perf/results."""
+"""From records to result files, tables, plots and pages; and the files stored in perf/results."""
 
 from __future__ import annotations
 

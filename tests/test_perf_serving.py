@@ -1,4 +1,4 @@
-"""`python -m perf serving`: its cases, data, contestants and checks, on the CPU; what GPUs run is faked."""
+"""`python -m perf serving` on the CPU: its cases, data, contestants and checks, with stand-ins for GPU code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ ODD = ServingCase("odd", 5, 160, 96, 3, 2)  # widths that blocks of 128 do not d
 
 
 def _loaded(package):
-    """Modules of a package, less its library, which a process can load once."""
+    """Return a package's loaded modules except its native library, which a process can load only once."""
     names = [name for name in sys.modules if name.partition(".")[0] == package and "._C" not in name]
     return {name: sys.modules[name] for name in names}
 
 
 @pytest.fixture
 def rows(monkeypatch):
-    """perf.serving_rows in Triton's interpreter, of which Triton's own functions have to know when they are loaded."""
+    """Module perf.serving_rows, loaded with Triton's interpreter, together with a fresh Triton, whose functions check
+    for it at import.
+    """
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     compiled = _loaded("triton")
@@ -44,7 +46,7 @@ def rows(monkeypatch):
 
 
 def results(experts, case):
-    """A call, a batch and what is expected of it."""
+    """Return a call, its batch and the expected result."""
     given, ready = in_format(experts.weights, *make_weights(case, "cpu"))
     call = experts.make(case, *(ready if experts.name == "glulam" else given))
     b = make_batch(case, "cpu")
@@ -123,7 +125,7 @@ WRONG = {
 
 
 def measured(experts, wrap=lambda call: call):
-    """Who is timed on SMALL, whose calls `wrap` changes."""
+    """Return the contestants timed on SMALL, with each call replaced by `wrap(call)`."""
     call, b, _ = results(experts, SMALL)
     model = suite.Model(SMALL)
     return admitted("here", suite.contestants(model, [(experts, wrap(call))], b))
@@ -131,7 +133,7 @@ def measured(experts, wrap=lambda call: call):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """A graph is its call."""
+    """Run the suite on the CPU, with a graph replaced by its call."""
     monkeypatch.setattr(suite, "make_weights", lambda case: make_weights(case, "cpu"))
     monkeypatch.setattr(suite, "capture", lambda run, pool: run)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

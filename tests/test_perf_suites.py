@@ -1,4 +1,4 @@
-"""Every suite that one GPU runs, from its cases to its file, on small cases on the CPU; contestants are checked."""
+"""Every suite that runs on one GPU, from its cases to its file, on small CPU cases; contestants are checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVERY = ["glulam", "dense", "torch"]
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a suite on small cases; its records."""
+    """Return a function that runs a suite on small cases and returns its records."""
     small = dict.fromkeys(cases.CASES, (PREFILL, DECODE))
     others = {"decode": (DECODE, TOKEN), "graph": (DECODE,), "power": (PREFILL,), "lora": (LAYER,)}
     monkeypatch.setattr(cases, "CASES", {**small, **others})
@@ -87,7 +87,7 @@ def test_a_suite_has_a_record_a_case_and_operation(run, suite):
 
 
 def assert_tables(suite, records):
-    """Tables of a suite's records, with a cell for each heading."""
+    """Check that a suite's records give tables, with one cell per heading in each row."""
     made = tables.tables_of({**results.make_result(suite, STAMP, LIMITS, records)})
     assert all(table.rows and all(len(row) == len(table.header) for row in table.rows) for table in made)
 

@@ -1,4 +1,4 @@
-"""`python -m perf tiles`: what is measured, that it is checked first, and that the budget rules."""
+"""`python -m perf tiles`: the cases measured, checks before timing, and the time budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases(*_):
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """Small models on the CPU; a call takes 7 us less the length of the queue."""
+    """Small models on the CPU, with made-up call times of 7 us less the length of the queue."""
     fake_gpu.install(monkeypatch)
     make_sets = tiles.make_sets
     monkeypatch.setattr(tiles, "sweep", cases)

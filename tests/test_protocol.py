@@ -1,8 +1,8 @@
-"""The protocol of the symmetric transport, as a model (support/protocol): it holds in every order of events of small
-cases, and each of its rules is needed.
+"""The protocol of the symmetric transport as a model (support/protocol): correct for every order of events of small
+cases, and broken without any one of its rules.
 
-Of three ranks only one dispatch and combine is tried with stores that land in any order, or with time-outs. More of
-both, crashes in other lists of ops and four ranks are left to `python -m tests.support.protocol`.
+With three ranks, only one dispatch and combine is explored with stores that arrive in any order, or with time-outs.
+More of both, crashes in other op lists and four ranks are left to `python -m tests.support.protocol`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The lint of tcgen05 instructions reports each rule that is broken: it reads a kernel's PTX text with a line changed.
+"""The lint of tcgen05 instructions reports each broken rule in a kernel's PTX with one line changed.
 
-The first run compiles the kernel; it is kept in the user's cache ($GLULAM_EMULATOR_CACHE).
+The first run compiles the kernel and stores it in the user's cache ($GLULAM_EMULATOR_CACHE).
 """
 
 from __future__ import annotations

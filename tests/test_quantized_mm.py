@@ -1,4 +1,4 @@
-"""grouped_mm of quantised weights: the result equals the dequantised weight's, in every format that it takes."""
+"""grouped_mm of quantised weights equals that of the dequantised weights, in every supported format."""
 
 from __future__ import annotations
 

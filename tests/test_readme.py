@@ -1,4 +1,4 @@
-"""The README: it is short, its code runs, and it leads to the documentation."""
+"""The README: it is short, its code runs, and it links to the documentation."""
 
 from __future__ import annotations
 

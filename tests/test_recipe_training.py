@@ -1,4 +1,4 @@
-"""Gradients of grouped_mlp in MXFP8: the reference, the host path on a stand-in GPU, what is folded when, modules."""
+"""Gradients of grouped_mlp in MXFP8: the reference, the host path on a fake GPU, weight preparation, modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What was folded, in order: along which axis, and whether with a report."""
+    """List that gets (axis, report) of each weight preparation, in order."""
     calls: list[tuple[str, bool]] = []
     prepare = prepared_weights.prepare
 
@@ -68,7 +68,7 @@ def grads(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def step(c: Case, given: dict[str, Any], **options: Any) -> Tensor:
-    """A forward and a backward; the result."""
+    """Run a forward and backward; return the result."""
     y: Tensor = glulam.grouped_mlp(**given, **{"offs": c.offs, **options}, recipe="mxfp8")
     y.backward(gradient(c))
     return y.detach()
@@ -76,7 +76,7 @@ def step(c: Case, given: dict[str, Any], **options: Any) -> Tensor:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def place(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The reference, and the host path."""
+    """Run the test on the CPU reference, and on the fake GPU's host path."""
     if request.param == "gpu":
         request.getfixturevalue("fake_gpu")
     yield request.param
@@ -333,12 +333,12 @@ class TestFolding:
 
 
 def apart(t: Tensor) -> Tensor:
-    """A matrix with padding between its rows, anything else as it is."""
+    """Return a matrix with padding between its rows, or another tensor unchanged."""
     return torch.cat((t, t.new_empty(len(t), 8)), dim=1)[:, : t.shape[1]] if t.dim() == 2 else t
 
 
 class Capture:
-    """A stream of the stand-in GPU that is being captured, into a graph of its own each time."""
+    """Context in which the fake GPU's stream is being captured, into a new graph each time."""
 
     def __init__(self, fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fake, self.number = fake, 0

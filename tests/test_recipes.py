@@ -1,4 +1,4 @@
-"""grouped_mlp by the recipes that quantise: reference, host path on a stand-in GPU, refusals, prepared weights."""
+"""grouped_mlp by recipes that quantise: reference, host path on a fake GPU, refusals, prepared weights."""
 
 from __future__ import annotations
 
@@ -412,7 +412,7 @@ def arguments(c: Case, **changes: Any) -> dict[str, Any]:
 
 
 def refusals(c: Case) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
-    """Arguments, the error, its words."""
+    """Return changed arguments, the error's type and its words of each bad call, by name."""
     folded, exact = glulam.prepare_mxfp8_weight(c.w1), prepared(c.w1, "mxfp8_exact")
     column = glulam.prepare_mxfp8_weight(c.w1, axis="col")
     narrow, narrow_w1 = c.x[:, :72].contiguous(), c.w1[:, :, :72].contiguous()
@@ -584,7 +584,9 @@ class TestExplain:
 
 
 class TestWritesThatNoVersionCounts:
-    """Quantised copies of 16-bit weights after writes through `.data`, as averaged weights and weight syncs do."""
+    """Quantised copies of 16-bit weights are renewed after writes through `.data`, as weight averaging and weight syncs
+    do.
+    """
 
     @staticmethod
     def change(mlp: glulam.nn.GroupedMLP, how: str) -> None:

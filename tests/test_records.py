@@ -1,4 +1,4 @@
-"""Tables and preferences that anybody may have written: what is wrong in them is said, and nothing of it is served."""
+"""Tuned tables and preferences with arbitrary content: errors in them cause a warning, and no wrong kernel is used."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ MISMATCHES: list[tuple[Problem, Spec]] = [
 
 @pytest.fixture(autouse=True)
 def table(bare_machine: Path) -> Path:
-    """The path of the only table."""
+    """Path of the only tuned table."""
     return bare_machine
 
 
 def described(problem: Problem, spec: Spec) -> dict[str, Any]:
-    """A table in which a kernel is the fastest for a problem at 1 and 16 rows an expert."""
+    """Return a table in which a kernel is the fastest for a problem at 1 and 16 rows per expert."""
     shipped = shipped_choice(problem, ARCH).spec
     us = {spec.name: {"uniform": 10.0}, shipped.name: {"uniform": 20.0}}
     points = tuple(tables.Point(rows, spec.name, shipped.name, 2.0, us) for rows in (1.0, 16.0))
@@ -87,7 +87,7 @@ def stamp_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_with_one_line(problem: Problem, match: str) -> Spec:
-    """What is chosen, while one warning matches."""
+    """Return the spec chosen in three calls, which together must give exactly one matching warning."""
     with pytest.warns(RuntimeWarning, match=match) as seen:
         (spec,) = {choose(problem, ARCH, GPU).spec for _ in range(3)}
     assert len(seen) == 1
@@ -230,7 +230,7 @@ class TestTables:
 
 
 def prefer(spec: Spec) -> Path:
-    """The file of a preference, as a later process finds it."""
+    """Store a preference; return its file, after clearing the process' memory of it."""
     known.prefer(spec)
     kernels.forget_choices()
     (path,) = known.folder().glob("*.json")
@@ -403,14 +403,14 @@ VALUES = st.one_of(
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Every container in JSON with each of its keys or indices."""
+    """Return every (container, key or index) in JSON data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     found = [(data, key) for key, _ in items]
     return found + [pair for _, value in items for pair in places(value)]
 
 
 def mutated(data: Any, draw: Callable[..., Any]) -> bytes:
-    """JSON with one to three changes of its structure, or of its bytes."""
+    """Return JSON with one to three changes of its structure or of its bytes."""
     data = copy.deepcopy(data)
     if draw(st.integers(0, 3)):
         for _ in range(draw(st.integers(1, 3))):
@@ -442,8 +442,8 @@ FUZZ = settings(max_examples=1000, derandomize=True, database=None, suppress_hea
 
 
 def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Kernels that are chosen, or looked for on disk, are of their problems' forms. Returns how many warnings there
-    were.
+    """Check that kernels which are chosen, or looked up on disk, belong to their problems' families. Return the number
+    of warnings.
     """
     looked_for: list[Spec] = []
     kernels.forget_choices()

@@ -28,7 +28,7 @@ def case_for(form: tuple[str, str], dtype: torch.dtype = torch.float64, **option
 
 
 def assert_exact(got: torch.Tensor, exact: torch.Tensor, rows: int) -> None:
-    """float64 against float64: only the order of sums differs."""
+    """Compare two float64 results, which may differ only by the order of sums."""
     if rows:
         scale = float(exact[:rows].abs().max())
         assert scale > 0, "zeros would pass"

@@ -1,4 +1,4 @@
-"""The parts of a release agree: versions, metadata, and the files that a host of repositories reads."""
+"""The parts of a release agree: versions, metadata, and files that a hosting site reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = glulam.__version__
 
 
 def _metadata(folder: Path, **environment: str) -> Message:
-    """Metadata of a wheel of this checkout."""
+    """Return the metadata of a wheel of this checkout."""
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GLULAM_")}
     subprocess.run(command, cwd=REPOSITORY, env={**kept, **environment}, check=True, capture_output=True)

@@ -1,6 +1,6 @@
 """The pins of requirements/*.txt can be installed together, on every Python that Glulam supports.
 
-uv resolves them from the index's metadata; nothing is downloaded to install. pip cannot: it evaluates markers for the
+uv resolves them from the index's metadata, without downloading packages. pip cannot: it evaluates markers for the
 Python that runs it.
 """
 
@@ -31,7 +31,8 @@ def resolvable(folder: Path) -> list[Path]:
 
 
 def resolve(files: list[Path], python: str) -> subprocess.CompletedProcess[str]:
-    """Resolve all files in one step, from wheels alone: make asks for a C compiler, and no package's build for more.
+    """Resolve all files in one step, using wheels only, since source builds may need more than the C compiler that make
+    requires.
 
     Skips the test if the index cannot be reached.
     """

@@ -77,7 +77,7 @@ BARRIER = re.compile(r"(ring|stages|loads|decoded|accumulators) \((tile|full|emp
 
 
 def tabled(module: str) -> gemm.Table:
-    """The table of roles in a kernel's docstring."""
+    """Parse the table of roles in a kernel's docstring."""
     lines = (importlib.import_module(module).__doc__ or "").splitlines()
     begin = next(number for number, line in enumerate(lines) if "waits for" in line)
     rows: gemm.Table = {}

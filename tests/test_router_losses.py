@@ -22,7 +22,7 @@ def routed(logits: Tensor, rule: str, **more: Tensor) -> Routing:
 
 
 def formula(logits: Tensor, ids: list[list[int]], score: str) -> Tensor:
-    """Token by token and choice by choice."""
+    """Compute the loss token by token and choice by choice."""
     experts = logits.shape[1]
     choices = [e for mine in ids for e in mine]
     total = torch.zeros((), dtype=logits.dtype)

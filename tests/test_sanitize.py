@@ -1,4 +1,4 @@
-"""`make sanitize`: what it launches, how it reads a tool's summary, and that it refuses in one line without a GPU."""
+"""`make sanitize`: the kernels it launches, parsing of a tool's summary, and one-line errors without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of serving engines: each format and gate against float64 of dequantised weights, and every refusal."""
+"""Experts for serving engines: each format and activation against float64 of dequantised weights, and every refusal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = {
     "mxfp4": "mxfp4_weight_only", "mxfp4_fp8": "mxfp4", "mxfp4_fp8_wide": "mxfp4_weight_only",
     "nvfp4": "nvfp4_weight_only",
 }  # fmt: skip
-"""With the recipe that each is multiplied by on the CPU; scales of "..._wide" are too far apart to be folded."""
+"""Recipe that the CPU uses for each format; scales of "..._wide" formats are too far apart to be folded."""
 WEIGHT_ONLY = {name: recipe for name, recipe in FORMATS.items() if recipe.endswith("weight_only")}
 
 
@@ -36,7 +36,7 @@ def made(kind: str, w13: Held, w2: Held, **options: Any) -> ServedExperts:
 
 
 def pair(kind: str, gated: bool = True, width: int = WIDTH) -> tuple[Held, Held]:
-    """w13 and w2."""
+    """Return w13 and w2 in a format."""
     halves = 2 if gated else 1
     return (
         held(kind, EXPERTS, halves * width, HIDDEN, seed=1, halves=halves),
@@ -45,7 +45,7 @@ def pair(kind: str, gated: bool = True, width: int = WIDTH) -> tuple[Held, Held]
 
 
 def check(experts: Any, layer: Layer, k: int = K, on_rows: bool = False, factor: float = 1.0, **options: Any) -> Tensor:
-    """The call against float64, and torch's own error in bfloat16; padded tokens give 0."""
+    """Compare the call with float64, allowing for torch's own error in bfloat16; padded tokens must give 0."""
     given = tokens(COUNT, HIDDEN, EXPERTS, k)
     got = experts(given.x, given.ids, given.weights, weights_on_rows=on_rows, **options)
     assert got.shape == given.x.shape and got.dtype == BF16 and not got[COUNT:].any()

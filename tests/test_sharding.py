@@ -1,4 +1,6 @@
-"""Modules and operators under PyTorch's own sharding, on two ranks of a gloo group, against one process."""
+"""Modules and operators under PyTorch's sharding (FSDP2, DDP, DTensor) on two ranks of a gloo group, against one
+process.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def mesh(*shape: int) -> DeviceMesh:
 
 
 class Block(nn.Module):
-    """A norm, an MoE layer and the sum with what came in."""
+    """A norm, an MoE layer and a residual connection."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class Model(nn.Module):
 
 
 def seeded(module: nn.Module) -> nn.Module:
-    """The same weights on every rank, and routers that are not indifferent."""
+    """Set equal weights on every rank, with routers whose logits differ by expert; return the module."""
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             scale = 0.5 if parameter.dim() > 1 else 0.1
@@ -105,7 +107,7 @@ def tokens_of(rank: int, dtype: torch.dtype = F64) -> Tensor:
 
 
 def mean_gradients(model: nn.Module, call: Callable[[nn.Module, int], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """The results of each rank's tokens, and the mean of the ranks' gradients."""
+    """Return the results for each rank's tokens, and the gradients averaged over ranks."""
     results = [call(model, rank) for rank in range(WORLD)]
     for y in results:
         loss_of(y).backward()
@@ -121,7 +123,7 @@ def on_tokens(model: nn.Module, rank: int, dtype: torch.dtype = F64) -> Tensor:
 def assert_like_unsharded(
     alone: nn.Module, sharded: nn.Module, call: Callable[[nn.Module, int], Tensor] = on_tokens, tolerance: float = 1e-10
 ) -> None:
-    """Forward, gradients and, after a step by them, forward again."""
+    """Compare forward and gradients with an unsharded module, then forward again after an optimizer step."""
     rank = dist.get_rank()
     for _ in range(2):
         wanted, grads = mean_gradients(alone, call)
@@ -148,7 +150,7 @@ def assert_like_unsharded(
 
 
 def clean(name: str) -> str:
-    """A parameter's name without those of wrappers."""
+    """Return a parameter's name without its wrappers' prefixes."""
     for part in ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module."):
         name = name.replace(part, "")
     return name
@@ -163,7 +165,7 @@ def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 @CASES
 def fsdp2_of_a_model_as_a_whole() -> None:
-    """Over all ranks, and over one dimension of a mesh whose other one has replicas (HSDP)."""
+    """Check FSDP2 over all ranks, and over one mesh dimension with replicas along the other (HSDP)."""
     for on in (mesh(), mesh(2, 1)):
         alone, model = pair(Model)
         assert_like_unsharded(alone, fully_shard(model, mesh=on))
@@ -171,7 +173,9 @@ def fsdp2_of_a_model_as_a_whole() -> None:
 
 @CASES
 def fsdp2_gathers_for_backward_if_a_layers_result_is_written() -> None:
-    """Its hook of backward is on the result, which loses the hook in a write if the result is a view."""
+    """Check that FSDP2's backward hook on a layer's result survives an in-place write, which it would not if the result
+    were a view.
+    """
 
     def written(module: nn.Module, rank: int) -> Tensor:
         y: Tensor = module(some(2, N, H, seed=rank))
@@ -183,7 +187,7 @@ def fsdp2_gathers_for_backward_if_a_layers_result_is_written() -> None:
 
 @CASES
 def fsdp2_leaves_experts_of_each_rank_alone() -> None:
-    """Experts over ranks have whole gradients of all tokens; what is around them is sharded."""
+    """Check that experts split over ranks have the full gradients of all tokens, while FSDP2 shards the rest."""
     parallel = ExpertParallel(None, E, K, H, N + 1, dtype=F64)
     alone = seeded(MoE(H, INNER, E, K, dtype=F64))
     module = MoE(H, INNER, E, K, parallel=parallel, dtype=F64)
@@ -277,7 +281,7 @@ def fsdp2_of_an_mlps_layers_within_it() -> None:
 
 @CASES
 def fsdp2_with_mixed_precision() -> None:
-    """Parameters in bfloat16, as they are gathered; the router's logits in float32; gradients reduced in float32."""
+    """Check FSDP2 with parameters gathered in bfloat16, router logits in float32, and gradients reduced in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     alone, model = pair(functools.partial(Model, dtype=torch.float32, router_dtype=torch.float32, choice_bias=True))
     alone = alone.bfloat16()
@@ -318,7 +322,7 @@ def fsdp2_with_frozen_parts() -> None:
 
 @CASES
 def fsdp2_of_adapters() -> None:
-    """Of frozen experts: with their blocks, and the adapters as units of their own, which need not be hooked."""
+    """Check FSDP2 with adapters on frozen experts, sharded with their blocks or as units of their own."""
 
     def adapted(model: nn.Module) -> nn.Module:
         for block in model.blocks:
@@ -336,7 +340,7 @@ def fsdp2_of_adapters() -> None:
 
 @CASES
 def fsdp2_with_quantised_experts() -> None:
-    """Their buffers are not sharded; what is trained around them is."""
+    """Check that FSDP2 does not shard quantised experts' buffers, and shards the trained parameters around them."""
     make = functools.partial(moe_in_mxfp4, trained=True)
     alone, model = make(), make()
     rank = dist.get_rank()
@@ -365,7 +369,7 @@ def on_wide_tokens(model: nn.Module, rank: int) -> Tensor:
 
 @CASES
 def fsdp2_refuses_delayed_weight_gradients() -> None:
-    """They would go to the gathered weight, of which the gradient was reduced before."""
+    """Check that delay_wgrad is refused, since FSDP2 has already reduced the gathered weight's gradient."""
     module: Any = fully_shard(seeded(GroupedMLP(E, H, INNER, delay_wgrad=True, dtype=F64)), mesh=mesh())
     loss_of(on_rows(module, dist.get_rank())).backward()
     with pytest.raises(RuntimeError, match="delay_wgrad: fc1.weight was gathered by FSDP"):
@@ -409,7 +413,7 @@ def fsdp1_of_flat_parameters() -> None:
 
 @CASES
 def ddp_uses_every_parameter_each_time() -> None:
-    """Experts without rows have gradients of zero, so that DDP needs not look for unused parameters."""
+    """Check that experts without rows get gradients of zero, so that DDP need not search for unused parameters."""
     for options in ({}, {"packed": False}):
         alone, model = pair(functools.partial(Model, **options))
         with torch.no_grad():
@@ -422,7 +426,7 @@ def ddp_uses_every_parameter_each_time() -> None:
 
 @CASES
 def ddp_leaves_out_experts_of_each_rank() -> None:
-    """As of experts over ranks, whose gradients no other rank has."""
+    """Check DDP that ignores the experts' parameters, as when each rank has its own experts."""
     alone, model = pair(Model)
     ignored = [name for name, _ in model.named_parameters() if ".experts." in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -441,13 +445,15 @@ def ddp_leaves_out_experts_of_each_rank() -> None:
 
 
 def placed(tensor: Tensor, on: DeviceMesh, *placements: Any) -> Tensor:
-    """A leaf that requires a gradient, if its elements have one, the same on every rank before it is placed."""
+    """Distribute a tensor that is equal on every rank, and return it as a leaf; it requires a gradient if it is
+    floating-point.
+    """
     made = distribute_tensor(tensor, on, list(placements)).detach()
     return made.requires_grad_(tensor.is_floating_point())
 
 
 def operands(**changes: Any) -> dict[str, Any]:
-    """Of grouped_mlp, in glu_layout "interleaved"."""
+    """Return arguments of grouped_mlp, in glu_layout "interleaved"."""
     given = {
         "x": some(N, H, seed=1), "w1": some(E, 2 * INNER, H, seed=2), "w2": some(E, H, INNER, seed=3),
         "row_scale": some(N, seed=4).abs(), "b1": some(E, 2 * INNER, seed=5),
@@ -464,9 +470,10 @@ def assert_like_plain(
     operator: Callable[..., Any], given: dict[str, Any], placements: dict[str, Any], on: DeviceMesh, want: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """An operator of DTensors, of which those without `placements` are replicated, against that of plain tensors.
+    """Compare an operator on DTensors with the operator on plain tensors.
 
     Args:
+        placements: placements by argument name; other arguments are replicated.
         want: placements of the results.
     """
 
@@ -559,7 +566,7 @@ def addends_of_the_result_may_be_replicated_or_partial() -> None:
 
 @CASES
 def addends_of_rows_are_combined_to_addends_of_tokens() -> None:
-    """As where a layer's steps are called one by one."""
+    """Check a layer called step by step on DTensors: partial sums of rows combine to partial sums of tokens."""
     on, logits, residual = mesh(), some(N, E, seed=7), some(N, H, seed=8)
     given = operands(x=some(N, H, seed=1))
     results = []
@@ -610,7 +617,9 @@ def grouped_glu_and_grouped_mm_are_split_by_columns_and_by_rows() -> None:
 
 
 def split_experts(name: str, module: nn.Module, on: DeviceMesh) -> None:
-    """For `distribute_module`, which replicates the rest: experts by their inner width."""
+    """Split experts by their intermediate size; a partition function for `distribute_module`, which replicates other
+    parameters.
+    """
     for label, dim in {"fc1": {"weight": 1, "bias": 1}, "fc2": {"weight": 2}}.get(name.rpartition(".")[2], {}).items():
         if (parameter := module.get_parameter(label) if module.has_bias or label == "weight" else None) is not None:
             module.register_parameter(label, nn.Parameter(distribute_tensor(parameter, on, [Shard(dim)])))
@@ -623,7 +632,7 @@ def losses(module: MoE) -> Tensor:
 
 
 def assert_gradients_like(alone: nn.Module, module: nn.Module, wanted: Tensor, y: Any) -> None:
-    """Of a module without DTensors and of one with them, after a backward of each result's loss."""
+    """Run backward of a plain and of a DTensor module, and compare their gradients."""
     loss_of(wanted).backward()
     loss_of(y.full_tensor()).backward()
     for name, parameter in module.named_parameters():
@@ -632,7 +641,9 @@ def assert_gradients_like(alone: nn.Module, module: nn.Module, wanted: Tensor, y
 
 @CASES
 def a_layer_is_split_by_its_experts_inner_width() -> None:
-    """Tokens are DTensors, the same on all ranks; the result is to be summed over them."""
+    """Check an MoE layer split by its experts' intermediate size: tokens are replicated DTensors, and the result is a
+    partial sum.
+    """
     make = functools.partial(MoE, H, INNER, E, K, glu_layout="interleaved", choice_bias=True, dtype=F64)
     shared = {"shared_intermediate_size": 8, "shared_gate": True}
     both_biases = {**shared, "bias": True, "router_bias": True}
@@ -675,7 +686,7 @@ def a_layer_of_replicated_dtensors_runs_on_each_rank() -> None:
 
 @CASES
 def fsdp2_over_split_experts() -> None:
-    """FSDP2 over one dimension of the mesh gathers DTensors, which the other one splits."""
+    """Check FSDP2 over one mesh dimension, which gathers DTensors that the other dimension splits."""
     both = mesh(1, 2)
     alone, module = pair(functools.partial(MoE, H, INNER, E, K, glu_layout="interleaved", dtype=F64))
     module = distribute_module(module, both["tp"], split_experts)
@@ -723,7 +734,9 @@ def compiled_calls_are_split_alike() -> None:
 
 @CASES
 def local_tensors_of_a_split_layer_are_plain() -> None:
-    """A rank's own weights in plain calls, whose results the caller sums; as trainers do that unwrap DTensors."""
+    """Check plain calls on a rank's local weights, whose results the caller sums, as trainers that unwrap DTensors
+    do.
+    """
     given, rank = operands(), dist.get_rank()
     gate, up, down = (part.chunk(WORLD, dim)[rank] for part, dim in zip(
         (*given["w1"].chunk(2, 1), given["w2"]), (1, 1, 2), strict=True
@@ -808,7 +821,7 @@ def the_example_of_the_page_runs() -> None:
 
 
 def shared_folder(name: str) -> str:
-    """A folder that both ranks use."""
+    """Return a temporary folder that both ranks use."""
     folders = [tempfile.mkdtemp(prefix=name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders)
     return str(folders[0])
@@ -868,7 +881,7 @@ def full_state_dicts_go_both_ways() -> None:
 
 @CASES
 def state_dicts_of_the_other_layout_load_into_sharded_modules() -> None:
-    """As into those that are not: packed experts from experts apart, and the other way."""
+    """Check loading packed experts' state into sharded modules with separate experts, and vice versa."""
     for packed in (True, False):
         source, target = (functools.partial(Model, bias=True, packed=one) for one in (not packed, packed))
         wanted = target()

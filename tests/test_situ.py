@@ -1,6 +1,7 @@
-"""situ: gate_cap tanh(a / gate_cap) sigmoid(a) up_cap tanh(u / up_cap), from its formula to its kernels.
+"""The activation situ, gate_cap tanh(a / gate_cap) sigmoid(a) up_cap tanh(u / up_cap), from its formula to its kernels.
 
-What holds for every activation (layouts, recipes, operators, gradients) is tested where it is for all, by their names.
+Properties of all activations (layouts, recipes, operators, gradients) are tested elsewhere, for each activation by
+name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ each_cap = pytest.mark.parametrize("caps", CAPS, ids=["defaults", "low caps", "u
 
 
 def preact(rows: int = 24, columns: int = 128, dtype: torch.dtype = F64) -> Tensor:
-    """Rows whose scales are from 2^-12 to 2^6: a tanh that cancels near 0 errs in the first, caps hold in the last."""
+    """Return rows with scales from 2^-12, where a tanh with cancellation near 0 errs, to 2^6, where the caps apply."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.logspace(-12, 6, rows, base=2.0, dtype=F64)[:, None]
     return (torch.randn(rows, columns, generator=generator, dtype=F64) * scales).to(dtype)
@@ -122,7 +123,7 @@ def test_emulated_kernels_are_as_exact_as_torch(arch: str, layout: str) -> None:
 def _expected(
     h: Tensor, scale: Tensor, d_act: Tensor, layout: str, caps: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation, and the gradients of h and of the row scale."""
+    """Return the activation and the gradients of h and of the row scale."""
     formula = oracle.activation if dtype == F64 else oracle.torch_activation
     leaf, s = h.to(dtype).requires_grad_(), scale.to(dtype).requires_grad_()
     act = formula(leaf, "situ", layout, caps) * s[:, None]

@@ -1,4 +1,4 @@
-"""`make soak`, for a few seconds on the CPU: threads pass together, and what grows is said."""
+"""`make soak` for a few seconds on the CPU: threads pass together, and growing memory is reported."""
 
 from __future__ import annotations
 

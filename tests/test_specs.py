@@ -1,4 +1,4 @@
-"""Specs: names, round trips, and what no kernel can be built from."""
+"""Specs: names, parsing names back, and invalid specs."""
 
 from __future__ import annotations
 

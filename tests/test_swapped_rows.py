@@ -1,4 +1,6 @@
-"""Weight rows of the threads of a swapped tile: each has its own, and an output's rows of a and u lie together."""
+"""Assignment of weight rows to threads in a swapped tile: no row has two threads, and an output's rows of a and u have
+the same thread.
+"""
 
 from __future__ import annotations
 

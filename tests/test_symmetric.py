@@ -1,4 +1,4 @@
-"""The symmetric transport on the CPU: several ranks, a thread each, whose kernels the CPU plays, against one alone."""
+"""The symmetric transport on the CPU: one thread per rank, with kernels computed on the CPU, against one rank alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from glulam.host.plans import forget_plans
 
 @pytest.fixture
 def played() -> Iterator[pytest.MonkeyPatch]:
-    """A fake GPU, until it is undone."""
+    """A monkeypatch with a fake GPU installed, undone afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         yield patch

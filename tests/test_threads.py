@@ -1,4 +1,4 @@
-"""Several threads at once: what a launch reads lives until it is enqueued, whatever other threads do to the caches."""
+"""Several threads: memory that a launch reads lives until it is enqueued, even if other threads clear the caches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OFFS = torch.tensor(SIZES).cumsum(0).int()
 
 
 def lists(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """w1 and w2 of separate experts, which differ so much that one in the place of another shows."""
+    """Return w1 and w2 of separate experts, scaled differently so that mixing them up shows."""
     scale = torch.arange(1, EXPERTS + 1).view(-1, 1, 1)
     w1, w2 = randn(EXPERTS, 2 * WIDTH, WIDTH, seed=seed) * scale / 16, randn(EXPERTS, WIDTH, WIDTH, seed=seed + 1) / 8
     return [one.clone() for one in w1.bfloat16()], [one.clone() for one in w2]
@@ -51,7 +51,7 @@ def packed(weights: tuple[list[Tensor], list[Tensor]]) -> Tensor:
 
 
 def at_each_launch(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    """Let another thread do something when all arguments of a launch were made, and its kernels not yet enqueued."""
+    """Run `do` in another thread at each launch, after its arguments are made and before its kernels are enqueued."""
     find = kernels.find
 
     def found(spec: Any) -> Kernel:
@@ -71,7 +71,7 @@ def at_each_launch(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> N
 
 
 class Poisoned(experts.Table):
-    """A table whose memory names one expert for all once nobody holds it."""
+    """A pointer table that points all experts at one expert once it is garbage-collected."""
 
     def __del__(self) -> None:
         self.values.zero_()

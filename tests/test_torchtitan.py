@@ -38,7 +38,7 @@ def moe_config() -> Any:
 
 
 def layers() -> list[Any]:
-    """The stock layer and the same with the override, with the same weights."""
+    """Return the stock layer and the same layer with Glulam's override, with equal weights."""
     torch.manual_seed(0)
     stock = moe_config().build()
     for parameter in stock.parameters():
@@ -60,7 +60,7 @@ def results(layer: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 def exact(stock: Any, x: Tensor) -> dict[str, Tensor]:
-    """In float64 from the weights in bfloat16, with the choices of the stock layer."""
+    """Compute the layer in float64 from its bfloat16 weights, with the stock layer's choices."""
     experts = stock.routed_experts.inner_experts
     leaves = [w.detach().bfloat16().double().requires_grad_() for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)]
     scores, ids, _ = stock.router(x, stock.expert_bias_E)
@@ -119,7 +119,7 @@ def test_experts_of_other_kinds_are_left_alone() -> None:
 
 @pytest.fixture
 def group() -> Iterator[DeviceMesh]:
-    """Of one rank, this process."""
+    """Device mesh of one rank, this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

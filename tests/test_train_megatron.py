@@ -1,4 +1,4 @@
-"""The training run in Megatron-Core, shrunk: two ranks of gloo on the CPU, which Megatron is told are GPUs."""
+"""The Megatron-Core training run at small size: two gloo ranks on the CPU, which Megatron is told are GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PEERS = [peer for peer in train_megatron.PEERS if not peer.fused]  # to compile 
 
 
 class Wrong(GlulamMLP):
-    """Right results, and gradients too small by a tenth."""
+    """Experts with correct results, but gradients too small by a tenth."""
 
     def forward(self, x: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         y, _ = super().forward(x, sizes, probs)
@@ -65,7 +65,7 @@ def in_float32(dispatcher: str) -> None:
 
 
 def in_bfloat16(dispatcher: str) -> None:
-    """Where training has driven roundings apart by some hundredths of a nat."""
+    """Check bfloat16 loss curves, which training spreads apart by some hundredths of a nat."""
     *runs, _ = trained(dispatcher, torch.bfloat16, PEERS[0], PEERS[-1], train_megatron.OURS)
     assert_equal_curves(runs, 0.1)
     assert len({tuple(run["loss"]) for run in runs}) == 3

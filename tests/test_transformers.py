@@ -50,7 +50,7 @@ def registered() -> None:
 
 
 def model_of(name: str, **sizes: int) -> Any:
-    """In float32, eager, with random weights and biases of order 1."""
+    """Return a small eager model in float32, with random weights and biases of order 1."""
     torch.manual_seed(0)
     model = class_of(name)._from_config(config_of(name, **sizes), experts_implementation="eager")
     for parameter in model.parameters():
@@ -63,7 +63,9 @@ def tokens(rows: int = 2) -> Tensor:
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
-    """Within float32 rounding of the largest; a wrong gate, order or weight is about 1."""
+    """Check that results agree within float32 rounding of the largest value; a wrong gate, order or weight differs by
+    about 1.
+    """
     scale = float(wanted.detach().abs().max())
     assert scale > 0.0
     assert float((got - wanted).detach().abs().max()) <= 2e-5 * scale
@@ -142,7 +144,7 @@ EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def experts_of(name: str, **options: Any) -> Any:
-    """A module of experts alone, eager. Skips the test if this version of transformers lacks the model."""
+    """Return an eager module of experts alone. Skips the test if this version of transformers lacks the model."""
     module, more = EXPERTS_CLASSES[name]
     more = more | options
     torch.manual_seed(2)
@@ -170,7 +172,7 @@ def routed(ids: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def run(experts: Any, implementation: str, given: dict[str, Tensor]) -> list[Tensor]:
-    """The result, and gradients of tokens, weights of choices and parameters."""
+    """Run forward and backward; return the result and the gradients of tokens, choice weights and parameters."""
     experts.config._experts_implementation = implementation
     out = experts(*given.values())
     inputs = [given["hidden_states"], given["top_k_weights"], *experts.parameters()]
@@ -432,7 +434,7 @@ def test_a_parameter_may_be_made_of_others() -> None:
 
 @pytest.fixture
 def gpt_oss_checkpoint(tmp_path: Path) -> tuple[Path, Any]:
-    """A folder as gpt-oss is shipped, and a model in bfloat16 with the same values."""
+    """A checkpoint folder in gpt-oss's shipped format, and a bfloat16 model with the same values."""
     model = model_of("GptOss", hidden_size=64, intermediate_size=96).to(torch.bfloat16).eval()
     state, generator = dict(model.state_dict()), torch.Generator().manual_seed(2)
     for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
@@ -500,7 +502,7 @@ def test_a_checkpoint_of_gpt_oss_in_memory_is_not_written(gpt_oss_checkpoint: tu
 
 
 def changed(folder: Path, change: dict[str, Any]) -> None:
-    """Write a checkpoint anew, with other tensors by the ends of their names; None: without them."""
+    """Rewrite a checkpoint: replace each tensor whose name ends with a key of `change`; None: remove it."""
     state = load_file(folder / "model.safetensors")
     for end, make in change.items():
         for name in [name for name in state if name.endswith(end)]:

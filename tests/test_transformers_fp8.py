@@ -47,7 +47,7 @@ def registered() -> None:
 
 
 def experts_of(kind: str = "float32", width: int | None = None, hidden: int = HIDDEN, **options: Any) -> Any:
-    """With any finite elements, and scales that differ by expert and block."""
+    """Return FP8 experts with random finite elements, and scales that differ by expert and block."""
     block, dtype, default = KINDS[kind]
     width = default if width is None else width
     config = SimpleNamespace(
@@ -77,7 +77,7 @@ def experts_of(kind: str = "float32", width: int | None = None, hidden: int = HI
 
 
 def values_of(experts: Any, name: str) -> Tensor:
-    """float64, by the definition."""
+    """Dequantise a weight to float64, by the format's definition."""
     data, scale = (getattr(experts, key).detach() for key in (name, f"{name}_scale_inv"))
     rows, columns = data.shape[1:]
     block = experts.block_size
@@ -86,7 +86,7 @@ def values_of(experts: Any, name: str) -> Tensor:
 
 
 def routed(ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Expert 1 gets no token, and a choice in three is another rank's."""
+    """Return tokens and choices: expert 1 gets no token, and a third of the choices belong to another rank."""
     generator = torch.Generator().manual_seed(3)
     if ids is None:
         ids = torch.tensor([0, 2, 3, 4])[torch.rand(TOKENS, 4, generator=generator).topk(TOP_K).indices]
@@ -102,7 +102,9 @@ def expected(
     experts: Any, given: dict[str, Tensor], dtype: torch.dtype, limit: float = 0.0,
     caps: tuple[float, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Experts of SwiGLU, by torch's operators in a dtype, their weights rounded to bfloat16; scaled rows: float64."""
+    """Compute SwiGLU experts by torch's operators in a dtype, with weights rounded to bfloat16; rows are weighted and
+    summed in float64.
+    """
     x, ids, weights = given.values()
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     w1, w2 = (values_of(experts, name).float().to(BF16).to(dtype) for name in ("gate_up_proj", "down_proj"))
@@ -123,7 +125,7 @@ def expected(
 
 @pytest.fixture
 def weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU without an FP8 MMA."""
+    """Use the recipe for GPUs without an FP8 MMA."""
     monkeypatch.setattr(fp8_experts, "recipe_of", lambda experts, fp8: fp8.served.weight_only)
 
 
@@ -345,16 +347,17 @@ def test_every_gpu_gets_a_recipe_that_its_kernels_have(
 
 
 def block_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [out, in] and float32 scales of 128 x 128, as a checkpoint in FP8 has them."""
+    """Quantise a weight as FP8 checkpoints do: E4M3 [out, in], and float32 scales of 128 x 128 blocks."""
     made = glulam.quantize_fp8_block(weight)
     return made.data, made.scale
 
 
 @pytest.fixture(params=["Qwen3Moe", "DeepseekV3"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
-    """A folder with experts in FP8, expert by expert as it is shipped, and the model of the same values in bfloat16.
+    """A checkpoint folder with FP8 experts, stored expert by expert, and the bfloat16 model with the same values.
 
-    transformers loads such a folder without a GPU only if its quantizer is kept from looking for one.
+    transformers loads such a folder without a GPU only if its quantizer does not look for one, so that check is
+    disabled.
     """
     torch.manual_seed(0)
     sizes = {"hidden_size": 144, "moe_intermediate_size": 128, "num_experts": 4, "n_routed_experts": 4}

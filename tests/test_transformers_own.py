@@ -1,7 +1,7 @@
-"""transformers' own tests of experts implementations, with Glulam's in the place of `grouped_mm`, on the CPU.
+"""transformers' own tests of experts implementations, run with Glulam's in place of `grouped_mm`, on the CPU.
 
-They are in its source distribution alone, which `make test` unpacks beside its packages (Makefile). What they import of
-tests that are not in it is of other tests.
+Only its source distribution has them, which `make test` unpacks beside its packages (Makefile). Their imports of test
+modules that are not in it are needed by other tests only.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ ELSEWHERE = {
     "generation.test_utils": "GenerationTesterMixin",
     "distributed_testing_utils": "run_distributed",
 }
-"""Modules that the distribution lacks, and what its tests import of them."""
+"""Test modules that the distribution lacks, and the name that its tests import from each."""
 TOLERANCE = 1e-5
-"""Of float32, as transformers' tests of models have it."""
+"""Tolerance for float32, as in transformers' model tests."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def markers(request: pytest.FixtureRequest) -> None:
-    """Those of transformers' tests, which would be errors here."""
+    """Register transformers' pytest markers, which would be errors otherwise."""
     for file in (*FOLDER.glob("*.py"), Path(importlib.import_module("transformers.testing_utils").__file__ or "")):
         for name in set(re.findall(r"\bmark\.(\w+)", file.read_text())):
             request.config.addinivalue_line("markers", f"{name}: of transformers")
 
 
 def own(name: str) -> Any:
-    """A module of transformers' tests."""
+    """Import a module of transformers' tests."""
     if PACKAGE not in sys.modules:
         package = sys.modules[PACKAGE] = ModuleType(PACKAGE)
         package.__path__ = [str(FOLDER)]
@@ -79,7 +79,7 @@ def test_implementations_match_eager(name: str, dtype: str, monkeypatch: pytest.
 
 
 def compare_across_ranks(folder: str, name: str) -> None:
-    """What transformers does in each process of its tests of expert parallelism."""
+    """Run the per-process part of transformers' tests of expert parallelism."""
     importlib.import_module("glulam.integrations.transformers").register()
     rank, tests = torch.distributed.get_rank(), own("test_expert_parallel_mixin")
     for test in (tests._test_ep_forward_impl, tests._test_ep_backward_impl):

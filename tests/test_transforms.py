@@ -1,4 +1,4 @@
-"""Transforms of torch's that no kernel sees: forward-mode AD and torch.func are refused, on the CPU and on a GPU."""
+"""Torch transforms that kernels do not support, forward-mode AD and torch.func, are refused, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place(request: pytest.FixtureRequest) -> None:
 
 
 def _good(operation: Operation) -> dict[str, Any]:
-    """A call without buffers, which a gradient rules out."""
+    """Return a valid call's arguments without output buffers, which cannot be combined with gradients."""
     return {name: value for name, value in operation.good("cpu").items() if name not in (*operation.outputs, "mask")}
 
 
@@ -41,7 +41,7 @@ OTHERWISE = {
     "moe": "transform of torch.func",
     "combine": "transform of torch.func",
 }
-"""What refuses calls of these names first, in place of an argument: an option, or a step that the call is made of."""
+"""Error text of calls that are refused for an option or an inner step instead of an argument, by part of their name."""
 
 
 def _refused(name: str, call: Callable[[], Any], of: str = "") -> None:

@@ -1,4 +1,4 @@
-"""w1 [E, H, 2I] and w2 [E, I, H] as they lie: by the CPU reference, and what a kernel is given."""
+"""w1 [E, H, 2I] and w2 [E, I, H] used without copying: on the CPU reference, and in the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_recipes_that_scale_along_rows_refuse_it(recipe: str, anywhere: Any) -> 
 
 
 class TestDglu:
-    """grouped_dglu of w2 [E, I, H]."""
+    """Tests of grouped_dglu with w2 [E, I, H]."""
 
     @pytest.mark.parametrize("dtype", [BF16, torch.float16])
     @pytest.mark.parametrize("form", activation_forms(), ids="-".join)

@@ -1,4 +1,4 @@
-"""The tuner on a bench of made-up times: what is measured, what is decided, what is kept."""
+"""The tuner on a bench with made-up times: the measurements, decisions and stored results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def slow_but(spec_us: dict[TileConfig, float], other: float = 100.0) -> Any:
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache and no table but the one at the path given; every kernel can be loaded."""
+    """Path of the only tuned table, with an empty cache; every kernel counts as loadable."""
     table = tmp_path / "table.json"
     monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(known.ENV_TUNED, str(table))
@@ -86,7 +86,7 @@ def layer_of(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def candidate(problem: Problem, rows: int) -> Spec:
-    """One that does not ship."""
+    """Return a candidate spec that does not ship."""
     return space.candidates(dataclasses.replace(problem, rows=rows), ARCH)[-1]
 
 

@@ -1,4 +1,4 @@
-"""The types that a user's checker sees of the installed package."""
+"""Types of the installed package, as a user's type checker sees them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_experts_of_a_moe_take_what_a_grouped_mlp_takes() -> None:
 
 
 def _public() -> Iterator[tuple[str, Callable[..., object]]]:
-    """Functions and constructors that users call."""
+    """Yield the functions and constructors that users call, by name."""
     for module in (glulam, glulam.mhc, glulam.nn, glulam.distributed):
         for name in module.__all__:
             value = getattr(module, name)

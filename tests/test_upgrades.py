@@ -1,6 +1,6 @@
 """Files of earlier versions, in `tests/upgrades`: each is refused or converted, and never misread.
 
-A file there has the form of an older writer and is not made anew: a change of a format keeps it, and adds its own.
+Each file has the form that an older version wrote, and is never regenerated: a format change adds a new file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OLD = GroupedMmSpec(tile=TileConfig(128, 192, 64))
 
 
 def put(name: str, place: Path) -> Path:
-    """Install an old file, which nobody else can write."""
+    """Install an old file with a mode that only its owner can write; return its path."""
     place.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(UPGRADES / name, place)
     for path in (place, place.parent):
@@ -132,7 +132,7 @@ def test_a_stamp_of_another_version_does_not_count() -> None:
 
 
 def old_state() -> dict[str, Tensor]:
-    """State of a GroupedMLP whose experts are apart, as it was first written."""
+    """Return the state of a GroupedMLP with separate experts, in the first version's format."""
     data = json.loads((UPGRADES / "state-dict.json").read_text())
     return {name: torch.tensor(values).view(data["shapes"][name]) for name, values in data["entries"].items()}
 

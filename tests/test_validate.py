@@ -1,4 +1,6 @@
-"""`glulam validate`: trials hold what they say, wrong kernels are found, processes that hang or die are survived."""
+"""`glulam validate`: trials check what they claim, wrong kernels are found, and hanging or crashing processes are
+survived.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +254,7 @@ class TestStamps:
 
 
 class TestStates:
-    """What is said of a GPU whose kernels we never ran, before and after it was validated."""
+    """Messages about a GPU model that we never ran, before and after its kernels are validated."""
 
     @pytest.fixture(autouse=True)
     def machine(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +304,7 @@ NAMES = {
 
 
 class TestWhichBundleServes:
-    """One of a GPU's architectures with a bundle is chosen by what is known of their kernels."""
+    """Choice between the bundles of a GPU's architectures, by the validation state of their kernels."""
 
     @pytest.fixture(autouse=True)
     def machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -323,7 +325,7 @@ class TestWhichBundleServes:
 
     @pytest.fixture
     def install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-        """Puts a GPU of a compute capability, bundles and stamps there."""
+        """Return a function that installs a GPU of a compute capability, bundles and validation stamps."""
 
         def installed(found: tuple[int, int], bundles: str, validated: str = "") -> None:
             properties = SimpleNamespace(name=NAMES[found], major=found[0], minor=found[1], multi_processor_count=148)

@@ -1,4 +1,6 @@
-"""Whoever watches torch's dispatcher sees every operator: dispatch modes, make_fx, torch.jit.trace, opcheck."""
+"""Operators are visible to everything that observes torch's dispatcher: dispatch modes, make_fx, torch.jit.trace,
+opcheck.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ ELSEWHERE = {
 
 
 class Sample(NamedTuple):
-    """A call of a torch operator of ours."""
+    """A recorded call of one of our torch operators."""
 
     op: Any
     arguments: tuple[Any, ...]
@@ -45,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Keeps the calls of our operators."""
+    """Dispatch mode that records the calls of our operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,9 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def samples() -> dict[str, list[Sample]]:
-    """Calls of each torch operator: of every public function, with and without buffers and gradients."""
+    """Return recorded calls of each torch operator, made by every public function with and without buffers and
+    gradients.
+    """
     with Watch() as watch:
         for operation in OPERATIONS:
             arguments = operation.good("cpu")
@@ -79,7 +83,7 @@ def samples() -> dict[str, list[Sample]]:
 
 
 def _into_buffers() -> None:
-    """Calls of torch operators that are given buffers by their authors alone."""
+    """Call torch operators that take buffers and that only our own modules call."""
     x, offs = torch.randn(20, 128, dtype=torch.bfloat16, requires_grad=True), torch.tensor([4, 20], dtype=torch.int32)
     layer = glulam.nn.GroupedMLP(2, 128, 128, recipe="mxfp8", dtype=torch.bfloat16)
     layer(x, offs=offs, out=torch.empty_like(x), grad_input=torch.empty_like(x)).sum().backward()
@@ -88,7 +92,7 @@ def _into_buffers() -> None:
 
 
 def _with_trained_row_scales() -> None:
-    """A backward through adapters, which makes a gradient of row scales."""
+    """Run a backward through adapters, which computes a gradient of row scales."""
     x, offs = torch.randn(20, 16, dtype=torch.bfloat16), torch.tensor([4, 20], dtype=torch.int32)
     w1, w2, a1, b1, a2, b2 = (
         torch.randn(2, *shape, dtype=torch.bfloat16) for shape in ((16, 16), (16, 8), (8, 16), (16, 8), (8, 8), (16, 8))
@@ -98,7 +102,7 @@ def _with_trained_row_scales() -> None:
 
 
 def _rows_of_layers() -> None:
-    """Calls of torch operators that layers over several ranks call alone."""
+    """Call torch operators that only layers over several ranks call."""
     weights = torch.randn(4, 64, 32, dtype=torch.bfloat16), torch.randn(4, 32, 32, dtype=torch.bfloat16)
     ids = torch.randint(4, (20, 2))  # all are here, since no result is written after the last group
     routing = glulam.Routing.from_topk(ids, torch.rand(20, 2), 4, world_experts=16)
@@ -116,7 +120,9 @@ def _leaves(sample: Sample, are_trained: bool) -> Sample:
 
 
 def _is_differentiable(sample: Sample) -> bool:
-    """Also that its first result is: torch's check adds up results in their order, which integers cannot begin."""
+    """Return True if the call, and its first result, is differentiable: opcheck sums results in order, and cannot start
+    with integers.
+    """
     op, arguments, options = _leaves(sample, are_trained=True)
     try:
         results = pytree.tree_leaves(op(*arguments, **options))
@@ -126,8 +132,8 @@ def _is_differentiable(sample: Sample) -> bool:
 
 
 def _sampled(name: str) -> list[Sample]:
-    """Samples of a torch operator with other types of arguments, on leaves that are trained if the call has a
-    gradient.
+    """Return samples of a torch operator that differ in argument types, on leaves that require gradients if the call
+    supports them.
     """
     unlike: dict[str, Sample] = {}
     for sample in samples()[name]:

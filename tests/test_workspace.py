@@ -1,4 +1,4 @@
-"""The memory between the two GEMMs: whose it is, how long it is kept, and how much of it."""
+"""The workspace between the two GEMMs: its owner, lifetime and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong calls end in an error that names the argument, or in the right result; see `support.wrong_calls`."""
+"""Wrong calls raise an error that names the argument, or give the right result; see `support.wrong_calls`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda ope
 
 
 def by_reference(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """On the CPU as it is, whatever plays the GPU."""
+    """Run a call on the CPU reference, even while a fake GPU is installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "KERNEL_DEVICE", "cuda")
         return call(**arguments)

@@ -1,4 +1,4 @@
-"""The contract of batch invariance: for each operator, recipe and architecture whether it holds, and if not, why.
+"""The contract of batch invariance: for each operator, recipe and architecture, the verdict and the reason.
 
 Nothing is listed by hand. The operators are all that have kernels; recipes say which operands are multiplied; an
 architecture's choice of kernels says which tiles are used and in which order they add; an operator's definition says
@@ -162,7 +162,7 @@ def verdicts() -> list[Verdict]:
 
 
 def table() -> str:
-    """Return the page's table and its notes in Markdown. Operators with a recipe that no architecture has
+    """Return the table of verdicts and its numbered notes in Markdown. Operators with a recipe that no architecture has
     are left out.
     """
     found = verdicts()

@@ -44,7 +44,7 @@ class Explanation:
         why: the reason for this choice.
         why_not: reasons against kernels that might be faster, and against kernels that were never run.
         state: state of the kernels for this architecture on this GPU: "tested", "validated here" or "built, never run".
-        invariant: whether the call is batch-invariant: a row's bits depend neither on the other rows nor on the GPU's
+        invariant: True: the call is batch-invariant: a row's bits depend neither on the other rows nor on the GPU's
             number of SMs.
         batch: the reason for `invariant`, and what `glulam.batch_invariant(True)` would change.
         invariant_spec: spec of the kernel that the call gets under `glulam.batch_invariant(True)`; None: the CPU

@@ -48,7 +48,7 @@ class Recipe:
         wgrad: the format of incoming gradients and activations in that GEMM, quantised at each call; None: 16-bit,
             unchanged.
         dtypes: dtypes of x, biases and the result on a GPU; the CPU reference also takes float32 and float64.
-        trains: whether weights in 16 bits get gradients.
+        trains: True: weights in 16 bits get gradients.
     """
 
     name: str
@@ -165,7 +165,7 @@ def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int)
 
     Args:
         op: the operator's name in errors.
-        on_gpu: whether kernels compute; the CPU reference supports more dtypes.
+        on_gpu: True: kernels compute. False: the CPU reference, which supports more dtypes.
         widths: numbers of columns, by their names in errors.
 
     Raises:

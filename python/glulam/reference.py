@@ -124,7 +124,7 @@ def grouped_wgrad(
     A group without rows writes zeros, or adds nothing.
 
     Args:
-        adds: for each expert, whether the gradient is added to out; False: overwrites it.
+        adds: for each expert, True: the gradient is added to out; False: it overwrites out.
         rounded: function that rounds a group's rows to the values that the GEMM reads.
     """
     for expert, rows in groups_of(ends, empty=True):

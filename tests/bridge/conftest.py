@@ -1,4 +1,4 @@
-"""A small bundle of toy kernels, built once a test process."""
+"""Fixtures of a small bundle of toy kernels, built once per test process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from toys import TOY_SPECS, TOY_TRACER
 
 @pytest.fixture(autouse=True, scope="session")
 def umask() -> Iterator[None]:
-    """Files that these tests write themselves are as a bundle's are: nobody else can write them."""
+    """Set umask 022, so that files which tests write have the mode that the loader accepts: only the user can write
+    them.
+    """
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -23,14 +25,16 @@ def umask() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def toys_are_expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test has a bundle of toy kernels, that is what a bundle is to be made of."""
+    """Make the loader expect bundles of the package `toy_kernels` in tests that use `toy_bundle`."""
     if "toy_bundle" in request.fixturenames:
         monkeypatch.setattr(verification, "PACKAGES", ("toy_kernels",))
 
 
 @pytest.fixture(scope="session")
 def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of a sound bundle. Not to be changed: `bundle_copy` is."""
+    """Root folder of a valid bundle of TOY_SPECS. Shared by tests, which must not change it: use `bundle_copy` for
+    that.
+    """
     root = tmp_path_factory.mktemp("toy")
     build.build(TOY_SPECS, root, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
     return root
@@ -38,5 +42,5 @@ def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle_copy(toy_bundle: Path, tmp_path: Path) -> Path:
-    """The root of a sound bundle that the test may damage."""
+    """Root folder of a test's own copy of `toy_bundle`, which the test may damage."""
     return shutil.copytree(toy_bundle, tmp_path / "bundle")

@@ -1,4 +1,4 @@
-"""Commands in a terminal of their own."""
+"""Run a command in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.
 
 
 def in_terminal(command: list[str], environment: dict[str, str], folder: Path = REPOSITORY) -> str:
-    """What a command writes to a terminal of 100 columns that controls it, as lines; it must succeed."""
+    """Run a command with a pseudo-terminal of 100 columns as its controlling terminal; return its output as lines.
+    Fails if the command does.
+    """
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "COLUMNS": "100", **environment}
     started = [sys.executable, "-c", _SPAWN, *command]
     done = subprocess.run(started, stdin=subprocess.DEVNULL, capture_output=True, env=variables, cwd=folder)

@@ -1,4 +1,4 @@
-"""Building: reproducible, refusing what it should, and never leaving half a bundle."""
+"""Building bundles: reproducible bytes, refused kernels, and no half-written bundle after a failure."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_build_replaces_the_old_bundle(bundle_copy: Path) -> None:
 
 
 def _hanging_build(out: Path) -> subprocess.Popen[str]:
-    """Another process that builds in `out` and does not end by itself; returns once it compiles."""
+    """Start a process that builds in `out` and hangs while it compiles; return once compiling has begun."""
     log = out.with_name("traced.log")
     script = (
         "import sys; from ffi_bridge import build; from toys import TOY_SPECS, TOY_TRACER\n"
@@ -169,7 +169,7 @@ def test_a_second_build_is_told_at_once_and_a_dead_one_is_no_obstacle(
 
 
 def _quick_bundle(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> manifest.Manifest:
-    """A bundle whose library is `content`; what is in it does not matter to who checks it."""
+    """Build a bundle whose library is `content`, without compiling or linking; for tests that never load it."""
     folder.mkdir()
     monkeypatch.setattr(build, "link", linked_as(content))
     artifact = KernelArtifact(SPEC.name, folder / "kernel.o", (KernelResources("kernel", 1, 0, 0, 0, 0),))
@@ -271,7 +271,7 @@ def _cut(share: float) -> Callable[[Path], object]:
 
 
 def _older(folder: Path) -> None:
-    """A bundle of the first versions: another schema, and a library that is not named by its content."""
+    """Rewrite a bundle in the form of schema 1, whose library's name has no content hash."""
     data = json.loads((folder / manifest.FILE).read_text())
     library_in(folder).rename(folder / "libglulam_sm_90a.so")
     (folder / manifest.FILE).write_text(json.dumps({**data, "schema": 1, "library": "libglulam_sm_90a.so"}))

@@ -1,4 +1,4 @@
-"""A bundle's functions on a GPU: the right numbers, on the caller's stream."""
+"""Functions of a bundle on a GPU: right results, launched on the caller's stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: every check comes before anything of the library is executed."""
+"""Loading bundles: all checks run before any code of the library is executed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _versions(**changes: str) -> Damage:
 
 
 def _of_another_architecture(folder: Path) -> None:
-    """A bundle for sm_80 whose manifest, and the name of its library, say that it is for sm_90a."""
+    """Make a bundle for sm_80 claim sm_90a, in its manifest and in its library's file name."""
     file = folder / "manifest.json"
     head, functions = file.read_text().split('"functions"', 1)
     others = functions.replace('"arch": "sm_90a"', '"arch": "sm_80"')
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
 
 @pytest.fixture
 def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test where anything is loaded."""
+    """Fail the test if any shared library is loaded."""
     monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"executed {path}"))
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **_: pytest.fail(f"executed {arguments}"))
 

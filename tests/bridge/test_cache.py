@@ -1,4 +1,4 @@
-"""What is in the cache of compiled kernels, and what killed processes leave behind."""
+"""The cache of compiled kernels: its entries, and files that killed processes leave behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK = (
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache with the keys of toy kernels."""
+    """Root folder of an empty cache whose keys are those of toy kernels."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})
@@ -43,7 +43,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def entry(root: Path) -> Path:
-    """The folder of SPEC's kernel, compiled; OTHER's is beside it."""
+    """Cache folder of SPEC's compiled kernel; OTHER's kernel is cached beside it."""
     with Worker(root.parent, TOY_TRACER) as worker:
         for spec in (OTHER, SPEC):
             jit.get(spec, tracer=TOY_TRACER, worker=worker)
@@ -82,7 +82,9 @@ def test_entries_tell_what_is_wrong(entry: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def _state_with(entry: Path, functions: dict[str, Any]) -> tuple[str, str]:
-    """State and problem of the only entry, once its manifest describes these functions."""
+    """Rewrite the entry's manifest with these functions; return the state and the problem that the cache reports for
+    it.
+    """
     file = entry / "sm_90a" / manifest.FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), "functions": functions}))
     (found,) = cache.entries()
@@ -146,7 +148,9 @@ def test_what_was_not_removed_is_not_reported(entry: Path) -> None:
 
 
 def _others_files(root: Path) -> set[Path]:
-    """What users may keep beside kernels, or inside what is called like one; all of it, with what links lead to."""
+    """Create a user's own files beside and inside cache folders, and links to a folder elsewhere. Return every file and
+    link target, none of which cleaning may remove.
+    """
     key = f"{SPEC.name}-{'0' * 15}"
     thesis = root.parent / "thesis"
     (thesis / "sm_90a").mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Chains as linked: each stage gets what the chain's data says. Stages here are C that writes down its arguments."""
+"""Chains as linked: each stage gets the arguments that the chain's data name. Stages are C functions that record their
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ int __tvm_ffi_{name}(void* self, const TVMFFIAny* arguments, int32_t count, TVMF
 
 
 def form(spec: Spec) -> Any:
-    """What a chain does, but for its stages' tiles and dtypes."""
+    """Return a chain's structure without tiles and dtypes: each step's stage type, argument sources and condition; None
+    if the spec is no chain.
+    """
     chain = chain_of(spec)
     return chain and tuple((type(s.stage), tuple((n, str(v)) for n, v in s.sources), s.when) for s in chain.steps)
 
@@ -53,7 +57,7 @@ STAGES = sorted({step.stage.name: None for spec in CHAINS for step in chain_of(s
 
 
 class Recorded:
-    """A library of CHAINS whose stages only write down what they get."""
+    """A library of CHAINS whose stages only record their arguments."""
 
     def __init__(self, folder: Path) -> None:
         stages = "".join(_STAGE.format(name=name, number=number) for number, name in enumerate(STAGES))
@@ -72,7 +76,7 @@ class Recorded:
         ctypes.c_int64.in_dll(self.memory, name).value = value
 
     def call(self, spec: Spec, *values: Any) -> list[tuple[str, list[int]]]:
-        """The stages that a chain called, and the bits of their arguments."""
+        """Call a chain; return the name of each stage that it called, and the bits of that stage's arguments."""
         self.set("length", 0)
         self.module.get_function(spec.name)(*values)
         flat = list((ctypes.c_int64 * 4096).in_dll(self.memory, "record"))
@@ -97,7 +101,7 @@ def bits(value: Any) -> int:
 
 
 def given(spec: Spec) -> dict[str, Any]:
-    """Arguments that all differ, matrices with padded rows."""
+    """Return distinct values for all arguments of a spec, matrices with padded rows."""
     made: dict[str, Any] = {}
     for number, argument in enumerate(signature_of(spec).arguments):
         if argument.kind == TENSOR:
@@ -108,7 +112,7 @@ def given(spec: Spec) -> dict[str, Any]:
 
 
 def expected(spec: Spec, named: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """The stages that a chain calls, and the bits of their arguments."""
+    """Return the stages that a chain must call with these arguments, and the bits of each stage's arguments."""
     steps = [step for step in chain_of(spec).steps if not step.when or named[step.when]]  # type: ignore[union-attr]
     return [
         (step.stage.name, [bits(value) for value in signature_of(step.stage).pack(**taken(step, named, position))])

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and its exit status."""
+"""The command line `glulam`: output and exit status."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_info_of_an_operator_that_is_not_there_lists_those_that_are(toy_bundle: 
 
 
 def _taken(spec: Spec) -> list[str]:
-    """Registers and KB of shared memory of a spec's toy kernels: one a stage, of a grouped_wgrad two."""
+    """Return the registers and KB of shared memory that a table shows for a spec's toy kernels: one kernel per stage,
+    two for grouped_wgrad.
+    """
     number = len(stages_of(spec)) + (spec.op == "grouped_wgrad")
     return [" + ".join([each] * number) for each in ("14", "0.5")]
 
@@ -168,7 +170,8 @@ def test_info_of_a_damaged_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -> Callable[..., Result]:
-    """Runs `glulam doctor` on a machine with the given GPU, driver and PCI devices, a sound bundle and an empty cache.
+    """Return a function that runs `glulam doctor` on a simulated machine with a given GPU, driver and PCI devices, a
+    valid bundle and an empty cache.
 
     pci: vendor and class of each device.
     """
@@ -195,7 +198,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
 
 
 def _finding(result: Result, name: str) -> str:
-    """The lines of one check: its finding, and its remedy where it has one."""
+    """Return the output lines of one check: its finding, then its remedy if it has one."""
     lines = result.output.splitlines()
     at = next(i for i, line in enumerate(lines) if line[5:].startswith(name))
     return "\n".join(lines[at : at + 2]) if lines[at + 1 :] and lines[at + 1].startswith(" ") else lines[at]
@@ -481,7 +484,7 @@ def test_a_mistake_is_one_line_in_the_words_that_were_typed(arguments: str, word
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder in which are an empty cache and a folder for tables; a bundle of nothing."""
+    """A folder with an empty cache and a folder for tables; no bundle is found."""
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "tuned"))
     monkeypatch.setenv(loader.ENV_BUNDLE, str(tmp_path / "no bundle"))
@@ -494,7 +497,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 SPEC = GroupedMmSpec(tile=TileConfig(128, 128, 64))
 OPERATORS = _run("compile", "nonsense").output.rstrip().rpartition("is not one of ")[2].split(", ")
-"""What `glulam compile` takes, in its own words."""
+"""Operators that `glulam compile` accepts, parsed from its error message."""
 
 
 def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,13 +513,15 @@ def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.M
 
 
 def _default(op: str) -> Spec:
-    """What `glulam compile OP` makes."""
+    """Return the spec that `glulam compile OP` compiles by default."""
     return specs.spec_of(op, {"tile": (128, 128, 64)})
 
 
 @pytest.fixture(scope="module")
 def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a toy kernel for each operator of `glulam compile`. Not to be changed: that of `compiler` is."""
+    """A cache with a toy kernel for each operator of `glulam compile`. Shared by tests, which must not change it: use
+    `compiler` for that.
+    """
     folder = tmp_path_factory.mktemp("toy_cache")
     (folder / "work").mkdir()
     with pytest.MonkeyPatch.context() as patch, Worker(folder / "work", TOY_TRACER) as worker:
@@ -529,7 +534,7 @@ def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compiler(place: Path, toy_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of a machine whose compiler makes toy kernels, and has made those of `toy_cache`."""
+    """The test's own copy of `toy_cache`, on a machine whose compiler makes toy kernels."""
     key_of, get, find = cache.cache_key, jit.get, cache.find
     monkeypatch.setattr(
         cache, "cache_key", lambda spec, tracer=None, *rest, **more: key_of(spec, TOY_TRACER, *rest, **more)
@@ -730,7 +735,7 @@ def test_a_cache_is_listed_under_its_whole_path(compiler: Path) -> None:
 
 
 def _write_table(path: Path, gpu: str, chosen: Spec = SPEC) -> None:
-    """A table in which a kernel serves a layer of its operator."""
+    """Write a tuned table in which one kernel serves one layer of its operator."""
     is_mlp = chosen.op == "grouped_mlp"
     width, activation = (64, "swiglu") if is_mlp else (0, "none")
     problem = Problem(chosen.op, "bfloat16", 0, 8, 64, width, 64, activation)
@@ -816,7 +821,7 @@ class TestExplain:
 
 
 def _damage(place: Path) -> list[Path]:
-    """Tables and preferences that nothing can be made of."""
+    """Write one valid table and preference, then damaged ones; return the damaged files' paths."""
     _write_table(place / "tuned" / "sound.json", "NVIDIA Fake")
     known.prefer(SPEC)
     damaged = []

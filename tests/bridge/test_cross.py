@@ -1,7 +1,8 @@
-"""Bundles and wheels for another kind of CPU: the same device code, host code that its CPUs run, and tags that say so.
+"""Bundles and wheels for aarch64, built on x86-64: the same device code, host code for aarch64, and matching wheel
+tags.
 
-Compiling needs nothing else. Linking needs a C compiler for that machine (aarch64-linux-gnu-gcc), and running what was
-linked an emulator (qemu-aarch64); tests that need them are skipped where they are missing.
+Compiling needs no extra tool. Linking needs aarch64-linux-gnu-gcc, and running the linked code needs qemu-aarch64;
+tests that need a missing tool are skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _machine(file: bytes) -> int:
 
 
 def _cubin(file: bytes) -> bytes:
-    """The device code within an object: an ELF file up to the end of its section table."""
+    """Return the device code embedded in an object file: an inner ELF file, up to the end of its section table."""
     start = file.index(ELF, 4)
     (table,), (size, count) = struct.unpack_from("<Q", file, start + 40), struct.unpack_from("<HH", file, start + 58)
     return file[start : start + table + size * count]

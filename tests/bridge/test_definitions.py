@@ -1,4 +1,6 @@
-"""Keys of objects: the sources' code without comments, and of formulas those that a kernel computes."""
+"""Keys of compiled objects: hashes of the sources' code without comments, with only the activation formulas that a
+kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ Parts = tuple[set[str], bool]
 
 
 def _changed(text: str, names: list[str]) -> Parts:
-    """The rows that differ from TEXT's, and whether the rest of these names does."""
+    """Compare code with TEXT. Return the keys of rows whose hash differs, and True if the hash of the rest of `names`
+    differs.
+    """
     before, after = Code(TEXT), Code(text)
     rows = {key for key in before.row_names() if before.hash_of_row(key) != after.hash_of_row(key)}
     return rows, before.hash_of_rest(names) != after.hash_of_rest(names)
@@ -128,7 +132,7 @@ FORMULAS = Path(str(formulas.__file__)).read_text()
 
 
 def _keys(folder: Path) -> dict[str, str]:
-    """What keys of objects have of the kernels' sources in a folder, by the spec's name."""
+    """Return the hash of the kernels' sources in a folder that each spec's object key contains, by the spec's name."""
     known = Sources("cute_kernels", sorted(toolchain._sources_in(str(folder))))
     return {spec.name: sources.code_hashes(spec, tracer, known)[tracer.replace(":", ".")] for spec, tracer in TRACED}
 
@@ -138,7 +142,9 @@ TRACED = [(spec, stages.tracer_of(spec)) for spec in STAGES]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A copy of the kernels' sources, to be left as it is found, and the keys of it."""
+    """An unchanged copy of the kernels' sources, and its keys by spec name. Shared by tests, which must not change
+    it.
+    """
     folder = tmp_path_factory.mktemp("kernels") / "cute_kernels"
     shutil.copytree(Path(cute_kernels.__path__[0]), folder, ignore=shutil.ignore_patterns("__pycache__"))
     return folder, _keys(folder)
@@ -146,7 +152,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 @pytest.fixture
 def edited(original: tuple[Path, dict[str, str]]) -> Callable[..., set[str]]:
-    """What edits a file and returns the names of specs whose keys change."""
+    """Return a function that replaces text in one source file and returns the names of the specs whose keys change."""
     folder, before = original
 
     def edit(name: str, old: str, new: str) -> set[str]:
@@ -164,7 +170,7 @@ def edited(original: tuple[Path, dict[str, str]]) -> Callable[..., set[str]]:
 
 
 def _computing(*names: str) -> set[str]:
-    """Specs of kernels that may compute one of these activations."""
+    """Return the names of specs whose kernels may compute any of these activations."""
     found = set()
     for spec in STAGES:
         if isinstance(spec, (GroupedGluSpec, DgluSpec)):
@@ -237,7 +243,7 @@ def test_formulas_are_computed_through_one_module() -> None:
 
 
 def _computed() -> dict[str, Spec]:
-    """For each way to use formulas, one of the smallest kernels."""
+    """Return one small kernel's spec for each way to use activation formulas, by a short name."""
     wanted = {
         "mm": "grouped_mm_bf16_nt_", "wgrad": "grouped_wgrad_bf16_", "swiglu": "grouped_glu_bf16_swiglu_",
         "gated": "grouped_glu_bf16_gated_", "geglu": "dglu_bf16_geglu_",

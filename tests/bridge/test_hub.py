@@ -1,7 +1,7 @@
-"""A bundle as a kernel of the Hugging Face hub: its files, and that the package `kernels` loads it offline.
+"""A bundle as a kernel of the Hugging Face hub: its files, and loading it offline with the package `kernels`.
 
-Tests that import `kernels` are skipped where it is missing: it is no requirement, since transformers behaves otherwise
-beside it. One test imports a variant from its file, as `kernels` does.
+Tests that import `kernels` are skipped if it is not installed. It is no requirement, because transformers behaves
+differently when it is installed. One test imports a variant from its file, as `kernels` does.
 """
 
 from __future__ import annotations

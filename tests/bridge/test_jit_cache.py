@@ -1,4 +1,4 @@
-"""The JIT's disk cache: shared by processes, and never worse for what happens to them."""
+"""The JIT's disk cache: shared between processes, and intact after processes are killed or fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GET = (
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache on disk, and none in memory. Each spec traced adds a line to traced.log beside it."""
+    """An empty cache folder, with nothing cached in memory. Each traced spec adds a line to traced.log beside it."""
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})
@@ -41,7 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache that holds SPEC, and what was traced for it. Not to be changed: `filled` is."""
+    """A folder with a cache that holds SPEC, and its traced.log. Shared by tests, which must not change it: use
+    `filled` for that.
+    """
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jit.ENV_CACHE, str(folder / "cache"))
@@ -54,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def filled(cache: Path, made: Path) -> Path:
-    """A cache on disk that holds SPEC, which was traced once."""
+    """The test's own cache folder that holds SPEC, traced once."""
     shutil.copytree(made, cache.parent, dirs_exist_ok=True)
     return cache
 

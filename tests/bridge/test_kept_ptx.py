@@ -1,4 +1,4 @@
-"""Texts that are kept with an object: of the same compilation, found again with the object, and checked as strictly."""
+"""PTX text kept with an object: from the same compilation, found again with the object, and checked as strictly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MM, _, WGRAD = TOY_SPECS
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty cache."""
+    """Root folder of an empty cache."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -45,7 +45,9 @@ def _names(artifact: KernelArtifact) -> list[str]:
 
 
 def _obtain(spec: Spec, into: Path, worker: Callable[[], Worker], keep_ptx: bool = True) -> KernelArtifact:
-    """Obtain objects alone, as builds do, which also makes the store's folder."""
+    """Get a spec's object from the store or compile it, under the store's lock as builds do; this also creates the
+    store's folder.
+    """
     store = Store(TOY_TRACER, keep_ptx=keep_ptx)
     with store.alone(spec):
         return store.obtain(spec, into, worker)

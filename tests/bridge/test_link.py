@@ -1,4 +1,4 @@
-"""Linking: the library holds no instruction above the baseline, and says what it needs."""
+"""Linking: refuses libraries that have an instruction above the CPU baseline or cannot be disassembled."""
 
 from __future__ import annotations
 

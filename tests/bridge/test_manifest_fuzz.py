@@ -1,4 +1,4 @@
-"""Manifests that anything may have happened to: every reader ends in one of the bridge's errors, and opens nothing."""
+"""Manifests with arbitrary damage: every reader raises one of the bridge's errors, and opens no library."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KEYS = st.sampled_from(["", "x", "this.x", "\ud800", "a\nb", "__class__", "sha25
 
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache's entry whose library is not quite the one that its manifest describes, so that nothing may be opened."""
+    """A cache entry whose library differs from its manifest's description, so that nothing may load it."""
     root = tmp_path_factory.mktemp("fuzzed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENV_CACHE, str(root))
@@ -68,7 +68,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container and key of a JSON document."""
+    """Yield every (container, key) of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(items):
         yield value, key
@@ -77,7 +77,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def structures(draw: st.DrawFn, sound: dict[str, Any]) -> bytes:
-    """The document with a few values replaced, removed, renamed or written twice."""
+    """Draw the document's bytes with a few values replaced, removed, renamed or duplicated."""
     data = copy.deepcopy(sound)
     twice = ""
     for _ in range(draw(st.integers(1, 3))):
@@ -100,7 +100,7 @@ def structures(draw: st.DrawFn, sound: dict[str, Any]) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, sound: bytes) -> bytes:
-    """The file with some bytes changed, put in, taken out or cut off."""
+    """Draw the file's bytes with some bytes changed, inserted, removed or cut off."""
     data = bytearray(sound)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))

@@ -1,4 +1,4 @@
-"""The wheel's platform tag: what the linker wrote decides it, and what cannot be told is an error."""
+"""The wheel's platform tag: computed from the library's ELF data, with an error if that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Link = Callable[..., Path]
 
 @pytest.fixture
 def link(tmp_path: Path) -> Link:
-    """Makes a shared library of C source, with further arguments of the compiler."""
+    """Return a function that compiles C source to a shared library, with extra compiler arguments."""
 
     def make(name: str, source: str, *arguments: object) -> Path:
         library, file = tmp_path / f"{name}.so", tmp_path / f"{name}.c"

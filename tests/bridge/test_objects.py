@@ -1,4 +1,6 @@
-"""Objects by content: compiled once, kept as soon as they are, and checked before they are linked."""
+"""The store of compiled objects, addressed by content: each compiled once, stored as soon as it is compiled, and
+checked before linking.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def _names(specs: list[Spec]) -> list[str]:
 
 
 def _build(specs: list[Spec], out: Path, tracer: str | None = TOY_TRACER) -> dict[str, bytes]:
-    """Builds with one compile process; returns every file of the bundle, by name."""
+    """Build a bundle with one compile process; return every file of it, by name."""
     build.build(specs, out, jobs=1, progress=False, tracer=tracer, allowed={})
     return files_of(out)
 
@@ -52,7 +54,7 @@ def _object(root: Path, spec: Spec = SPEC) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty cache."""
+    """Root folder of an empty cache."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
@@ -61,13 +63,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def log(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that gets a line for each spec traced, in whichever process."""
+    """A file that gets a line for each traced spec, in any process."""
     monkeypatch.setenv("TOY_LOG", str(root.with_name("traced.log")))
     return root.with_name("traced.log")
 
 
 def _traced(log: Path) -> list[str]:
-    """Names of the specs that were traced since this was last called."""
+    """Return the names of specs traced since the last call."""
     names = log.read_text().split() if log.exists() else []
     log.unlink(missing_ok=True)
     return names
@@ -75,7 +77,7 @@ def _traced(log: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the objects of TOY_SPECS. Not to be changed: `stored` is."""
+    """A cache with the objects of TOY_SPECS. Shared by tests, which must not change it: use `stored` for that."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENV_CACHE, str(folder / "cache"))
@@ -85,12 +87,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stored(root: Path, made: Path) -> Path:
-    """The folder of a cache with the objects of TOY_SPECS."""
+    """Root folder of the test's own cache with the objects of TOY_SPECS."""
     return shutil.copytree(made, root)
 
 
 class Copier:
-    """In a compile process's place: copies objects of `made`, and notes what it was asked for."""
+    """Stand-in for a compile process: copies objects of `made`, and records the names of the requested ones."""
 
     def __init__(self, made: Path, names: list[str], tracer: str | None) -> None:
         self._made, self._names = made, names
@@ -112,7 +114,7 @@ class Copier:
 
 @pytest.fixture
 def copied(root: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what builds and the JIT had compiled, by copiers."""
+    """Replace compile processes by `Copier`s; names of the specs that builds and the JIT had compiled."""
     names: list[str] = []
     for module in (build, jit):
         monkeypatch.setattr(module, "Worker", lambda directory, tracer=None, **_: Copier(made, names, tracer))
@@ -120,7 +122,7 @@ def copied(root: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
 
 def _process(specs: str, out: Path, **environment: str) -> subprocess.Popen[str]:
-    """Another process that builds `specs`, an expression, in folder `out`."""
+    """Start another process that builds `specs`, a Python expression, in folder `out`."""
     script = (
         "import sys; from ffi_bridge import build; from toys import MANY_SPECS, TOY_SPECS, TOY_TRACER\n"
         f"build.build({specs}, sys.argv[1], jobs=1, progress=False, tracer=TOY_TRACER, allowed={{}})"
@@ -173,7 +175,7 @@ KINDS = {
 
 @pytest.fixture
 def kinds(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package that traces each operator in a module of its own, and says which; it stands in for the kernels'."""
+    """Stand-in for the kernels' package, with one module per operator that traces it and logs its own name."""
     folder = tmp_path / "packages" / "kinds"
     folder.mkdir(parents=True)
     for name, content in KINDS.items():

@@ -1,4 +1,4 @@
-"""$GLULAM_PLAIN: what is compiled without a construct is never taken for what is compiled with it."""
+"""$GLULAM_PLAIN: a kernel compiled without a construct is never used in place of one compiled with it."""
 
 from __future__ import annotations
 

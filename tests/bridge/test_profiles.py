@@ -1,4 +1,4 @@
-"""Profiles: what a build compiles, and who says which one has a kernel."""
+"""Profiles: the specs that each one builds, and the profile that errors name for a missing kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_kernel_that_a_bundle_lacks_is_said_to_be_in_the_smallest_profile_that
 
 class TestKeep:
     def build(self, monkeypatch: pytest.MonkeyPatch, specs: list[Spec], out: Path, *more: str) -> list[int]:
-        """How many functions were built; `glulam build` must succeed."""
+        """Run `glulam build`, which must succeed; return the number of functions of each bundle built."""
         built: list[int] = []
         original = build.build
 

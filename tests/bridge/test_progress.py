@@ -1,4 +1,4 @@
-"""Signs of life: what they say, and that a log gets them while one slow thing is being made."""
+"""Progress messages: their text, and messages in logs while one slow thing is being made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_SOON = 3600.0
 
 
 class Clock:
-    """Says the time that it was set to."""
+    """A clock that returns the time it was set to."""
 
     now = 100.0
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Log(io.StringIO):
-    """A stream that is no terminal, and that can be waited for."""
+    """A stream that is no terminal; tests can wait until text is written to it."""
 
     def __init__(self) -> None:
         super().__init__()

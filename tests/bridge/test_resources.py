@@ -1,4 +1,4 @@
-"""The compiler's words to numbers: ptxas' remarks and the lowered host code."""
+"""Kernel resources, parsed from ptxas' messages and the lowered host code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Kernels fit on their GPU: compiled for each architecture except Hopper's, whose bundle test_shipped_bundle.py checks.
+"""Registers and shared memory of every kernel fit its GPU, for each architecture except sm_90a, which
+test_shipped_bundle.py checks.
 
-Kernels with tcgen05 instructions, which no GPU has run, also keep the rules of `support.ptx_lint`, and fit as well if
-they are compiled without a construct (`cute_kernels/plain.py`).
+Kernels with tcgen05 instructions, which no GPU has run yet, must also pass `support.ptx_lint`, and fit as well when
+compiled without a construct (`cute_kernels/plain.py`).
 """
 
 from __future__ import annotations

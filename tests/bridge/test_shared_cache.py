@@ -1,4 +1,4 @@
-"""Caches in folders that others write: no file elsewhere is written, and nothing that others exchanged is linked."""
+"""Cache folders that other users can write: no file outside is written, and no file that others replaced is linked."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files aw
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty cache, which exists."""
+    """Root folder of an empty cache; the folder exists."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
@@ -59,7 +59,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def precious(tmp_path: Path) -> Iterator[Path]:
-    """A file of the user's own, in a private folder, and neither of them changes."""
+    """A file of the user's in a private folder; fails the test if the file or the folder changes."""
     folder = tmp_path / "private"
     folder.mkdir(mode=0o700)
     file = folder / "precious"
@@ -183,7 +183,7 @@ UNSAFE: list[Any] = [
 class TestCompiling:
     @pytest.fixture
     def linked(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-        """The folder that libraries are linked in."""
+        """List that gets the paths of each linked library and of the objects linked into it."""
         places: list[Path] = []
         link = build.link
 
@@ -290,7 +290,7 @@ class TestCompiling:
 
 
 def _nested(made: Path) -> Path:
-    """The folder of an entry as a compile leaves it: in a scratch folder of its own."""
+    """Move an entry into a scratch folder of its own, as a compile leaves it; return its new folder."""
     work = made.with_name("work")
     work.mkdir()
     return made.rename(work / "entry")
@@ -350,7 +350,7 @@ class TestFolders:
 
 
 class TestPreferences:
-    """They are trusted as kernels are, and reached through the folder that was checked."""
+    """Preferences need the same trusted owner and mode as kernels, and are opened relative to the checked folder."""
 
     @pytest.fixture
     def preferred(self, root: Path) -> Path:
@@ -487,7 +487,7 @@ def _as_stranger() -> Iterator[None]:
 
 @pytest.fixture
 def open_root() -> Iterator[Path]:
-    """A folder of root's that everybody reaches and writes; others may rename what lies in it."""
+    """A folder of root's that everybody can enter and write, so that others may rename its content."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Bundles of the profile `full`: what ships neither spills nor waits, and fits on the device."""
+"""Bundles of the profile `full`: shipped kernels do not spill, have no serialised wgmma, and fit the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ BUILT = [arch for arch in profiles.CONFIGS if arch == profiles.DEFAULT or (packa
 
 @pytest.fixture(scope="module", params=BUILT)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
-    """Those that were built here. Raises BundleMissing, and so fails every test, where Hopper's was not."""
+    """A bundle that was built here. Raises BundleMissing, which fails every test, if the bundle of sm_90a was not
+    built.
+    """
     return load(request.param, packaged_root())
 
 

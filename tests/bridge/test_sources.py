@@ -1,4 +1,4 @@
-"""What a kernel's key has of the sources: the files that its module can reach, and no others."""
+"""Source files in a kernel's cache key: those that its module imports, directly or not, and no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILES = {
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a package of FILES."""
+    """Folder of a package with the files FILES."""
     for name, content in FILES.items():
         (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "made" / name).write_text(content)

@@ -1,4 +1,4 @@
-"""Swapped tiles that do not ship, for `glulam.compile`: they neither spill nor have their wgmma serialised."""
+"""Swapped tiles that do not ship but `glulam.compile` accepts: their kernels neither spill nor serialise wgmma."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_compiles_without_complaints(tile: TileConfig, tmp_path: Path) -> None:
 
 
 def has_registers(kernel: KernelResources, tile: TileConfig, of_load: int) -> bool:
-    """Else warpgroups wait for ever for what the launch did not have."""
+    """Return True if the launch allocates the registers that setmaxnreg redistributes; if not, warpgroups wait
+    forever.
+    """
     load, mma = registers(tile, of_load)
     return kernel.registers * (1 + tile.warpgroups) >= load + tile.warpgroups * mma
 

@@ -1,4 +1,4 @@
-"""Whose bundles are loaded: this user's and root's, which nobody else can write; nothing is opened twice."""
+"""Trusted bundles: owned by this user or root, writable by nobody else; and no file is opened twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ TELLTALE = "static void __attribute__((constructor)) ran(void) { __builtin_trap(
 
 @pytest.fixture
 def strange(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes files another user's: as root by giving them away, else this process takes itself for somebody else."""
+    """Return a function that makes files belong to another user: by chown as root, else by faking this process' user
+    id.
+    """
 
     def give_away(*paths: Path) -> None:
         if os.geteuid():
@@ -45,7 +47,7 @@ def strange(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with SPEC's kernel. Not to be changed: `entry` is."""
+    """A cache with SPEC's kernel. Shared by tests, which must not change it: use `entry` for that."""
     root = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENV_CACHE, str(root))
@@ -57,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def entry(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder of SPEC's kernel."""
+    """Folder of SPEC's kernel in the test's own cache."""
     monkeypatch.setenv(cache.ENV_CACHE, str(shutil.copytree(made, tmp_path / "cache")))
     monkeypatch.setattr(stages, "tracer_of", lambda spec: TOY_TRACER)
     monkeypatch.setattr(jit, "_functions", {})
@@ -67,14 +69,14 @@ def entry(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sealed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test where anything is loaded, once what the test needs is made."""
+    """Fail the test if any library is loaded, after the fixtures it uses are made."""
     for needed in {"entry", "bundle_copy"} & set(request.fixturenames):
         request.getfixturevalue(needed)
     monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"executed {path}"))
 
 
 def _part(folder: Path, part: str) -> Path:
-    """A part of the bundle in `folder`/<arch>, by what it is called in the tests below."""
+    """Return the path of a part of the bundle in `folder`/<arch>: "root", "arch", "manifest" or "library"."""
     inner = folder / ARCH
     return {"root": folder, "arch": inner, "manifest": inner / manifest.FILE, "library": library_in(inner)}[part]
 
@@ -135,7 +137,7 @@ def test_what_is_no_file_is_not_waited_for(bundle_copy: Path, part: str, make: C
 
 @pytest.fixture
 def packaged(bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `glulam` with a bundle inside it; the package's folder."""
+    """Folder of a package `glulam` that contains a bundle."""
     package = tmp_path / "site" / "glulam"
     package.mkdir(parents=True)
     bundle_copy.rename(package / "_bundle")
@@ -169,7 +171,7 @@ def test_a_packaged_bundle_is_no_better_than_the_python_files(packaged: Path, st
 
 
 def _planted(entry: Path, tmp_path: Path, **changes: Any) -> None:
-    """Puts a library of one's own into an entry, with a manifest that describes it."""
+    """Put an attacker's library into an entry, with a manifest that describes it and has these changes."""
     (tmp_path / "telltale.c").write_text(TELLTALE)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "telltale.so", "telltale.c"], cwd=tmp_path, check=True)
     content = (tmp_path / "telltale.so").read_bytes()

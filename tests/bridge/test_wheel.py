@@ -1,4 +1,4 @@
-"""The wheel: contains the bundle, the same bytes from any checkout, and works where it is unpacked."""
+"""The wheel: contains the bundle, has the same bytes from any checkout, and works after unpacking."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ TOY_STAGES = "\n\ndef tracer_of(spec):\n    return 'cute_kernels.toys:trace'\n"
 
 
 def _toy_checkout(folder: Path) -> Path:
-    """This repository's packaging around two toy kernels, so that a wheel takes seconds."""
+    """Copy this repository's packaging with only two toy kernels, so that building a wheel takes seconds; return its
+    folder.
+    """
     folder.mkdir()
     leave = shutil.ignore_patterns("_bundle", "__pycache__", "*.egg-info")
     for name in SOURCES:
@@ -45,7 +47,7 @@ def _toy_checkout(folder: Path) -> Path:
 
 
 def _pip_wheel(checkout: Path, out: Path) -> str:
-    """What pip shows in a terminal while it makes a wheel in `out`."""
+    """Build a wheel in `out` with pip; return pip's terminal output."""
     # In the environment of the tests: isolation would download what is installed already.
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
     environment = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
@@ -77,7 +79,7 @@ def test_an_architecture_without_kernels_is_named(archs: str) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder of two wheels, out0 and out1, and what pip showed while it made them."""
+    """A folder with two wheels, out0 and out1, and pip's output for each."""
     folder = tmp_path_factory.mktemp("wheels")
     checkout = _toy_checkout(folder / "checkout")
     copies = [shutil.copytree(checkout, folder / f"a copy {i}") for i in range(2)]
@@ -147,7 +149,7 @@ def test_asks_for_the_ranges_that_the_loader_takes(wheels: list[Path]) -> None:
     wanted = {re.sub(r"\s", "", line.partition(":")[2]) for line in metadata.splitlines() if "Requires-Dist" in line}
 
     def pins(line: str) -> set[str]:
-        """A requirement's name and its bounds, in no order: build tools sort them as they like."""
+        """Return a requirement's name and version bounds as a set, because build tools reorder the bounds."""
         name = re.split(r"[<>=]", line, maxsplit=1)[0]
         return {name, *line.removeprefix(name).split(",")}
 

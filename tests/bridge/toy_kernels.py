@@ -99,7 +99,7 @@ def _note(spec: Spec) -> None:
 
 
 def _trace(spec: Spec, variant: str) -> Traced:
-    """The jitted function and fake arguments (x, y, z, do_launch, stream) of any spec."""
+    """Return the jitted function and fake arguments (x, y, z, do_launch, stream) for any spec."""
     _note(spec)
     n = cute.sym_int()
     launches = 2 if spec.op == "grouped_wgrad" else 1
@@ -120,10 +120,10 @@ def trace_serialised(spec: Spec) -> Traced:
 
 
 def fail(spec: Spec) -> Traced:
-    """A tracer that raises."""
+    """Raise ValueError: a tracer that fails."""
     raise ValueError(f"no kernel for {spec.name}")
 
 
 def die(spec: Spec) -> Traced:
-    """A tracer that takes the process with it."""
+    """Abort the process: a tracer that crashes."""
     os.abort()

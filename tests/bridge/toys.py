@@ -1,4 +1,4 @@
-"""The small set of specs that tests of the bridge build, and where the sources of its kernels lie."""
+"""Specs of the toy bundle, and the folder of its kernels' sources."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if str(HERE) not in sys.path:
 
 
 def object_key(spec: Spec, tracer: str | None = TOY_TRACER, has_ptx: bool = False) -> str:
-    """The name of an object's folder in the store."""
+    """Return the name of an object's folder in the store."""
     return cache.cache_key(spec, tracer, cache.sources_of(spec, tracer, of_object=True), has_ptx)
 
 
 def library_in(folder: Path) -> Path:
-    """The library of a bundle's <root>/<arch> folder."""
+    """Return the path of the library in a bundle's <root>/<arch> folder."""
     (library,) = folder.glob("libglulam_*.so")
     return library
 
 
 def files_of(bundle: Path) -> dict[str, bytes]:
-    """Every file of a bundle, by name."""
+    """Return the content of every file of a bundle, by name."""
     return {file.name: file.read_bytes() for file in (bundle / "sm_90a").iterdir()}
 
 
@@ -46,13 +46,15 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 def rewrite(file: Path, content: bytes) -> None:
-    """Puts another file in place of one that this process may have mapped: changing that one would end it."""
+    """Replace a file by a new one with this content. The old one may be mapped into this process, which writing to it
+    would crash.
+    """
     file.unlink()
     file.write_bytes(content)
 
 
 def linked_as(content: bytes) -> Callable[..., Any]:
-    """In place of the linker: the library is `content`, whatever the objects, and needs what one without code does."""
+    """Return a stand-in for the linker: the library is `content`, and its needs are those of a library without code."""
 
     def link(objects: object, library: Path, machine: object = None) -> dict[str, list[str]]:
         library.write_bytes(content)

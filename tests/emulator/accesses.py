@@ -1,4 +1,4 @@
-"""Loads, stores and atomics of a unit's lanes: the generic proxy."""
+"""Loads, stores and atomics of a unit's lanes, which belong to the generic proxy."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def _apply(op: str, old, args):
 
 
 class Accesses:
-    """Accesses by the lanes that act, in program order (PTX ISA, "Data Movement and Conversion Instructions").
+    """Memory accesses by the active lanes, in program order (PTX ISA, "Data Movement and Conversion Instructions").
 
-    System- and GPU-scope accesses are the same accesses: one order of all, in which every one is seen at once.
+    Scopes make no difference: all accesses happen in one order, and each is visible to everyone at once.
     """
 
     def begin(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is no state to set up."""
 
     def end(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: accesses leave no pending work."""
 
     def load_global(self, address, size: int, n: int, m) -> list[np.ndarray]:
         """Load `n` words of `size` bytes for each lane (PTX ISA, "ld")."""
@@ -50,9 +50,10 @@ class Accesses:
         return self.spread([view[at + j] for j in range(n)], m)
 
     def store_global(self, address, size: int, values, m) -> None:
-        """Store words of `size` bytes for each lane (PTX ISA, "st"); of lanes at one address the highest wins.
+        """Store words of `size` bytes for each lane (PTX ISA, "st"). If lanes store to one address, the highest lane
+        wins.
 
-        Which one wins is not defined, so that an observer hears of it, unless they store the same.
+        The ISA does not define which lane wins, so the observer is told, unless the lanes store equal values.
         """
         (a, *vs) = self.active(m, address, *values)
         view, at = self.machine.memory.place(a, size * len(values), "st.global", write=True, width=size)
@@ -112,7 +113,9 @@ class Accesses:
         return self.spread([old], m)[0]
 
     def ldmatrix(self, address, count: int, trans: bool, m=True) -> list[np.ndarray]:
-        """Load 8 x 8 matrices of 16-bit elements, whose rows 8 lanes point at (PTX ISA, "ldmatrix")."""
+        """Load 8 x 8 matrices of 16-bit elements; the addresses of a matrix's rows come from 8 lanes (PTX ISA,
+        "ldmatrix").
+        """
         acts = self.whole_warps(m, "ldmatrix")
         out = []
         a = self.by_warp(address)[acts]
@@ -140,7 +143,9 @@ class Accesses:
                 cta.words[4][(at[:, ROWS] >> 2) + PAIRS] = v
 
     def whole_warps(self, m, what: str) -> np.ndarray:
-        """Return which warps act; a Fault if a warp acts in part, which .aligned instructions forbid."""
+        """Return the mask of active warps. Raises Fault if a warp is partly active, which .aligned instructions
+        forbid.
+        """
         self.acting = m
         if m is True:
             return np.ones(self.warps, bool)
@@ -150,7 +155,7 @@ class Accesses:
         return acts.all(1)
 
     def _rows(self, addresses: np.ndarray, write: bool):
-        """Check addresses [warps, 8] of rows of 16 bytes; return their CTA and offsets."""
+        """Check addresses [warps, 8] of 16-byte rows; return their CTA and their offsets in its shared memory."""
         spans = self.cta.place(np.ascontiguousarray(addresses).reshape(-1), 16, write)
         if len(spans) != 1:
             raise Fault("a matrix in the shared memory of several CTAs")

@@ -19,7 +19,10 @@ ELEMENT_TYPES = {"u8": 0, "u32": 2, "f16": 6, "f32": 7, "bf16": 10}
 def make(
     *blocks, threads=32, shared=8192, params=b"", memory=None, grid=None, cluster=(1, 1, 1), ctas_per_sm=1, **options
 ) -> Machine:
-    """Make a launch of basic blocks: functions of (u, m), or (function, terminator); the kernel ends after the last."""
+    """Make a machine that launches basic blocks, after the last of which the kernel ends.
+
+    A block is a function of (u, m), or a tuple (function, terminator).
+    """
     program = [(block[0], 1, block[1]) if isinstance(block, tuple) else (block, 1, None) for block in blocks]
     program.append((nothing, 1, ("ret", None, None)))
     kernel = SimpleNamespace(name="kernel", counts=REGISTERS, shared_bytes=0, code=[], ctas_per_sm=ctas_per_sm)
@@ -36,7 +39,7 @@ def launch(*blocks, **options) -> Machine:
 
 
 def nothing(u, m) -> None:
-    """Do nothing: a block for its terminator."""
+    """Do nothing: for blocks that consist only of a terminator."""
 
 
 def lane(u, number: int = 0) -> np.ndarray:
@@ -45,7 +48,7 @@ def lane(u, number: int = 0) -> np.ndarray:
 
 
 def shared(offset: int, rank: int = 0) -> np.uint32:
-    """Return the shared address of a CTA's byte."""
+    """Return the shared-memory address of a byte of the CTA `rank`."""
     return np.uint32(SHARED_BASE + offset + (rank << 24))
 
 
@@ -70,7 +73,9 @@ def wait(at: int, offset: int, parity: int = 0):
 
 
 def tensor_map(address: int, kind: str, dims, strides, box, swizzle: int = 0) -> bytes:
-    """Encode a tensor map; `strides` in bytes, of all modes but the innermost; `swizzle` as `swizzled` has it."""
+    """Encode a tensor map. `strides`: bytes, for all dimensions except the innermost; `swizzle`: a mode of
+    `swizzled`.
+    """
     word = [0] * 16
     word[0], word[1] = address & 0xFFFFFFFF, address >> 32
     word[2] = (len(dims) - 1) << 4 | ELEMENT_TYPES[kind] << 7 | swizzle << 13
@@ -82,7 +87,7 @@ def tensor_map(address: int, kind: str, dims, strides, box, swizzle: int = 0) ->
 
 
 def keep(u, name: str, value) -> None:
-    """Keep a result of a warp in the machine's `results`, by name, rank and warp."""
+    """Store a warp's result in the machine's `results`, under (name, CTA rank, warp)."""
     u.machine.__dict__.setdefault("results", {})[name, u.cta.rank, u.first_warp] = value
 
 

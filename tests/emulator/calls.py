@@ -1,8 +1,8 @@
-"""Calls of operators whose results are known: an H100 computed them, and the emulator must give the same.
+"""Calls of operators whose results were computed by an H100; the emulator must reproduce them.
 
-Inputs come from numpy's PCG64, which draws the same numbers on every machine. In calls of EXACT all sums are exact in
-float32, so that results are one number rounded once: they must have the same bits whatever the order of a sum. Other
-calls go through exp, rsqrt or division, which the emulator computes more exactly than the GPU's approximations.
+Inputs come from numpy's PCG64, which gives the same numbers on every machine. In calls of EXACT all sums are exact in
+float32 and a result is rounded once, so results must be equal bit for bit. Other calls use exp, rsqrt or division,
+which the emulator computes more exactly than the GPU's approximations.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ NEAR: dict[str, Call] = {}
 
 
 class Inputs:
-    """Tensors of a device, by a call's own generator."""
+    """Input tensors on a device, from a random generator seeded by the call's name."""
 
     def __init__(self, device: str, name: str) -> None:
         self.device = device
         self._random = np.random.default_rng([ord(letter) for letter in name])
 
     def quarters(self, *shape: int, dtype: torch.dtype = BF16, most: int = 3) -> Tensor:
-        """Multiples of 1/4 up to `most` / 4."""
+        """Return random multiples of 1/4 up to `most` / 4."""
         return self.given(self._random.integers(-most, most + 1, shape) / 4, dtype)
 
     def normal(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
         return self.given(self._random.standard_normal(shape) * scale, dtype)
 
     def scales(self, *shape: int) -> Tensor:
-        """Powers of two, float32."""
+        """Return random powers of two, float32."""
         return self.given(np.ldexp(1.0, self._random.integers(-2, 3, shape)), F32)
 
     def given(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(self.device)
 
     def order(self, count: int, of: int) -> Tensor:
-        """Rows by index, int32 [count]."""
+        """Return random row indices, int32 [count], below `of`."""
         return self.given(self._random.integers(0, of, count), torch.int32)
 
     @property
@@ -59,13 +59,13 @@ class Inputs:
         return self.given(np.cumsum(SIZES), torch.int32)
 
     def routing(self) -> Any:
-        """A routing of TOKENS tokens to 8 experts; some choices are of no expert."""
+        """Return a routing of TOKENS tokens to 8 experts; some choices have no expert."""
         ids = np.argsort(self._random.random((TOKENS, 8)), 1)[:, :TOP_K]
         ids[::7, 1] = -1
         return glulam.Routing.from_topk(self.given(ids, torch.int32), self.scales(TOKENS, TOP_K), 8)
 
     def tail(self, x: Tensor) -> Tensor:
-        """x with NaN after the last group."""
+        """Set x's rows after the last group to NaN, and return x."""
         x[sum(SIZES) :] = torch.nan
         return x
 
@@ -125,7 +125,7 @@ def grouped_mm_mxfp4(given: Inputs) -> Any:
 
 @_exact
 def grouped_glu_reglu(given: Inputs) -> Any:
-    """max(a, 0) u has at most 22 bits."""
+    """Call grouped_glu with reglu, whose results max(a, 0) u have at most 22 bits and so are exact."""
     x, w = given.quarters(ROWS, HIDDEN), given.quarters(EXPERTS, 2 * INTER, HIDDEN)
     made = glulam.grouped_glu(x, w, offs=given.offs, activation="reglu", return_preact=True)
     return [part[: sum(SIZES)] for part in made]

@@ -1,4 +1,4 @@
-"""A cluster of CTAs: shared memory with bounds, named barriers, the cluster's barrier."""
+"""A cluster of CTAs: shared memory with bounds checks, named barriers, and the cluster barrier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SM_REGISTERS, MOST_REGISTERS = 65536, 256
 
 
 class NamedBarrier:
-    """Arrivals at one of a CTA's 16 barriers, and who waits there."""
+    """One of a CTA's 16 named barriers: the number of arrivals, and the waiting units."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -33,8 +33,8 @@ class NamedBarrier:
 class Cta:
     """A CTA: units of warps, shared memory, barriers.
 
-    `words[size]` is shared memory as words of `size` bytes. Places in it are offsets from SHARED_BASE, where the first
-    address that a kernel may use lies. Memory begins as 0xFF, which is NaN in every floating-point format.
+    `words[size]` is shared memory as words of `size` bytes. Places in it are offsets from SHARED_BASE, the lowest
+    address that a kernel may use. Memory is initially filled with 0xFF, which is NaN in every floating-point format.
     """
 
     def __init__(self, machine: Machine, cluster: Cluster, linear: int, unit_warps: int):
@@ -84,11 +84,13 @@ class Cta:
         return found
 
     def owner(self, address: int) -> tuple[Cta, int]:
-        """Return the CTA that a shared address belongs to, and the offset there."""
+        """Return (CTA, offset) for a shared-memory address of the cluster."""
         return self.peer(address >> RANK_SHIFT), (address & OFFSET_MASK) - SHARED_BASE
 
     def place(self, addresses: np.ndarray, size: int, write: bool = False) -> list[tuple[Cta, object, np.ndarray]]:
-        """Check shared addresses, each of `size` bytes; return (CTA, which of the addresses, offsets) by CTA."""
+        """Check shared-memory addresses of accesses of `size` bytes; return (CTA, indices of its addresses, offsets) by
+        CTA.
+        """
         if not addresses.size:
             return []
         rank = addresses.item(0) >> RANK_SHIFT
@@ -123,10 +125,12 @@ class Cta:
 
     # named barriers
     def arrive(self, unit: Unit, number: int, wanted: int | None, lanes: np.ndarray, wait: tuple | None) -> None:
-        """Count the warps of `lanes` at a named barrier, in whole warps as PTX does.
+        """Count arrivals of `lanes` at a named barrier, in whole warps as PTX does.
 
-        PTX ISA, "Parallel Synchronization and Communication Instructions: bar, barrier". `wait`: (block to go on at,
-        result), or None for arrivals that do not wait.
+        PTX ISA, "Parallel Synchronization and Communication Instructions: bar, barrier".
+
+        Args:
+            wait: (block to continue at, result). None: the lanes do not wait.
         """
         if not 0 <= number < MOST_BARRIERS:
             raise Fault(f"named barrier {number}: there are {MOST_BARRIERS}")
@@ -146,7 +150,7 @@ class Cta:
         self.settle(number)
 
     def settle(self, number: int) -> None:
-        """Let go who waits at a named barrier, if all have arrived."""
+        """Release the waiting units of a named barrier if all arrivals have come."""
         barrier = self.barriers.get(number)
         if not barrier or not barrier.arrived or barrier.arrived < (barrier.wanted or self.threads):
             return
@@ -164,7 +168,7 @@ class Cta:
                 self.machine.observer.acquire(unit, barrier)
 
     def exited(self, unit: Unit, lanes: np.ndarray) -> None:
-        """Count threads that exit; barriers do not wait for them any more."""
+        """Count exited threads, for which barriers no longer wait."""
         self.threads -= int(lanes.sum())
         unit.exited |= lanes
         for number in list(self.barriers):
@@ -180,7 +184,7 @@ class Cta:
             raise Fault(f"setmaxnreg: warps ask for {per_warp} registers; the launch reserved {launch} for each")
 
     def check_end(self) -> None:
-        """Raise a Fault for what a CTA left behind when its threads had exited."""
+        """Raise Fault if a CTA whose threads have exited left pending work or allocations."""
         if self.tensor_columns:
             raise Fault(f"TMEM columns {self.tensor_columns} were not freed")
         for unit in self.units:
@@ -189,7 +193,7 @@ class Cta:
 
 
 class Cluster:
-    """CTAs that see each other's shared memory, by rank; a launch without clusters has one CTA in each."""
+    """CTAs that can access each other's shared memory by rank. Without clusters, each CTA is a cluster of its own."""
 
     def __init__(self, machine: Machine, linears: list[int], unit_warps: int):
         self.machine = machine
@@ -220,7 +224,7 @@ class Cluster:
         self.settle()
 
     def settle(self) -> None:
-        """Let go who waits for a phase that every thread has arrived at."""
+        """Release units that wait for a phase at which all threads have arrived."""
         for item in list(self.waiting):
             unit, at, lanes, phase = item
             if all(((u.cluster_phase > phase) | u.exited).all() for u in self.units):
@@ -233,7 +237,9 @@ class Cluster:
                     self.machine.observer.acquire(unit, ("cluster", self, phase))
 
     def dissolve(self) -> None:
-        """End references in a circle, so that memory and registers go now, not when the collector finds them."""
+        """Break reference cycles, so that memory and registers are freed at once and not by a later garbage
+        collection.
+        """
         for cta in self.ctas:
             cta.units.clear()
         self.units.clear()

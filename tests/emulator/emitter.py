@@ -1,6 +1,6 @@
-"""The parts that all instruction families share: modifiers, operands, results, lines of a generated function.
+"""Helpers of all instruction families: modifiers, operands, results, and lines of a generated function.
 
-A generated function is `block(u, m)`: u holds registers, an array of n lanes each; m is True or a mask of lanes.
+A generated function is `block(u, m)`: u holds registers, an array of n lanes for each; m is True or a mask of lanes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INSTRUCTIONS: dict[str, Callable] = {}
 
 
 def instruction(*opcodes: str):
-    """Register the function that translates these opcodes: `function(emitter, ins, modifiers)`."""
+    """Return a decorator that registers a function (emitter, ins, modifiers) as the translator of these opcodes."""
 
     def register(function):
         for opcode in opcodes:
@@ -39,7 +39,9 @@ def instruction(*opcodes: str):
 
 
 class Modifiers:
-    """The modifiers of one instruction. Code that models one takes it; a modifier that is left over is an error."""
+    """Modifiers of one instruction. Translators remove the ones that they model; a modifier that remains is an
+    error.
+    """
 
     def __init__(self, op: str):
         self.op = op
@@ -52,7 +54,7 @@ class Modifiers:
         return False
 
     def choice(self, *names: str, default: str | None = None) -> str | None:
-        """Take the first modifier that is one of names."""
+        """Remove and return the first modifier among `names`."""
         for each in self.left:
             if each in names:
                 self.left.remove(each)
@@ -67,7 +69,7 @@ class Modifiers:
                 raise Unsupported(f"{self.op}: not .{name}")
 
     def drop(self, *tables: dict[str, str]) -> None:
-        """Take modifiers that change nothing here; the tables give the reasons."""
+        """Remove modifiers that change nothing in the emulator; the tables contain them with the reasons."""
         self.left = [each for each in self.left if not any(each in table for table in tables)]
 
     def types(self, count: int, *allowed: str) -> list[str]:
@@ -86,11 +88,11 @@ class Modifiers:
 
 
 class Expression(str):
-    """Python text in the place of an operand."""
+    """Python source used as an operand."""
 
 
 class Emitter:
-    """Lines of the function of one block, and the constants that they name."""
+    """Python lines of one block's function, and the constants that they use by name."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -150,7 +152,9 @@ class Emitter:
         return operand.value
 
     def read(self, operand, view: str) -> str:
-        """Return an expression of an operand's value in a view: an array of n lanes, or a numpy scalar."""
+        """Return a Python expression for an operand's value in a view (type): an array of n lanes, or a numpy
+        scalar.
+        """
         if isinstance(operand, Reg):
             if view in VIEWS_OF[operand.cls]:
                 value = f"{view}[{operand.index}]"
@@ -174,11 +178,13 @@ class Emitter:
         return f"np.full(u.n, u.cta.shared_base + {self.kernel.shared[name][0] + offset}, {self.dtype(view)})"
 
     def reads(self, operands, view: str) -> str:
-        """Return the values of a vector, or of one operand, as a tuple."""
+        """Return a Python expression for a tuple: the values of a vector operand, or of one operand."""
         return "(" + "".join(f"{self.read(each, view)}, " for each in as_list(operands)) + ")"
 
     def address(self, address: Address, view: str) -> str:
-        """Return an address as a number: in view b32 of shared memory, in b64 a generic or global one."""
+        """Return a Python expression for an address: view b32 for shared memory, b64 for a generic or global
+        address.
+        """
         if not isinstance(address, Address):
             raise Unsupported(f"operand {address} where an address is due")
         if isinstance(address.base, str) and address.base in self.kernel.shared:
@@ -190,7 +196,7 @@ class Emitter:
 
     # results --------------------------------------------------------------------------------------------------------
     def write(self, result, expression: str, view: str) -> None:
-        """Set a register in the lanes of m; extend the value to a register that is wider, as ld and cvt do."""
+        """Emit a write of a register in the lanes of m; extend the value if the register is wider, as ld and cvt do."""
         if result is None:
             return
         if not isinstance(result, Reg):
@@ -204,7 +210,7 @@ class Emitter:
             self.add(f"np.copyto({whole}[{result.index}], ({expression}).astype({self.dtype(whole)}), where=m)")
 
     def apply(self, function: str, result: Reg, view: str, *sources) -> None:
-        """Call a numpy ufunc that writes to the register itself."""
+        """Emit a call of a numpy ufunc that writes directly to the register."""
         if result.cls not in VIEWS_OF or view not in VIEWS_OF[result.cls]:
             raise Unsupported(f"a result of {view} in a register of {result.cls}")
         values = ", ".join(each if isinstance(each, Expression) else self.read(each, view) for each in sources)
@@ -216,7 +222,7 @@ def as_list(operand) -> list:
 
 
 def _immediate(operand: Imm, view: str):
-    """Return a constant as a numpy scalar: the low bits of an integer, the bits of a float that is used as bits."""
+    """Return a constant as a numpy scalar: the low bits of an integer; for a float in a bit view, its bits."""
     to = NUMPY[view]
     if view == "p":
         return np.bool_(operand.value)

@@ -1,6 +1,6 @@
-"""A GPU that executes device code on the CPU: operators called with CPU tensors run the PTX of the product's functions.
+"""A GPU that runs device code on the CPU: operators called with CPU tensors run the PTX of the shipped functions.
 
-Host path, checks and records come from `support.fake_gpu`; the functions that it finds come from `launch`.
+The host path, its checks and records come from `support.fake_gpu`; the functions that it finds come from `launch`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _no_collection = threading.Lock()
 
 
 def live_storages() -> dict[int, Any]:
-    """The storage of every CPU tensor that Python holds, by address: memory that a kernel may touch at this moment."""
+    """Return the storage of every live CPU tensor, by address: the memory that a kernel may access now."""
     tensors = [one for one in (reference() for reference in _early_tensors()) if one is not None]
     tensors += _young_tensors()
     found: dict[int, Any] = {}
@@ -49,10 +49,10 @@ def live_storages() -> dict[int, Any]:
 
 @functools.cache
 def _early_tensors() -> list[weakref.ref]:
-    """The tensors of this moment; from then on the collector looks at younger objects alone.
+    """Return weak references to all tensors that exist now, and freeze all present objects in the garbage collector.
 
-    Imported modules have some 500,000 objects, which each launch would look through for 0.15 s. The moment is one at
-    which no other thread makes tensors: one made between list and freeze would be in neither.
+    Imported modules have about 500,000 objects; searching them again for each launch would take 0.15 s. No other thread
+    may create tensors meanwhile: a tensor made between the list and the freeze would be in neither.
     """
     gc.collect()
     tensors = [weakref.ref(each) for each in _young_tensors()]
@@ -61,10 +61,11 @@ def _early_tensors() -> list[weakref.ref]:
 
 
 def _young_tensors() -> list[torch.Tensor]:
-    """Return the tensors that the collector looks at, without a step of Python or a collection in between.
+    """Return the tensors that the garbage collector tracks, in one step that no other thread can interrupt.
 
-    Another thread may be building a tuple, which fails if anybody else holds the tuple when that thread goes on. So the
-    last of these iterators empties the list of all objects, which has the iterators, too, and would outlive this call.
+    Another thread may be building a tuple, and fails if somebody else holds a reference to the tuple when it continues.
+    So the last of these iterators empties the list of all objects, which also contains the iterators and would outlive
+    this call.
     """
 
     def lazily() -> Iterator[torch.Tensor]:
@@ -87,18 +88,18 @@ def _young_tensors() -> list[torch.Tensor]:
 
 @dataclasses.dataclass
 class EmulatedGpu:
-    """A fake GPU, which records the host path, and the emulator behind it."""
+    """A fake GPU that records the host path, and the emulator that runs its kernels."""
 
     fake: FakeGpu
     emulator: Emulator
 
     @property
     def called(self) -> set[str]:
-        """Names of the functions that were called, and of those that they launched."""
+        """Return the names of the functions that were called, and of the stages that they launched."""
         return {stage.name for spec in self.fake.specs for stage in (spec, *stages_of(spec))}
 
     def find(self, spec: Spec) -> Kernel:
-        """In place of `kernels.find`."""
+        """Replacement for `kernels.find`: return the emulated function of a spec."""
         self.fake.specs.append(spec)
         check, signature = exported(spec, check_only=True), signature_of(spec)
 
@@ -119,10 +120,10 @@ class EmulatedGpu:
 def installed(
     arch: str, num_sms: int = NUM_SMS, seed: int = 0, patience_s: float = 0.0, check_races: bool = False
 ) -> Iterator[EmulatedGpu]:
-    """While entered, CPU tensors are on an emulated GPU on which nothing is preferred.
+    """Context in which CPU tensors are on an emulated GPU, without preferred kernels.
 
     Args:
-        patience_s: as of Emulator, for ranks that are threads. check_races: as of Emulator.
+        patience_s, check_races: see `Emulator`; patience_s is for ranks that are threads.
     """
     _early_tensors()  # before ranks are threads
     with pytest.MonkeyPatch.context() as patch:

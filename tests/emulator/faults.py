@@ -1,17 +1,17 @@
-"""The emulator's one exception."""
+"""Fault, the emulator's only exception."""
 
 from __future__ import annotations
 
 
 class Fault(Exception):
-    """An error of the kernel that runs, or an instruction that the emulator does not model."""
+    """An error of the running kernel, or an instruction that the emulator does not model."""
 
     def __init__(self, message: str):
         super().__init__(message)
         self.where: str | None = None
 
     def located(self, where: str) -> Fault:
-        """Remember the place of the fault, unless a closer place is known already."""
+        """Record the place of the fault, unless a more exact place is known already."""
         if self.where is None:
             self.where = where
         return self

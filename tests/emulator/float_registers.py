@@ -1,7 +1,7 @@
-"""Registers that hold results of float32 instructions, whose NaN an integer instruction may look at.
+"""Registers with results of float32 instructions, whose NaN bits an integer instruction may read.
 
-PTX's float32 instructions return one NaN, 0x7fffffff; numpy's NaN keeps an operand's bits, or is negative. So integer
-instructions read these registers with NaN replaced. Memory is not followed: a NaN that is stored keeps numpy's bits.
+PTX's float32 instructions return a single NaN, 0x7fffffff; numpy's NaN keeps an operand's bits, or is negative. So
+integer instructions read these registers with NaN replaced. Memory is not tracked: a stored NaN keeps numpy's bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def _registers(operand) -> set[int]:
 
 
 def _returns_float(ins: Ins) -> bool:
-    """Say if the result is float32: the first of cvt's types, one of the types of other instructions."""
+    """Return True if an instruction's result is float32, judging by its type modifiers (of cvt, the first one)."""
     opcode, *mods = ins.mods
     types = [each for each in mods if each in TYPES]
     return opcode in _RETURN_NAN and "f32" in (types[:1] if opcode == "cvt" else types)
 
 
 def float_results(kernel: Kernel) -> set[int]:
-    """Return places in `b32` of registers that a float32 instruction sets, or that get such a register's value."""
+    """Return the indices in `b32` of registers that receive float32 results, directly or by moves."""
     found: set[int] = set()
     passed = []
     for ins in kernel.code:

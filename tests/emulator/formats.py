@@ -16,7 +16,7 @@ def wide(x, dtype):
 
 
 def ptx_nan(bits):
-    """Return registers with float32 NaN replaced by the NaN that instructions return."""
+    """Return registers in which each float32 NaN is replaced by the NaN that PTX instructions return."""
     nan = np.isnan(bits.view(np.float32))
     return np.where(nan, F32_NAN.view(bits.dtype), bits) if np.count_nonzero(nan) else bits
 
@@ -31,7 +31,9 @@ def f16(x):
 
 
 def _nearest_bf16(x):
-    """Round float32 to nearest even; return codes in the upper halves of registers, anything in the lower."""
+    """Round float32 to nearest even; return bfloat16 codes in the upper halves of registers (lower halves are
+    undefined).
+    """
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
     nan = np.isnan(x)
@@ -39,17 +41,17 @@ def _nearest_bf16(x):
 
 
 def to_bf16(x):
-    """Round float32 to nearest even; return codes."""
+    """Round float32 to bfloat16, nearest even; return codes."""
     return (_nearest_bf16(x) >> np.uint32(16)).astype(np.uint16)
 
 
 def bf16_pair(high, low):
-    """Round two float32 to nearest even; return a pair of codes in a register."""
+    """Round two float32 numbers to bfloat16, nearest even; return both codes in one register."""
     return _nearest_bf16(high) & np.uint32(0xFFFF0000) | _nearest_bf16(low) >> np.uint32(16)
 
 
 def to_f16(x):
-    """Round float32 to nearest even; return codes."""
+    """Round float32 to float16, nearest even; return codes."""
     return np.where(np.isnan(x), F16_NAN, np.asarray(x, np.float32).astype(np.float16).view(np.uint16))
 
 
@@ -64,7 +66,9 @@ def to_tf32(x):
 
 
 def odd_float32(x):
-    """Round float64 to float32 "to odd": inexact results end in a 1, so that one more rounding is the only one."""
+    """Round float64 to float32 "to odd": inexact results end in a 1, so that a second rounding gives the correct
+    result.
+    """
     near = x.astype(np.float32)
     inexact = near.astype(np.float64) != x
     if not np.count_nonzero(inexact):
@@ -84,7 +88,7 @@ def float64_to_f16(x):
 
 
 def float64_to_float32(x, rounding="rn"):
-    """Round float64 once; x may be rounded to odd before, which changes no result."""
+    """Round float64 to float32 once; an x that was rounded to odd gives the same result."""
     near = x.astype(np.float32)
     if rounding == "rn":
         return near
@@ -103,7 +107,7 @@ def float64_to_float32(x, rounding="rn"):
 # 8 and 4 bits -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Format:
-    """A float of few bits. nan: the code that NaN becomes; infinity: whether the format has one."""
+    """A floating-point format of few bits. nan: the code of NaN; infinity: True if the format has infinities."""
 
     exponent: int
     fraction: int
@@ -141,8 +145,8 @@ _CODES_TO_F16 = {name: to_f16(FORMATS[name].values()) for name in ("e4m3", "e5m2
 def narrow(x, name, rounding="rn", satfinite=False):
     """Round to a format of FORMATS; return codes as uint16.
 
-    .satfinite makes the largest number of numbers beyond it, and of infinity (PTX ISA, cvt).
-    guess: NaN loses its sign; the ISA speaks of one NaN in each format.
+    .satfinite converts infinity and larger numbers to the format's largest number (PTX ISA, cvt). guess: NaN loses its
+    sign, since the ISA mentions only one NaN for each format.
     """
     to = FORMATS[name]
     x = np.asarray(x)
@@ -184,7 +188,7 @@ def pair_to_f16x2(x, name):
 
 
 def pack(high, low):
-    """Return uint32 of two uint16."""
+    """Combine two uint16 to a uint32."""
     return (wide(high, np.uint32) << np.uint32(16)) | low
 
 
@@ -223,7 +227,7 @@ def float_to_int(x, rounding, dtype):
 
 
 def clamp(x, dtype):
-    """Return the nearest integer of a type."""
+    """Clamp integers to the range of an integer type."""
     to, of = np.iinfo(dtype), np.iinfo(x.dtype)
     return np.clip(x, x.dtype.type(max(to.min, of.min)), x.dtype.type(min(to.max, of.max))).astype(dtype)
 

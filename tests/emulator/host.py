@@ -1,7 +1,7 @@
-"""Host functions on the CPU: evaluates the text that `ffi_bridge.kept_ptx` keeps, up to the launches.
+"""Evaluates host functions on the CPU from the text that `ffi_bridge.kept_ptx` keeps, and returns their launches.
 
-The text is MLIR of what our launch code traced to (`host_text`). Its values are integers, floats, nested tuples
-(shapes, strides, tiles), views of memory (`layouts`) and tensor maps (`encoded_maps`). A launch says its kernel, grid,
+The text is the MLIR of our traced launch code (`host_text`). Values are integers, floats, nested tuples (shapes,
+strides, tiles), views of memory (`layouts`) and tensor maps (`encoded_maps`). A launch consists of a kernel, grid,
 block, shared memory, cluster and parameters.
 """
 
@@ -43,7 +43,9 @@ _IGNORED = {"cuda.return_if_error", "return"}
 class Launch(NamedTuple):
     """One launch of a kernel.
 
-    parameters: bytes of each parameter that has any, in order. early: it may begin during the launch before.
+    Attributes:
+        parameters: bytes of each nonempty parameter, in order.
+        early: the launch may begin during the previous one (programmatic dependent launch).
     """
 
     kernel: str
@@ -56,11 +58,11 @@ class Launch(NamedTuple):
 
 
 class Host:
-    """One host function.
+    """A host function that can be evaluated.
 
     Args:
-        text: what `kept_ptx` kept of it.
-        shared: bytes of dynamic shared memory of each kernel, as its object's resources say.
+        text: its text from `kept_ptx`.
+        shared: bytes of dynamic shared memory by kernel, from the object's resources.
     """
 
     def __init__(self, text: str, shared: Mapping[str, int]) -> None:
@@ -73,11 +75,11 @@ class Host:
         self._body, _ = operations(iter(rest))
 
     def launches(self, values: Sequence[Any]) -> list[Launch]:
-        """The launches of a call.
+        """Return the launches of a call.
 
         Args:
-            values: for each argument an integer, a float, or a tensor as (address, shape, strides in elements). An
-                argument more, the stream of tensors, may be left out.
+            values: for each argument an integer, a float, or a tensor as (address, shape, strides in elements). The
+                last argument, the stream of tensors, may be left out.
         """
         given = itertools.chain(values, [0] * (len(self._arguments) - len(values)))
         if not 0 <= len(self._arguments) - len(values) <= 1:
@@ -93,7 +95,7 @@ class Host:
 
 
 class _Run:
-    """One evaluation."""
+    """One evaluation of a host function."""
 
     def __init__(self, shared: Mapping[str, int], layouts: Mapping[str, tuple[str, str]]) -> None:
         self.values: dict[str, Any] = {}
@@ -101,7 +103,7 @@ class _Run:
         self._shared, self._layouts = shared, layouts
 
     def region(self, lines: Sequence[Line]) -> Any:
-        """Runs a region; what it yields."""
+        """Run a region, and return the value that it yields."""
         for line in lines:
             if line.name == "scf.yield":
                 return self.values[line.operands[0]]
@@ -147,7 +149,7 @@ class _Run:
         raise Fault(f"no operation {name}")
 
     def _tuple(self, short: str, line: Line, operands: list[Any]) -> Any:
-        """Layouts and what they are made of."""
+        """Evaluate an operation on layouts, shapes, strides or tiles."""
         result = line.text.rpartition("->")[2] if "->" in line.text else line.text.rpartition(" : ")[2]
         if short in _TUPLE:
             return mapped(_TUPLE[short], *operands)
@@ -215,7 +217,7 @@ class _Run:
 
 
 def _wrapped(value: int, text: str) -> int:
-    """Wrap a value to the integer type at the end of a line."""
+    """Wrap a value to the integer type named at the end of a line."""
     bits = int(re.findall(r"\bi(\d+)$", text.strip())[0])
     value &= (1 << bits) - 1
     return value - (1 << bits) if bits > 1 and value >> bits - 1 else value

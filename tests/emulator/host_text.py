@@ -1,4 +1,4 @@
-"""The text of a host function: its lines as operations, and what is said in a line's types."""
+"""Parser for the text of a host function: operations, and the information in their types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINE = re.compile(r"(?:(%[\w-]+(?:, %[\w-]+)*) = )?([a-z_]+(?:\.[a-z_]+)*)(.*)"
 
 
 class Line(NamedTuple):
-    """One operation. body: lines of an scf.if, those before and those after its else."""
+    """One operation. body: for scf.if, the lines of the two branches."""
 
     results: tuple[str, ...]
     name: str
@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
 
 def operations(text: Iterator[str]) -> tuple[list[Line], bool]:
-    """Read the operations of one region; also whether an else follows it."""
+    """Read the operations of one region; also return True if an else follows it."""
     found = []
     for line in map(str.strip, text):
         if line in ("}", "} else {"):
@@ -41,24 +41,24 @@ def operations(text: Iterator[str]) -> tuple[list[Line], bool]:
 
 
 def quoted(text: str) -> list[str]:
-    """The texts between quotation marks."""
+    """Return the texts in quotation marks."""
     return re.findall(r'"([^"]*)"', text)
 
 
 def element_of(memref: str) -> str:
-    """The element type of a memref, as bf16."""
+    """Return the element type of a memref, such as "bf16"."""
     return re.findall(r"memref<(\w+)", memref)[0]
 
 
 def constant(text: str) -> int | float:
-    """The value of an arith.constant."""
+    """Return the value of an arith.constant."""
     if text in ("true", "false"):
         return int(text == "true")
     return float(text) if "." in text or "e" in text else int(text)
 
 
 def parameter_types(text: str) -> list[str]:
-    """The operand types of a launch, from its "= 17>, (i64, !cute.coord_tensor<"(0,0)", "...">, ...) -> ..."."""
+    """Return the operand types of a launch, from "= 17>, (i64, !cute.coord_tensor<"(0,0)", "...">, ...) -> ..."."""
     inner, depth, found = text[text.index("(") + 1 : text.rindex(") -> ")], 0, [""]
     for part in re.findall(r'"[^"]*"|.', inner):
         depth += {"<": 1, ">": -1}.get(part, 0)

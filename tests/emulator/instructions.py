@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class Unsupported(Exception):
-    """PTX that the emulator does not model. The message names it."""
+    """PTX that the emulator does not model; the message names it."""
 
 
 @dataclass

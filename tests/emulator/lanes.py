@@ -1,4 +1,4 @@
-"""Arithmetic on lanes, exact unless a docstring says otherwise. Scalars of numpy stand for immediates.
+"""Arithmetic on lanes, exact unless a docstring says otherwise. Immediates are numpy scalars.
 
 NaN: PTX's float32 instructions return one NaN, 0x7fffffff. Here its bits are numpy's, until an integer instruction
 reads them (float_registers.py); conversions to narrower formats return PTX's.
@@ -17,7 +17,7 @@ TINY = np.float32(2.0**-126)  # numbers below are subnormal in float32
 
 
 def both(m, guard):
-    """Return the lanes of m for which guard holds: True for all, None for none."""
+    """Return the lanes of m for which guard is true; True: all lanes, None: no lanes."""
     kept = guard.copy() if m is True else m & guard
     count = np.count_nonzero(kept)
     if not count:
@@ -27,9 +27,9 @@ def both(m, guard):
 
 # floats -------------------------------------------------------------------------------------------------------------
 def exact_sum(a, b):
-    """Return a + b in float64, rounded to odd: one rounding to a format of 51 bits or fewer is then the only one.
+    """Return a + b in float64, rounded to odd, so that a second rounding to at most 51 bits gives the correct result.
 
-    Knuth's two-sum gives the error, which tells whether and to which side the sum was rounded.
+    Knuth's two-sum gives the error of the sum, and thereby the direction of its rounding.
     """
     total = a + b
     part = total - a
@@ -88,7 +88,7 @@ def pairs(operation, name, *sources):
 
 
 def flush(x):
-    """Replace subnormal numbers by zero with their sign, as .ftz does."""
+    """Replace subnormal numbers by zeros of the same sign, as .ftz does."""
     small = np.abs(x) < TINY
     return np.where(small, np.copysign(x.dtype.type(0), x), x) if np.count_nonzero(small) else x
 
@@ -99,7 +99,7 @@ def saturate(x):
 
 
 def float_max(a, b):
-    """Return the greater; the number, if the other is NaN. +0 is greater than -0."""
+    """Return the larger value; if one is NaN, the other. +0 is greater than -0."""
     return _extreme(np.fmax, np.bitwise_and, a, b)
 
 
@@ -108,7 +108,7 @@ def float_min(a, b):
 
 
 def float_max_nan(a, b):
-    """Return the greater, or NaN if one is NaN."""
+    """Return the larger value, or NaN if one is NaN."""
     return _extreme(np.maximum, np.bitwise_and, a, b)
 
 
@@ -128,7 +128,7 @@ _EXTREMES = {"max": float_max, "min": float_min, "max.NaN": float_max_nan, "min.
 
 
 def extreme_of_halves(which, x, y, name):
-    """Return min or max of f16, bf16 or pairs of them; all are exact in float32."""
+    """Return min or max of f16 or bf16 numbers, or of pairs, computed exactly in float32."""
     to_float, to_code = (bf16, to_bf16) if name.startswith("bf16") else (f16, to_f16)
     x, y = (np.atleast_1d(s).view(np.uint16) for s in (x, y))
     codes = to_code(_EXTREMES[which](to_float(x), to_float(y)))
@@ -197,7 +197,7 @@ def funnel(left, low, high, n, wrap):
 
 
 def highest_bit(x):
-    """Return the place of the highest 1 as int64; -1 for 0."""
+    """Return the index of the highest 1 as int64; -1 for 0."""
     if x.dtype.itemsize == 8:
         upper = x >> np.uint64(32)
         return np.where(upper != 0, _exponent(upper) + 32, _exponent(x & np.uint64(0xFFFFFFFF)))
@@ -209,7 +209,10 @@ def _exponent(x):
 
 
 def bfind(x, shiftamt):
-    """Return the place of the highest bit unlike the sign, or the shift that brings it to the top; all ones if none."""
+    """Return the index of the highest bit that differs from the sign; all ones if there is none.
+
+    shiftamt: return instead the shift that moves this bit to the top.
+    """
     bits = 8 * x.dtype.itemsize
     unsigned = x.view(f"u{x.dtype.itemsize}")
     found = highest_bit(np.where(x < 0, ~unsigned, unsigned) if x.dtype.kind == "i" else unsigned)
@@ -221,7 +224,7 @@ def clz(x):
 
 
 def popc(x):
-    """Count ones; numpy 1 has no function for it."""
+    """Return the number of 1 bits; numpy 1 has no function for it."""
     octets = np.unpackbits(np.ascontiguousarray(np.atleast_1d(x)).view(np.uint8).reshape(-1, x.dtype.itemsize), axis=1)
     return octets.sum(1, dtype=np.uint32)
 
@@ -234,7 +237,7 @@ def brev(x):
 
 
 def bfe(a, position, length):
-    """Return `length` bits from `position` on; a signed type extends the field's highest bit that a has."""
+    """Return `length` bits from `position` on; for a signed type, extended by the field's highest bit inside a."""
     bits = 8 * a.dtype.itemsize
     position, length = (np.asarray(x).astype(np.int64) & 255 for x in (position, length))
     inside = _ones(np.minimum(length, np.maximum(bits - position, 0)))
@@ -248,7 +251,7 @@ def bfe(a, position, length):
 
 
 def bfi(a, b, position, length):
-    """Return b with the low `length` bits of a put at `position`."""
+    """Return b with the low `length` bits of a inserted at `position`."""
     bits = 8 * b.dtype.itemsize
     position, length = (np.asarray(x).astype(np.int64) & 255 for x in (position, length))
     place = np.minimum(position, 63).astype(np.uint64)
@@ -263,7 +266,9 @@ def _ones(length):
 
 
 def prmt(a, b, selector):
-    """Pick bytes of b:a by the selector's nibbles; a nibble's top bit asks for the byte's sign in all 8 bits."""
+    """Select bytes of b:a by the selector's nibbles; the top bit of a nibble replicates the byte's sign to all 8
+    bits.
+    """
     a, b, selector = np.broadcast_arrays(a, b, selector)
     return _pick_bytes(a, b, [selector >> np.uint32(4 * i) & np.uint32(15) for i in range(4)])
 
@@ -296,7 +301,7 @@ def _pick_bytes(a, b, selectors):
 
 
 def lop3(a, b, c, table):
-    """Look each bit up: bit i of the table is the result if a, b, c are the bits of i."""
+    """Apply a table to each bit: bit i of the table is the result if the bits of a, b, c form i."""
     out = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
     for i in range(8):
         if table >> i & 1:

@@ -1,7 +1,8 @@
-"""Exported functions on the CPU, called by name: their kernels' PTX runs in `machine`, as their host functions say.
+"""Exported functions on the CPU, called with arguments by name: `machine` runs their kernels' PTX as host functions
+launch it.
 
-Objects, PTX and host functions are of one compilation (`ffi_bridge.kept_ptx`) and are kept between runs. The run-time
-library of the DSL takes no part: nothing of a compiled host function is called.
+Objects, PTX and host functions come from one compilation (`ffi_bridge.kept_ptx`) and are kept between runs. No compiled
+host code runs, so the DSL's run-time library is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ WHOLE_CTA = 0
 
 
 def cache_folder() -> Path:
-    """$GLULAM_EMULATOR_CACHE, else a folder of the user's: tests get an empty cache of kernels each time, not this."""
+    """Return $GLULAM_EMULATOR_CACHE, else a user folder; it is not the kernels' cache, which is emptied for each
+    test.
+    """
     if chosen := os.environ.get(ENV_CACHE):
         return Path(chosen)
     import platformdirs
@@ -53,7 +56,9 @@ def cache_folder() -> Path:
 
 
 class Texts:
-    """Compiled objects and what was kept of their compilation. One compile process an architecture, when needed."""
+    """Compiled objects and the PTX and host text of their compilation. One compile process per architecture, started on
+    demand.
+    """
 
     def __init__(self) -> None:
         self._store = Store(keep_ptx=True)
@@ -67,14 +72,14 @@ class Texts:
         return self._exit.enter_context(Worker(folder, keep_ptx=True))
 
     def of(self, stage: Spec) -> KernelArtifact:
-        """The object of a stage, its texts beside it."""
+        """Return the object of a stage, with its texts beside it."""
         if found := self._store.take(stage, self._work):
             return found
         with self._store.alone(stage):
             return self._store.obtain(stage, self._work, lambda: self._worker(stage.arch))
 
     def close(self) -> None:
-        """End compile processes; remove objects and programs that were not used for long."""
+        """End the compile processes, and remove objects and programs that were not used for a long time."""
         self._exit.close()
         self._store.trim()
         programs.trim(cache_folder() / "programs")
@@ -82,24 +87,25 @@ class Texts:
 
 @functools.cache
 def texts() -> Texts:
-    """Return the texts of this process."""
+    """Return the Texts object of this process."""
     made = Texts()
     atexit.register(made.close)
     return made
 
 
 def ptx_of(spec: Spec) -> list[str]:
-    """Return the PTX of each stage of a function, without the architecture's name."""
+    """Return the PTX of each stage of a function, with the architecture's name removed."""
     objects = [texts().of(stage).object_file for stage in stages_of(spec)]
     return [one.with_suffix(".ptx").read_text().replace(spec.arch, "") for one in objects]
 
 
 class Stage:
-    """One stage.
+    """A stage (a function that launches kernels) that can run.
 
     Attributes:
         programs: its kernels, by name.
-        unit_warps: warps that step together; warps with roles of their own wait for each other.
+        unit_warps: number of warps that step together; warps with different roles step one by one, since they wait for
+            each other.
     """
 
     def __init__(self, stage: Spec) -> None:
@@ -116,14 +122,14 @@ _ONE_AT_A_TIME = threading.Lock()  # launches beside each other would write the 
 
 
 def stage_of(stage: Spec) -> Stage:
-    """A stage, and the last ones."""
+    """Return a stage; the most recent ones are cached."""
     with _ONE_AT_A_TIME:
         return _stages(stage, plain_in(stage.arch))
 
 
 @dataclasses.dataclass
 class Counts:
-    """Names of the kernels that ran, their warp instructions, and seconds in the machine."""
+    """Names of the kernels that ran, number of their warp instructions, and seconds in the machine."""
 
     kernels: list[str] = dataclasses.field(default_factory=list)
     instructions: int = 0
@@ -131,7 +137,7 @@ class Counts:
 
 
 def packed(kernel: ptx.Kernel, launch: Launch) -> bytes:
-    """The bytes of a kernel's parameters."""
+    """Return the bytes of a kernel's parameters."""
     wanted = list(kernel.params.values())
     sizes = [len(value) for value in launch.parameters]
     if sizes != [size for _, size in wanted]:
@@ -143,17 +149,17 @@ def packed(kernel: ptx.Kernel, launch: Launch) -> bytes:
 
 
 class Emulator:
-    """A GPU of an architecture.
+    """An emulated GPU of an architecture.
 
     Args:
-        seed: of the machine's schedule.
-        num_sms: the number of SMs that functions are called with, unless a call gives another.
-        patience_s: seconds that a launch which cannot go on waits for launches of other threads.
-        check_races: make a launch that may race, in whatever order its warps run, a Fault.
+        seed: seed of the machine's schedule.
+        num_sms: number of SMs passed to functions, unless a call passes another.
+        patience_s: seconds for which a blocked launch waits for launches of other threads.
+        check_races: raise Fault for a launch that may race in any order of its warps.
 
     Attributes:
-        memory: memory that kernels may read and write. A call allows the tensors among its arguments; callers that
-            pass addresses allow the memory behind them.
+        memory: memory that kernels may access. A call registers the tensors among its arguments; callers that pass
+            addresses must register the memory there.
     """
 
     def __init__(
@@ -167,9 +173,9 @@ class Emulator:
         self._fault: Fault | None = None  # the first of these, which the others would wait for
 
     def function(self, spec: Spec) -> Callable[..., None]:
-        """The exported function of a spec, to be called with its arguments by name (`signature_of(spec).pack`).
+        """Return the exported function of a spec; it takes arguments by name (`signature_of(spec).pack`).
 
-        A tensor is one of torch's or numpy's on the CPU; given for an address, it is its address. None is 0.
+        Tensors are torch's or numpy's, on the CPU; a tensor passed for an address is passed as its address. None is 0.
         """
         if spec.arch != self.arch:
             raise ValueError(f"{spec.name} is not for {self.arch}")
@@ -190,10 +196,10 @@ class Emulator:
         return call
 
     def run(self, spec: Spec, named: dict[str, Any], memory: Memory | None = None) -> None:
-        """A call with all arguments by name, numbers and CPU tensors: of a chain, its stages one after the other.
+        """Run a call with all arguments by name, numbers and CPU tensors; a chain's stages run one after the other.
 
         Args:
-            memory: in place of the emulator's own.
+            memory: memory to use instead of the emulator's own. None: the emulator's.
         """
         chain, memory = chain_of(spec), memory or self.memory
         if chain is None:
@@ -239,7 +245,7 @@ class Emulator:
         self.counts.seconds += run.seconds
 
     def _run_beside_others(self, run: Machine) -> None:
-        """Run a launch that may wait for what launches of other threads write."""
+        """Run a launch that may wait for memory that launches of other threads write."""
         until = time.monotonic() + self.patience_s
         with np.errstate(all="ignore"):
             turns = run.turns()

@@ -1,4 +1,4 @@
-"""Layouts of CuTe as a host function has them: nested tuples, views of memory, and their bytes as kernel parameters."""
+"""CuTe layouts in a host function: nested tuples, views of memory, and their bytes as kernel parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAF = re.compile(r"\?(?:\{[^}]*\})?|-?\d+(?:@\d+)*|\(|\)")
 
 
 class View(NamedTuple):
-    """Memory with a layout. `text`: the layout's type, whose `?` are sizes known at run time."""
+    """Memory with a layout. `text`: the layout's type, in which `?` is a size known only at run time."""
 
     address: int
     shape: Any
@@ -23,7 +23,7 @@ class View(NamedTuple):
 
 
 def nested(text: str) -> Any:
-    """Nested tuples of a shape's leaves, as texts."""
+    """Parse a shape to nested tuples of its leaves, as text."""
     stack: list[list[Any]] = [[]]
     for token in _LEAF.findall(text):
         if token == "(":
@@ -38,12 +38,12 @@ def nested(text: str) -> Any:
 
 
 def flat(value: Any) -> list[Any]:
-    """The leaves of nested tuples."""
+    """Return the leaves of nested tuples."""
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, tuple) else [value]
 
 
 def filled(text: str, dynamic: Iterator[int]) -> Any:
-    """Nested tuples of integers: those in the text, and one of `dynamic` for each `?`."""
+    """Return nested tuples of integers: those in the text, and the next of `dynamic` for each `?`."""
 
     def of(part: Any) -> Any:
         if isinstance(part, tuple):
@@ -61,7 +61,7 @@ def mapped(function: Callable[[int, int], int], left: Any, right: Any) -> Any:
 
 
 def dynamic_bytes(text: str, value: Any) -> bytes:
-    """The struct of the leaves that a type leaves open: 32 bits each, or 64 where the type says i64."""
+    """Return the bytes of the sizes that a type leaves open: 4 bytes each, or 8 if the type says i64."""
     made = bytearray()
     for leaf, number in zip(flat(nested(text)), flat(value), strict=True):
         if leaf.startswith("?"):
@@ -71,7 +71,7 @@ def dynamic_bytes(text: str, value: Any) -> bytes:
 
 
 def _view_bytes(view: View) -> bytes:
-    """A view as a kernel's parameter: address, open sizes, open strides."""
+    """Return a view as a kernel parameter: its address, open sizes and open strides."""
     shape, stride = view.text.split(":")
     made = struct.pack("<Q", view.address) + dynamic_bytes(shape, view.shape)
     strides = dynamic_bytes(stride, view.stride)
@@ -82,7 +82,7 @@ def _view_bytes(view: View) -> bytes:
 
 
 def parameter(value: Any, kind: str) -> bytes:
-    """The bytes of a kernel's parameter; none if its type says all of it."""
+    """Return the bytes of a kernel parameter; empty if its type determines the value."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, View):

@@ -1,4 +1,6 @@
-"""A launch on the CPU: a grid of clusters of CTAs, whose units a seeded scheduler steps in three kinds of order."""
+"""Runs a launch on the CPU: a grid of clusters of CTAs, whose units a seeded scheduler steps in three kinds of
+order.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class Machine:
         kernel: the parsed kernel. program: its translation; None: translate now.
         memory: device memory. params: the parameters' bytes.
         grid, block, cluster: sizes. dynamic: bytes of dynamic shared memory.
-        unit_warps: warps that step together; 0: a whole CTA. Warps with roles need 1.
-        seed: chooses the order, and all chances in it. most_steps: basic blocks after which the launch is stopped.
-        observer: hears of accesses and synchronisation. resident: how many clusters run at once.
+        unit_warps: warps that step together; 0: a whole CTA. Kernels whose warps have roles need 1.
+        seed: seed of the schedule and of all other random choices.
+        most_steps: number of basic blocks after which the launch is stopped.
+        observer: object that is told of accesses and synchronisation.
+        resident: number of clusters that run at the same time.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class Machine:
         return self.seconds
 
     def turns(self) -> Iterator[None]:
-        """Run the launch, a unit's turn at a time; `waits` says whether it can go on by itself."""
+        """Run the launch, one unit's turn for each iteration; `waits` is True if it cannot continue by itself."""
         ahead = self._by_cluster()
         spinning: set[Unit] = set()
         idle = 0
@@ -123,7 +127,7 @@ class Machine:
             advance(self)
 
     def _retire(self) -> None:
-        """Check and drop clusters all of whose threads have exited."""
+        """Check and remove clusters whose threads have all exited."""
         for cluster in [c for c in self.running if not any(cta.threads for cta in c.ctas)]:
             self.running.remove(cluster)
             for cta in cluster.ctas:
@@ -137,18 +141,18 @@ class Machine:
                 cluster.dissolve()
 
     def happens_at_once(self) -> bool:
-        """Say, for asynchronous work that needs no copy engine, whether it is done when it is issued."""
+        """Return True, at random, if asynchronous work that needs no copy engine should run at its issue."""
         return self.random.random() < self.haste
 
     # reports
     def place(self, unit: Unit, block: int) -> str:
-        """Name a unit and a basic block."""
+        """Return text that names a unit and a basic block."""
         last = unit.first_warp + unit.warps - 1
         warps = f"warp {last}" if unit.warps == 1 else f"warps {unit.first_warp}..{last}"
         return f"{self.kernel.name}, CTA {unit.cta.id}, {warps}, {self.block_name(block)}"
 
     def block_name(self, block: int) -> str:
-        """Name a basic block by its number, the PTX lines of its instructions and the first of them."""
+        """Return text for a basic block: its number, the PTX lines of its instructions, and the first of them."""
         if block >= len(self.blocks):
             return f"block {block} (the end)"
         begin = sum(count for _, count, _ in self.blocks[:block])
@@ -158,7 +162,7 @@ class Machine:
         return f"block {block} (PTX {code[0].line}..{code[-1].line}, from {code[0].op} to {code[-1].op})"
 
     def fault(self, error: Exception, unit: Unit) -> Fault:
-        """Make a Fault of an error in a unit's block, which names the line of the generated function."""
+        """Convert an error in a unit's block to a Fault that names the PTX line."""
         fault = error if isinstance(error, Fault) else Fault(f"{type(error).__name__}: {error}")
         where = f"in {self.place(unit, unit.block)}"
         for frame in traceback.extract_tb(error.__traceback__):
@@ -169,7 +173,7 @@ class Machine:
         return fault.located(where)
 
     def state(self) -> str:
-        """Say of all warps that have not exited where they are, and what they wait for."""
+        """Return text that says where all warps are that have not exited, and what they wait for."""
         lines = []
         for unit in [unit for cluster in self.running for unit in cluster.units]:
             for at, lanes in unit.groups:
@@ -192,7 +196,7 @@ class Machine:
 
 
 def run_together(machines: Sequence[Machine], seed: int = 0) -> None:
-    """Run launches at once, as ranks do whose kernels wait for each other's words in memory."""
+    """Run launches concurrently, as on ranks whose kernels wait for words from each other."""
     chance = random.Random(seed)
     running = {machine: machine.turns() for machine in machines}
     with np.errstate(all="ignore"):

@@ -1,6 +1,6 @@
-"""Warp instructions with a membermask: each lane works with the lanes that its own mask names.
+"""Warp instructions with a membermask, where each lane works with the lanes of its own mask.
 
-PTX ISA, sections vote.sync, match.sync, redux.sync: a lane waits for all lanes of its mask, and is one of them.
+PTX ISA, sections vote.sync, match.sync, redux.sync: a lane waits for all lanes of its mask, and must be one of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ def _by_warp(u, x):
 
 
 def _bits(flags):
-    """Return [warps, ..., 32] of bool as words."""
+    """Convert bool [warps, ..., 32] to 32-bit words."""
     return (flags.astype(np.uint64) << LANES.astype(np.uint64)).sum(-1).astype(np.uint32)
 
 
 def _named(u, mask):
-    """Return [warps, lane, other lane]: true if the lane's mask names the other."""
+    """Return bool [warps, lane, other lane]: True if the lane's mask contains the other lane."""
     return (_by_warp(u, mask)[:, :, None] >> LANES & np.uint32(1)).astype(bool)
 
 
 def check(u, mask, m, op):
-    """Refuse a lane that is not in its own mask, and a mask with lanes that are not here: hardware waits for them."""
+    """Raise Fault for a lane that is not in its own mask, or a mask with inactive lanes, for which hardware would
+    wait.
+    """
     here = _by_warp(u, True if m is True else m)
     mask = _by_warp(u, mask)
     missing = mask & ~_bits(here)[:, None]

@@ -1,4 +1,4 @@
-"""Device memory: the process's own memory by address, of which only registered extents may be accessed."""
+"""Device memory: the process's own memory by address; only registered extents may be accessed."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Extent:
 
 
 class _AddressSpace:
-    """Describes all user memory as one array of bytes; nothing is touched before it is indexed."""
+    """Array interface for all user memory as one array of bytes; no memory is touched until it is indexed."""
 
     __array_interface__ = {"data": (LOWEST, False), "shape": (HIGHEST - LOWEST,), "typestr": "|u1", "version": 3}
 
 
 class Memory:
-    """Memory that kernels reach by real addresses: tensors of torch and numpy, and buffers of its own.
+    """Memory that kernels access by real addresses: tensors of torch and numpy, and its own buffers.
 
-    An access outside of the registered extents, across two of them, or to a misaligned address is a Fault. Overlapping
-    extents are one piece of memory; a byte is writable if one of its extents is.
+    An access outside the registered extents, across two of them, or to a misaligned address raises Fault. Overlapping
+    extents form one piece of memory; a byte is writable if one of its extents is.
     """
 
     def __init__(self, poison: int = 0xFF):
@@ -54,7 +54,7 @@ class Memory:
         self._pieces: list[tuple] = []  # start, size, writable, views that begin there
 
     def allow(self, address: int, size: int, name: str, writable: bool = True) -> None:
-        """Register `size` bytes from `address` on; `name` stands in faults. Nothing is registered if size is 0."""
+        """Register `size` bytes from `address` on (nothing if size is 0). `name`: used in faults."""
         if size:
             if not LOWEST <= address <= HIGHEST - size:
                 raise ValueError(f"address {address:#x} is outside of [{LOWEST:#x}, {HIGHEST:#x})")
@@ -62,7 +62,7 @@ class Memory:
             self._is_cut = False
 
     def forget(self, address: int) -> None:
-        """Remove the extent that was registered last at `address`; free it if it is a buffer of this object."""
+        """Remove the extent registered last at `address`; free it if it is one of this object's buffers."""
         for at in reversed(range(len(self._extents))):
             if self._extents[at].start == address:
                 del self._extents[at]
@@ -72,7 +72,9 @@ class Memory:
         raise KeyError(f"no extent begins at {address:#x}")
 
     def alloc(self, size: int, name: str = "buffer", align: int = 256) -> int:
-        """Register a new poisoned buffer, with 4 KiB on either side that may not be accessed; return its address."""
+        """Allocate and register a poisoned buffer, with 4 KiB on either side that must not be accessed; return its
+        address.
+        """
         raw = np.full(size + 2 * GUARD + align, self.poison, np.uint8)
         address = (raw.ctypes.data + GUARD + align - 1) // align * align
         self._own[address] = raw
@@ -94,7 +96,11 @@ class Memory:
         return self._bytes[at : at + size].view(dtype).reshape(shape)
 
     def place(self, addresses: np.ndarray, size: int, what: str, write: bool = False, width: int = 0):
-        """Check accesses of `size` bytes, a power of two; return a view of `width`-byte words (0: size) and indices."""
+        """Check accesses of `size` bytes, a power of two.
+
+        Returns:
+            A view of memory as words of `width` bytes (0: `size`), and the indices of the accesses in it.
+        """
         width = width or size
         if not self._is_cut:
             self._cut()
@@ -113,7 +119,7 @@ class Memory:
         return self.views[width], at >> SHIFTS[width]
 
     def _check_each(self, addresses: np.ndarray, size: int, what: str, write: bool) -> None:
-        """Check accesses that one piece does not contain; raise a Fault that names the first bad one."""
+        """Check accesses that do not lie in one piece; raise Fault for the first bad one."""
         starts = np.array(self._starts, np.uint64)
         ends = np.array([0, *self._ends], np.uint64)
         writable = np.array([False, *(piece[2] for piece in self._pieces)])
@@ -144,7 +150,7 @@ class Memory:
         return f"{address - nearest.end} bytes after the end of {nearest}"
 
     def _cut(self) -> None:
-        """Cut the extents into pieces that do not overlap; neighbours of different extents stay apart."""
+        """Cut the extents into pieces that do not overlap; adjacent extents stay separate pieces."""
         pieces: list[list] = []
         edges = sorted({e.start for e in self._extents} | {e.end for e in self._extents})
         covers: list[set] = []
@@ -165,7 +171,7 @@ class Memory:
         self._pieces = [(np.uint64(low), high - low, can, self._views(low, high)) for low, high, can in pieces]
 
     def _views(self, low: int, high: int) -> dict[int, np.ndarray] | None:
-        """View a piece as words of 1 to 8 bytes; None if it does not begin at a multiple of 16 bytes."""
+        """Return views of a piece as words of 1 to 8 bytes; None if it does not begin at a multiple of 16 bytes."""
         if low % 16:
             return None
         whole = self._bytes[low - LOWEST : (high + 7) // 8 * 8 - LOWEST]

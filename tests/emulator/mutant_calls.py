@@ -1,6 +1,7 @@
-"""Calls of operators whose launches are kept for mutants: small, and such that kernels use all that they have.
+"""Calls of operators whose launches are recorded for mutants: small, but such that kernels use all their features.
 
-Rings come round; more groups than a warp's lanes, some without rows; ragged tails of every kind; NaN after the last.
+Rings wrap around; there are more groups than lanes in a warp, some without rows; ragged tails of every kind; NaN after
+the last group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
 
 
 def spread(rows: dict[int, int]) -> tuple[int, ...]:
-    """Rows of each expert, of those that have some; others have none."""
+    """Return group sizes from `rows`, rows by expert; experts that are not listed have none."""
     return tuple(rows.get(expert, 0) for expert in range(max(rows) + 1))
 
 
@@ -41,19 +42,19 @@ def offs_of(given: Inputs, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def rows_of(given: Inputs, sizes: tuple[int, ...], columns: int) -> torch.Tensor:
-    """Rows of all groups, and 3 of NaN after the last."""
+    """Return random rows for all groups, and 3 rows of NaN after the last group."""
     x = given.normal(sum(sizes) + 3, columns)
     x[sum(sizes) :] = torch.nan
     return x
 
 
 def indices(given: Inputs, count: int, of: int) -> torch.Tensor:
-    """Indices of `of` rows, half of them of the last one, where a read of too many columns is a fault."""
+    """Return indices below `of`; half are the last row, after which a read of too many columns is a fault."""
     return torch.where(given.order(count, 2) == 0, given.order(count, of), of - 1).int()
 
 
 def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
-    """Weights with blocks of ordinary scales, and in some rows one block of each special scale."""
+    """Return MXFP4 weights with ordinary block scales and, in some rows, one block of each special scale."""
     with reference():
         exponents = given.order(n, 21).view(-1, 1) - 8
         exponents[64:].clamp_(max=0)  # kernels take other ways where all scales are small
@@ -79,7 +80,7 @@ def mm(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 136, k: int = 264
 
 
 def mm_of_three_columns(given: Inputs) -> Any:
-    """An odd number of row tiles and of weight tiles, of five k-tiles."""
+    """Call with odd numbers of row tiles and weight tiles, and five k-tiles."""
     return mm(given, (300, 0, 250, 20), 264, 264)
 
 
@@ -90,16 +91,16 @@ def mm_of_listed_experts(given: Inputs) -> Any:
 
 
 def mm_of_many_experts(given: Inputs) -> Any:
-    """Rows by index."""
+    """Call with rows by index, and more experts than lanes in a warp."""
     x, w = given.normal(50, 136), [given.normal(72, 136) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), indices(given, sum(SMALL) + 3, 50)
     return glulam.grouped_mm(x, w, splits=splits, rows=rows)
 
 
 def mm_by_tickets(given: Inputs) -> Any:
-    """Rows by index, so many columns that clusters draw tickets, and groups of few rows and of many.
+    """Call with rows by index, so many columns that clusters draw tickets, and groups of few and of many rows.
 
-    A thread copies rows 4 apart, of which groups have the first, the first two, up to all eight.
+    A thread copies rows that are 4 apart; the groups contain the first, the first two, up to all eight of them.
     """
     many, few = {1: 140, 8: 94, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 55, 16: 15, 33: 27, 36: 3, 53: 2}
     sizes = spread({**many, **few})
@@ -109,7 +110,7 @@ def mm_by_tickets(given: Inputs) -> Any:
 
 
 def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
-    """A tile for each of a cluster's MMA warpgroups, and none for another cluster."""
+    """Call with one tile for each MMA warpgroup of a cluster, and no tile for another cluster."""
     return mm(given, (50, 0, 19), 64, k)
 
 
@@ -121,13 +122,13 @@ EACH_COUNT = tuple(range(1, 64, 4))
 
 
 def mm_by_index(given: Inputs, k: int = 256) -> Any:
-    """Rows by index; four k-tiles, which a thread copies together, or more or less."""
+    """Call with rows by index and four k-tiles, which a thread copies together, or another number."""
     x, w, rows = given.normal(50, k), given.normal(len(EACH_COUNT), 72, k), indices(given, sum(EACH_COUNT), 50)
     return glulam.grouped_mm(x, w, offs=offs_of(given, EACH_COUNT), rows=rows)
 
 
 def mm_of_bands(given: Inputs, rows: int = 2310, k: int = 64) -> Any:
-    """So many row tiles that the scheduler takes them in two bands."""
+    """Call with so many row tiles that the scheduler walks them in two bands."""
     return mm(given, (rows,), 136, k)
 
 
@@ -142,13 +143,13 @@ def mm_mxfp4_of_many_tiles(given: Inputs) -> Any:
 
 
 def mm_mxfp4_of_many_experts(given: Inputs) -> Any:
-    """Whole k-tiles, so that kernels may tell L2 that weights are read once."""
+    """Call with whole k-tiles, for which kernels may tell L2 that weights are read once."""
     x, w = rows_of(given, SMALL, 256), mxfp4(given, len(SMALL), 72, 256)
     return glulam.grouped_mm(x, w, splits=given.given(SMALL, torch.int64))
 
 
 def mm_mxfp4_of_many_columns(given: Inputs) -> Any:
-    """More k-tiles than a ring has stages, in one tile; other CTAs have none."""
+    """Call with one tile of more k-tiles than the ring has stages; other CTAs have no tile."""
     splits = given.given([0, 5], torch.int32)
     return glulam.grouped_mm(rows_of(given, (5,), 1056), mxfp4(given, 2, 64, 1056), splits=splits)
 
@@ -166,7 +167,7 @@ def glu(given: Inputs) -> Any:
 
 
 def glu_of_many_experts(given: Inputs) -> Any:
-    """Rows by index, with a factor for each row."""
+    """Call with rows by index, and a factor for each row."""
     x, w = given.normal(50, 232), [given.normal(320, 232, scale=0.1) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), indices(given, sum(SMALL) + 3, 50)
     options = {"row_scale": given.normal(len(rows), dtype=F32), "activation": "geglu", "glu_layout": "interleaved32"}
@@ -179,19 +180,19 @@ def glu_of_bands(given: Inputs) -> Any:
 
 
 def wgrad(given: Inputs) -> Any:
-    """Groups hold all rows, so that a read after the last row is a fault."""
+    """Call whose groups contain all rows, so that a read after the last row is a fault."""
     dy, x = given.normal(192, 136), given.normal(192, 136)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, (0, 192)))
 
 
 def wgrad_of_many(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> Any:
-    """Groups of more than 160 rows, whose tiles come in another order than others'."""
+    """Call with groups of more than 160 rows, whose tiles come in another order than those of smaller groups."""
     dy, x = rows_of(given, MANY, n), rows_of(given, MANY, k)
     return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64), **options)
 
 
 def wgrad_by_index(given: Inputs, k: int = 136, n: int = 136, **options: Any) -> Any:
-    """Rows by index, added to results of the experts of a mask."""
+    """Call with rows by index, added to the results of the experts in a mask."""
     sizes = (127, 0, 5, 164)
     dy, x = rows_of(given, sizes, n), given.normal(50, k)
     out, mask = given.normal(4, n, k), given.given([1, 1, 0, 1], torch.bool)
@@ -200,7 +201,7 @@ def wgrad_by_index(given: Inputs, k: int = 136, n: int = 136, **options: Any) ->
 
 
 def wgrad_added(given: Inputs, k: int = 136, n: int = 136, **options: Any) -> Any:
-    """So many rows that dw is added to in memory."""
+    """Call with so many rows that partial sums are added in memory."""
     dy, x = given.normal(70, n), rows_of(given, (3, 831), k)
     out, splits, rows = given.normal(2, n, k), given.given([3, 831], torch.int32), given.order(len(x), 70)
     return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=rows, out=out, accumulate=True, **options)
@@ -209,7 +210,7 @@ def wgrad_added(given: Inputs, k: int = 136, n: int = 136, **options: Any) -> An
 def wgrad_of_many_columns(
     given: Inputs, sizes: tuple[int, ...] = (5,), n: int = 136, k: int = 2312, **options: Any
 ) -> Any:
-    """More tiles on one side than the scheduler takes before it goes on along the other."""
+    """Call with more tiles along one side than the scheduler walks before it advances along the other."""
     dy, x = rows_of(given, sizes, n), rows_of(given, sizes, k)
     return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), **options)
 
@@ -223,7 +224,7 @@ def wgrad_of_heavy_columns(given: Inputs) -> Any:
 
 
 def wgrad_of_wraps(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> Any:
-    """Tiles whose last k-tile, of each depth, is in a ring's last stage."""
+    """Call with tiles whose last k-tile lies in the ring's last stage, for each depth."""
     return wgrad_of_many_columns(given, (330, 161, 170, 340, 161, 161), n, k, **options)
 
 
@@ -243,7 +244,7 @@ def mlp_mxfp8(given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i:
 
 
 def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
-    """More than a tile's rows, k-tiles than a ring has stages, and two weight tiles; and factors."""
+    """Call with more rows than a tile, more k-tiles than stages, two weight tiles, and row factors."""
     sizes = (100, 0, 5)
     scale, bias = given.normal(sum(sizes) + 3, dtype=F32), given.normal(3, 512)
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
@@ -252,7 +253,7 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
 def mlp_mxfp8_by_index(
     given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i: int = 128, **options: Any
 ) -> Any:
-    """Rows by index, which threads copy."""
+    """Call with rows by index, which threads copy."""
     rows, experts = indices(given, sum(sizes) + 3, 50), len(sizes)
     w1, w2 = given.normal(experts, 2 * i, h, scale=0.1), given.normal(experts, h, i, scale=0.1)
     x, offs = given.normal(50, h), offs_of(given, sizes)
@@ -260,7 +261,7 @@ def mlp_mxfp8_by_index(
 
 
 def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
-    """One for each of two CTAs, and none for others."""
+    """Call with one tile for each of two CTAs, and none for others."""
     return mlp_mxfp8(given, (5,), 128, 256)
 
 
@@ -269,7 +270,7 @@ def mlp_mxfp8_of_many_experts(given: Inputs, i: int = 128) -> Any:
 
 
 def mlp_mxfp8_of_whole_vectors(given: Inputs) -> Any:
-    """Rows of 32 scales, in two CTAs; and a limit."""
+    """Call with rows of 32 scales, in two CTAs, and a limit."""
     return mlp_mxfp8(given, (19, 0, 140), 1024, activation="clamped_swiglu", limit=1.0)
 
 
@@ -278,7 +279,7 @@ SCALES_A_ROW = (*(count for count in range(32) if count % 4), 45, 46, 47)
 
 
 def mlp_mxfp8_of_scales(given: Inputs, blocks: int) -> Any:
-    """One tile of rows by index, with scales that differ from block to block."""
+    """Call with one tile of rows by index, with scales that differ by block."""
 
     def scaled(*rows: int) -> torch.Tensor:
         scales = given.scales(*rows, blocks).repeat_interleave(32, -1)
@@ -294,14 +295,14 @@ def mlp_mxfp8_of_bands(given: Inputs) -> Any:
 
 
 def dglu(given: Inputs, sizes: tuple[int, ...] = (150, 0, 5), h: int = 200, i: int = 136, **options: Any) -> Any:
-    """The gradient of the factors, too."""
+    """Call that also computes the gradient of the row factors."""
     dy, preact = rows_of(given, sizes, h), rows_of(given, sizes, 2 * i)
     w2, row_scale = given.normal(len(sizes), h, i, scale=0.1), given.normal(len(dy), dtype=F32)
     return glulam.grouped_dglu(dy, w2, preact, offs=offs_of(given, sizes), row_scale=row_scale, **options)
 
 
 def dglu_by_index(given: Inputs, h: int = 136) -> Any:
-    """Rows by index of more than a tile and of less; three k-tiles, the last of which a thread copies one by one."""
+    """Call with rows by index, more and fewer than a tile; a thread copies the last of three k-tiles piece by piece."""
     sizes = (140, *EACH_COUNT)
     dy, preact, offs = given.normal(50, h), rows_of(given, sizes, 144), offs_of(given, sizes)
     w2 = given.normal(len(sizes), h, 72, scale=0.1)
@@ -309,16 +310,18 @@ def dglu_by_index(given: Inputs, h: int = 136) -> Any:
 
 
 def dglu_of_many_experts(given: Inputs) -> Any:
-    """Rows by index."""
+    """Call with rows by index, and more experts than lanes in a warp."""
     dy, preact = given.normal(50, 72), rows_of(given, SMALL, 144)
     w2, splits = [given.normal(72, 72, scale=0.1) for _ in SMALL], given.given(SMALL, torch.int64)
     return glulam.grouped_dglu(dy, w2, preact, splits=splits, rows=indices(given, len(preact), 50))
 
 
 def quantize(given: Inputs, rows: int = 226, **options: Any) -> Any:
-    """In each place that a thread of the unrolled code looks at, inf or NaN, and a number that becomes subnormal.
+    """Call with inf or NaN, and a number that becomes subnormal, at each position that a thread of the unrolled code
+    reads.
 
-    A thread has 8 elements of rows 0, 1, 32, 33, 64, 65, 96 and 97 of its own, of a band of 128.
+    In a band of 128 rows, a thread has 8 elements of each of the rows 0, 1, 32, 33, 64, 65, 96 and 97, relative to its
+    first.
     """
     x = given.normal(rows, 512) * given.scales(rows, 1).to(torch.bfloat16)
     row = torch.arange(rows)
@@ -338,9 +341,10 @@ LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
 
 
 def wgrad_of_all_kinds(given: Inputs, sizes: tuple[int, ...] = (*LAST_ROWS, 226), **options: Any) -> Any:
-    """In each place that a thread of the quantiser by groups looks at, inf, NaN and a number that becomes subnormal.
+    """Call with inf, NaN and a number that becomes subnormal at each position that a thread of the quantiser by groups
+    reads.
 
-    A thread has 8 columns of 16 rows. Columns of x are fewer than a CTA takes.
+    A thread has 8 columns of 16 rows. x has fewer columns than a CTA takes.
     """
     dy, x = given.normal(sum(sizes), 512), given.normal(sum(sizes), 32)
     column = torch.arange(128)
@@ -352,7 +356,7 @@ def wgrad_of_all_kinds(given: Inputs, sizes: tuple[int, ...] = (*LAST_ROWS, 226)
 
 
 def special(logits: torch.Tensor) -> torch.Tensor:
-    """Put 0 and NaN where each number of a lane comes from; a row of negative numbers, and one whose largest is 0."""
+    """Put 0 and NaN at each position that a lane reads; make one row negative, and one row's largest number 0."""
     numbers = range(2, logits.shape[1], 32)
     for row, expert in enumerate(numbers):
         logits[row, expert], logits[4 + row, expert] = 0, torch.nan
@@ -370,12 +374,12 @@ ROUTINGS: dict[int, dict[str, Any]] = {
     116: {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2},
     120: {"normalize": False},
 }
-"""By how many experts: the last number of a lane is not every lane's, or lanes have one number, two, three or four."""
+"""Options by number of experts: counts that give each lane one to four experts, or some lanes one fewer."""
 BIASED = (84, 116)
 
 
 def route_special(given: Inputs, experts: int, dtype: torch.dtype) -> Any:
-    """The first expert has the largest score, and is chosen by no token where there is a bias."""
+    """Call in which the first expert has the largest score but, if there is a bias, is chosen by no token."""
     logits, options = special(given.normal(13, experts, dtype=dtype)), dict(ROUTINGS[experts])
     if experts in BIASED:
         logits[:, 0], options["bias"] = 4, given.normal(experts, dtype=F32)
@@ -393,14 +397,16 @@ def route_choices(given: Inputs, tokens: int, k: int) -> Any:
 
 
 def route(given: Inputs) -> Any:
-    """Scores that are negative with their bias: keys of negative numbers have another form."""
+    """Call with scores that are negative after adding the bias, since sort keys of negative numbers are encoded
+    differently.
+    """
     logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
     logits[torch.arange(4), 32 * torch.arange(4) + 2] = 0  # of a lane's every number
     return glulam.route(logits, 20, score="sigmoid", bias=bias, scale=2.5)
 
 
 def route_in_groups(given: Inputs) -> Any:
-    """Of more tokens than have experts: a choice of none must not be counted."""
+    """Call in which some tokens have no expert, so choices of no expert must not be counted."""
     logits = given.normal(64, 128, dtype=F32)
     for row in range(4):
         logits.view(torch.int32)[row, 5 + 33 * row] = -0x3FFFFF  # a NaN whose sign is set
@@ -413,14 +419,14 @@ def route_in_groups(given: Inputs) -> Any:
 
 
 def route_to_most(given: Inputs) -> Any:
-    """To as many experts as there may be, and fewer tokens than rows."""
+    """Call with the largest number of choices, and fewer valid tokens than rows of logits."""
     logits, bias = given.normal(8, 120).half(), given.normal(120, dtype=F32)
     logits[torch.arange(4), 5 + 33 * torch.arange(4)] = torch.nan  # of a lane's every number
     return glulam.route(logits, 32, bias=bias, num_tokens=given.given([7], torch.int32))
 
 
 def route_to_nearly_all(given: Inputs) -> Any:
-    """So many choices that each of 32 warps has all its lanes'."""
+    """Call with so many choices that all lanes of each of 32 warps have one."""
     return glulam.route(given.normal(64, 40), 32, score="sigmoid")
 
 

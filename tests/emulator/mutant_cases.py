@@ -1,4 +1,4 @@
-"""Cases for mutants: launches of shipped functions, kept with all memory to be run again."""
+"""Cases for mutants: recorded launches of shipped functions, with all their memory, that can be run again."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ Written = Sequence[tuple[int, int]]
 
 
 class Case(NamedTuple):
-    """Calls of a shipped function.
+    """A shipped function, and calls of it.
 
-    calls: small ones first, each with a number of SMs: few, so that a CTA has many tiles, and its rings come round.
-    kernel: how the name of the kernel that is changed begins; empty: with the function's name.
-    without: constructs that the function is compiled without, as $GLULAM_PLAIN names them.
-    title: the case's name; empty: the function's.
+    Attributes:
+        spec: the function's name.
+        calls: calls, the smallest first, each with a small number of SMs, so that a CTA has many tiles and its rings
+            wrap around.
+        kernel: prefix of the name of the kernel that is changed; empty: the function's name.
+        without: constructs that the function is compiled without, as in $GLULAM_PLAIN.
+        title: the case's name; empty: the function's.
     """
 
     spec: str
@@ -265,14 +268,14 @@ def spec_of(case: Case) -> Spec:
 
 @contextlib.contextmanager
 def _compiled_as(case: Case) -> Iterator[None]:
-    """While entered, functions are compiled without the constructs that the case does without."""
+    """Context in which functions are compiled without the constructs that the case leaves out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(plain.ENV, case.without)
         yield
 
 
 def kernel_of(case: Case) -> Kernel:
-    """The kernel that is changed, without a launch of it."""
+    """Return the kernel that is changed, without launching it."""
     with _compiled_as(case):
         programs = [launches.stage_of(stage).programs for stage in stages_of(spec_of(case))]
     named = (item for each in programs for item in each.items())
@@ -281,7 +284,10 @@ def kernel_of(case: Case) -> Kernel:
 
 @dataclasses.dataclass
 class Recorded:
-    """A launch, and the memory before it. `kept`: the tensors whose memory it is; `reached`: blocks that ran."""
+    """A recorded launch, and the memory before it.
+
+    `kept`: the tensors that own the memory; `reached`: the blocks that ran.
+    """
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -292,13 +298,14 @@ class Recorded:
     reached: set[int]
 
     def storages(self) -> list[tuple[int, int]]:
-        """Addresses of all memory, and numbers of bytes."""
+        """Return (address, bytes) of each piece of memory."""
         return [(address, values.size) for address, values in self.before.items()]
 
     def run(self, kernel: Kernel, program: Any, seed: int, written: Written = (), **options: Any) -> Machine:
-        """Run a form of the kernel in memory as it was before the launch.
+        """Run a variant of the kernel on the memory as it was before the launch.
 
-        A race check takes `written`, addresses and numbers of bytes, for memory that a launch before still writes.
+        Args:
+            written: for a race check, (address, bytes) of memory that the previous launch may still write.
         """
         for address, values in self.before.items():
             self.now[address][...] = values
@@ -314,13 +321,13 @@ class Recorded:
         return machine
 
     def after(self) -> np.ndarray:
-        """All bytes of the memory."""
+        """Return all bytes of the memory."""
         return np.concatenate([self.now[address] for address in self.before])
 
 
 @contextlib.contextmanager
 def _recording() -> Iterator[list[Recorded]]:
-    """While entered, launches of the emulator are kept."""
+    """Context that records the emulator's launches."""
     kept: list[Recorded] = []
 
     class Recorder(Machine):
@@ -342,14 +349,14 @@ def _recording() -> Iterator[list[Recorded]]:
 
 @functools.lru_cache(maxsize=2)
 def recorded(name: str) -> tuple[Recorded, ...]:
-    """The launches of a case, one of each call."""
+    """Return the recorded launches of a case, one for each call."""
     case = CASES[name]
     return tuple(_recorded(case, *call) for call in case.calls)
 
 
 @functools.lru_cache(maxsize=4)
 def recorded_last(name: str) -> Recorded:
-    """The launch of a case's last call, the largest."""
+    """Return the recorded launch of a case's last and largest call."""
     case = CASES[name]
     return _recorded(case, *case.calls[-1])
 

@@ -1,9 +1,10 @@
-"""Broken kernels: one reached instruction of a kernel left out or changed, to see whether the emulator finds it.
+"""Mutants: kernels in which one executed instruction is left out or changed, to test if the emulator detects the
+mistake.
 
-A case has launches of a shipped function, each kept with all memory that it may touch. A mutant of its kernel is found
-if a run of one of them, with one of the seeds, ends in a fault, or leaves other bytes than the kernel itself does with
-every seed; or if the race check finds a race. In tests/, this prints the outcome of a sample, or of every mutant if
-COUNT is 0; CASE may be all:
+A case has launches of a shipped function, each kept with all memory that it may touch. A mutant of its kernel is
+detected if a run of one of them, with one of the seeds, ends in a fault, or leaves other bytes than the unchanged
+kernel leaves with every seed; or if the race check finds a race. In tests/, this prints the outcome of a sample, or of
+every mutant if COUNT is 0; CASE may be all:
 
     python -m emulator.mutants CASE COUNT [--seed SEED] [--shard I/N]
 
@@ -43,7 +44,7 @@ EQUIVALENT, MISSED = "equivalent", "NOT FOUND"
 
 
 class Found(NamedTuple):
-    """The way in which a mutant was found: `how` is empty if it was not."""
+    """The way in which a mutant was detected; `how` is empty if it was not."""
 
     how: str
     seed: int
@@ -54,7 +55,7 @@ NOT_FOUND = Found("", SEEDS[0], "")
 
 
 class _Expected(NamedTuple):
-    """Memory after the kernel itself, which bytes of it all seeds agree on, and how many steps are too many."""
+    """Memory after the unchanged kernel, a mask of the bytes on which all seeds agree, and a limit of steps."""
 
     memory: np.ndarray
     same: np.ndarray
@@ -62,7 +63,7 @@ class _Expected(NamedTuple):
 
 
 class _Trial:
-    """A launch whose kernel is broken again and again. What that needs is found out when it is needed."""
+    """A recorded launch on which variants of its kernel are tried. Expected results are computed on demand."""
 
     def __init__(self, launch: Recorded) -> None:
         self._launch = launch
@@ -80,9 +81,10 @@ class _Trial:
 
     @functools.cached_property
     def _written(self) -> list[tuple[int, int]]:
-        """Memory that a launch before may write while this one begins.
+        """Return the memory that the previous launch may still write while this one begins.
 
-        Not what the kernel itself touches before its griddepcontrol.wait: sizes of groups, and weights.
+        It excludes memory that the unchanged kernel accesses before its griddepcontrol.wait, such as group sizes and
+        weights.
         """
         kernel = self._launch.kernel
         waits = any(kernel.code[at].op == "griddepcontrol.wait" for at in self.reached)
@@ -102,7 +104,7 @@ class _Trial:
         self._launch.run(kernel, program, SEEDS[0], written, observer=Races(), most_steps=most_steps)
 
     def run(self, kernel: Kernel, program: Any, seed: int) -> Found:
-        """Return whether a run with a seed ends in a fault, or leaves other bytes."""
+        """Run a variant with a seed; the result says if it ended in a fault or left other bytes."""
         expected = self._expected
         try:
             self._launch.run(kernel, program, seed, most_steps=expected.most_steps)
@@ -112,7 +114,7 @@ class _Trial:
         return Found(DIFFERENCE, seed, f"{int(wrong.sum())} bytes differ") if wrong.any() else NOT_FOUND
 
     def check_races(self, kernel: Kernel, program: Any) -> Found:
-        """Return whether the race check finds something."""
+        """Run the race check on a variant; the result says if it found a race."""
         try:
             self._race(kernel, program, self._written)
         except Race as race:
@@ -121,10 +123,11 @@ class _Trial:
 
 
 class Trier:
-    """A case whose kernel is broken again and again.
+    """A case on which mutants of its kernel are tried.
 
     Attributes:
-        reached: places of instructions that ran in any of the case's launches. total: how many the kernel has.
+        reached: indices of instructions that ran in any of the case's launches. total: number of the kernel's
+            instructions.
     """
 
     def __init__(self, name: str, checks_races: bool = True) -> None:
@@ -137,7 +140,7 @@ class Trier:
         self.mutants = mutants_of(self.kernel, self.reached)
 
     def try_out(self, mutant: Mutant) -> Found | None:
-        """How a mutant was found; None if the emulator does not know the instruction that it has."""
+        """Return how a mutant was detected; None if the emulator does not model the changed instruction."""
         code = list(self.kernel.code)
         code[mutant.at] = mutant.ins
         kernel = dataclasses.replace(self.kernel, code=code)
@@ -161,10 +164,13 @@ def _places(blocks: list[Any], reached: set[int]) -> Iterator[int]:
 
 
 class Reason(NamedTuple):
-    """Why mutants are equivalent to their kernel.
+    """A reason why mutants are equivalent to their kernel, and a pattern of the mutants that it covers.
 
-    case: of names. kind: of mutant, empty for all; "one more 2": of operand 2 alone. text: a regular expression, of all
-    of the mutant's text. beside: one of a part of the neighbourhood, `mutations.around`, empty for any.
+    Attributes:
+        case: pattern of case names.
+        kind: kind of mutant; empty: all; "one more 2": only for operand 2.
+        text: regular expression for the whole text of the mutant.
+        beside: regular expression for a part of the neighbouring instructions (`mutations.around`); empty: any.
     """
 
     case: str
@@ -174,7 +180,7 @@ class Reason(NamedTuple):
     why: str
 
     def fits(self, name: str, kernel: Kernel, mutant: Mutant) -> bool:
-        """Say whether this is a reason for a mutant of a case's kernel."""
+        """Return True if this reason covers a mutant of a case's kernel."""
         return bool(
             fnmatch(name, self.case)
             and self.kind in ("", mutant.kind, f"{mutant.kind} {mutant.operand}")
@@ -185,7 +191,7 @@ class Reason(NamedTuple):
 
 @functools.cache
 def reasons() -> tuple[Reason, ...]:
-    """All reasons of the file."""
+    """Return all reasons in the file."""
     return tuple(Reason(*entry) for entry in json.loads(REASONS.read_text()))
 
 
@@ -194,7 +200,7 @@ PURE = ("mov", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "no
 
 
 def is_unread(kernel: Kernel, at: int) -> bool:
-    """Say whether an instruction only computes a register that no other instruction of the kernel names."""
+    """Return True if an instruction only computes a register that no other instruction uses."""
     ins = kernel.code[at]
     found = re.match(r"[^@]\S+ (%\w+),", ins.text)
     if ins.mods[0] not in PURE or not found:
@@ -203,14 +209,14 @@ def is_unread(kernel: Kernel, at: int) -> bool:
 
 
 def reason_for(name: str, kernel: Kernel, mutant: Mutant) -> str:
-    """Why a mutant changes nothing; empty where nobody has said."""
+    """Return the reason why a mutant is equivalent; empty if none is known."""
     if is_unread(kernel, mutant.at):
         return "no instruction reads its result"
     return next((reason.why for reason in reasons() if reason.fits(name, kernel, mutant)), "")
 
 
 def main(name: str, count: int, seed: int, shard: int, shards: int) -> None:
-    """Print the outcome of a sample's shard: each mutant that was not found, then how many of each outcome."""
+    """Print the outcome of a sample's shard: each mutant that was not detected, then the number of each outcome."""
     trier = Trier(name)
     chosen = sample(name, trier.mutants, count, seed) if count else trier.mutants
     print(

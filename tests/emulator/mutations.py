@@ -1,4 +1,4 @@
-"""Mutations: forms of an instruction in which it is wrong, and samples of a kernel's mutants."""
+"""Mutations: wrong variants of an instruction, and samples of a kernel's mutants."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ NEAR = 12
 
 
 class Mutant(NamedTuple):
-    """An instruction of a kernel in another form.
+    """A changed instruction of a kernel.
 
-    at: its place in `kernel.code`. text: without names of registers. operand: which one is another; -1 for none.
+    Attributes:
+        at: its index in `kernel.code`.
+        text: the original text without register names.
+        operand: the changed operand; -1: none.
     """
 
     at: int
@@ -42,13 +45,13 @@ class Mutant(NamedTuple):
 
 
 def normal(text: str) -> str:
-    """An instruction's text without the numbers of registers and labels, which any change of a kernel moves."""
+    """Return an instruction's text without numbers of registers and labels, which change whenever a kernel changes."""
     text = re.sub(r"%(r|rd|rs|f|fd|p|h|hh|b|ra|rq|dd|SP|SPL)\d+\b", r"%\1", text)
     return re.sub(r"\$L__BB\w+|\bLAB_\w+|\$\w+", "$L", text)
 
 
 def mutants_of(kernel: Kernel, reached: set[int]) -> list[Mutant]:
-    """All mutants of a kernel that change an instruction of `reached`."""
+    """Return all mutants of a kernel that change an instruction in `reached`."""
     return [
         Mutant(at, kind, normal(ins.text), changed, operand)
         for at, ins in enumerate(kernel.code)
@@ -58,14 +61,16 @@ def mutants_of(kernel: Kernel, reached: set[int]) -> list[Mutant]:
 
 
 def around(kernel: Kernel, at: int) -> str:
-    """The instruction at a place, marked by ">", with NEAR before and after it, a line each, as `normal` texts."""
+    """Return the instruction at a place, marked by ">", and NEAR instructions before and after it, one `normal` text a
+    line.
+    """
     texts = [normal(ins.text) for ins in kernel.code[max(at - NEAR, 0) : at + NEAR + 1]]
     texts[min(at, NEAR)] = "> " + texts[min(at, NEAR)]
     return "\n".join(texts)
 
 
 def _forms(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Yield (kind, instruction, which operand is another)."""
+    """Yield (kind, changed instruction, changed operand)."""
     opcode = ins.mods[0]
     if opcode in _ENDS:
         return
@@ -87,9 +92,10 @@ def _other_bound(op: str) -> str:
 
 
 def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Two source operands exchanged; of fma and mad, a factor and the summand; of mma, A and B where they fit.
+    """Yield variants with two exchanged source operands; for fma and mad a factor and the addend; for mma A and B if
+    they fit.
 
-    Of MMAs with block scales, also the scales of A and B.
+    For MMAs with block scales, also with exchanged scales of A and B.
     """
     pairs = [(2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)]
     if "block_scale" in ins.mods:
@@ -102,9 +108,10 @@ def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
 
 
 def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
-    """Each integer constant one larger, or another one that matters as much; each address one access further.
+    """Yield variants with one integer constant increased (or changed in an equally relevant way), or one address
+    advanced.
 
-    Addresses of tensor memory are one column further.
+    Addresses in tensor memory are advanced by one column.
     """
     for place, operand in enumerate(ins.args):
         changed: Any = None
@@ -118,7 +125,9 @@ def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
 
 
 def _other_count(ins: Ins, place: int, value: int) -> int | None:
-    """None for constants that matter to nothing: masks of all lanes, a barrier's only number, how long to sleep."""
+    """Return another value for a constant; None for constants without effect, such as masks of all lanes or sleep
+    times.
+    """
     if ins.op.startswith("shfl"):  # half the distance; the source of a broadcast is any lane of equal ones
         return value // 2 if place == 2 and "idx" not in ins.op else None
     if ins.mods[0] in ("bar", "barrier"):
@@ -131,7 +140,9 @@ def _other_count(ins: Ins, place: int, value: int) -> int | None:
 
 
 def _access_bytes(op: str) -> int:
-    """The step from an access to the next, in units of the address: columns in tensor memory, bytes elsewhere."""
+    """Return the distance between adjacent accesses in units of the address: columns in tensor memory, bytes
+    elsewhere.
+    """
     if op.startswith(_OF_TENSOR_MEMORY):
         return 1
     if "matrix" in op or op.startswith("cp.async"):
@@ -146,9 +157,9 @@ _SYNCHRONISES = ("mbarrier", "bar", "barrier", "fence", "membar", "cp", "wgmma",
 
 
 def sample(name: str, mutants: list[Mutant], count: int, seed: int = 0) -> list[Mutant]:
-    """Return two thirds mutants of instructions that synchronise or multiply, a third of others, chosen by a hash.
+    """Return a sample of mutants: two thirds of instructions that synchronise or multiply, one third of others.
 
-    The hash is of the text and the seed, so that a kernel's change leaves most of the sample as it was.
+    Mutants are chosen by a hash of their text and the seed, so a changed kernel keeps most of its sample.
     """
     salt = f" of sample {seed}" if seed else ""
     seen: Counter[tuple[str, str]] = Counter()

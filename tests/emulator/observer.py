@@ -1,4 +1,4 @@
-"""The seam for a race check: one object that hears of every access and of every synchronisation."""
+"""The interface through which a race check is told of every access and every synchronisation."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 
 
 class Observer:
-    """Hears of accesses and synchronisation; does nothing by itself.
+    """Interface of observers; this class does nothing.
 
-    Agents: a Unit (its warps' generic proxy; `unit.acting`: its lanes that act, one for each place); a _Copy (cp.async,
-    told when it is issued; likewise); or an Operation (one asynchronous copy or multiplication: async proxy).
+    Agents: a Unit (its warps' generic proxy; `unit.acting`: its active lanes, one for each place); a _Copy (cp.async,
+    reported at its issue; likewise); or an Operation (one asynchronous copy or multiplication: async proxy).
+
     Spaces: "global", where places are addresses and `cta` is None; "shared", where places are offsets in the CTA's
     shared memory; "tensor", where places are lane * 512 + column, counted in words of 4 bytes.
-    Things that are released and acquired: ("mbarrier", mbarrier, phase); a NamedBarrier, one object for each time
-    that threads meet there; ("cluster", cluster, phase); an Operation, released by its issuer, acquired by itself,
-    released when it is done and acquired by who waits for its group; ("grid", machine), the launches before this one,
-    released to let the next one begin; ("init", mbarrier), released only; ("copies",), released to close a group of
-    cp.async, and ("copies", n), acquired to wait until n are under way, n None for all copies.
+
+    Things that are released and acquired: ("mbarrier", mbarrier, phase); a NamedBarrier, a new object for each time
+    that threads meet there; ("cluster", cluster, phase); an Operation, released by its issuer and acquired by itself
+    when it begins, released when it is done and acquired by the threads that wait for its group; ("grid", machine), all
+    previous launches, released to let the next launch begin; ("init", mbarrier), only released; ("copies",), released
+    to close a group of cp.async, and ("copies", n), acquired to wait until n groups are pending (n None: no copies).
     """
 
     def read(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
@@ -34,7 +36,7 @@ class Observer:
         """Called when lanes of `agent` stored different values to one place by one instruction."""
 
     def release(self, agent: Any, thing: Any) -> None:
-        """Called when what `agent` did becomes known through `thing`."""
+        """Called when the earlier accesses of `agent` become visible to those that acquire `thing`."""
 
     def acquire(self, agent: Any, thing: Any) -> None:
         """Called when `agent` has waited for `thing`."""

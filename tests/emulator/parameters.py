@@ -1,4 +1,4 @@
-"""Parameters read by a computed address, for example an array of pointers that a kernel's loop goes through."""
+"""Kernel parameters read by computed address, for example an array of pointers in a loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .engines import PARAM_BASE, EngineFault
 
 
 def load(u, address, count, dtype, m):
-    """Load `count` values in a row for each lane, at generic addresses of parameters (PTX ISA, section ld)."""
+    """Load `count` consecutive values for each lane, at generic addresses of parameters (PTX ISA, section ld)."""
     here = np.broadcast_to(m, u.n)
     places = np.broadcast_to(address, u.n).astype(np.int64) - PARAM_BASE
     size, end = np.dtype(dtype).itemsize, u.cta.kernel.param_bytes

@@ -1,7 +1,7 @@
-"""Kernels parsed and translated, kept between runs: both take longer than a small problem in the machine.
+"""Cache of parsed and translated kernels, since both steps take longer than running a small problem.
 
-A file has the programs of one PTX text. It is found by the text and by the translator's sources, and read only from a
-folder that nobody else can write, for it is a pickle.
+A file holds the programs of one PTX text. Its name depends on the text and on the translator's sources. It is a pickle,
+so it is read only from a folder that no other user can write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNUSED_S = 3 * 86400.0
 
 
 class Program(NamedTuple):
-    """A kernel, and its translation."""
+    """A parsed kernel and its translation."""
 
     kernel: ptx.Kernel
     translation: translate.Translation
@@ -40,13 +40,13 @@ TRANSLATOR = ("ptx.py", "instructions.py", "translate.py", "emitter.py", "float_
 
 
 def sources() -> list[Path]:
-    """The files of TRANSLATOR."""
+    """Return the translator's source files (TRANSLATOR)."""
     return sorted(file for pattern in TRANSLATOR for file in Path(__file__).parent.glob(pattern))
 
 
 @functools.cache
 def _translator() -> str:
-    """A hash of this Python and of the sources that a program comes from."""
+    """Return a hash of the Python version and the translator's sources."""
     found = hashlib.sha256(sys.version.encode())
     for file in sources():
         found.update(file.read_bytes())
@@ -54,7 +54,7 @@ def _translator() -> str:
 
 
 def of(text: str, root: Path) -> dict[str, Program]:
-    """The programs of a PTX text's kernels, by name. `root` is the folder that keeps them."""
+    """Return the programs of a PTX text's kernels, by name. `root`: the cache's folder."""
     folder = root / _translator()
     folders.make(folder)
     if not folders.only_ours(folder.resolve()):
@@ -71,7 +71,7 @@ def of(text: str, root: Path) -> dict[str, Program]:
 
 
 def trim(root: Path) -> None:
-    """Remove what sources translated that are no longer in use."""
+    """Remove programs made by translator sources that are no longer in use."""
     for folder in root.iterdir() if root.exists() else ():
         if folder.name != _translator() and folder.stat().st_mtime < time.time() - UNUSED_S:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""PTX text to instructions with resolved operands (PTX ISA, chapters Syntax, Directives and State Spaces).
+"""Parser of PTX text to instructions with resolved operands (PTX ISA, chapters Syntax, Directives and State Spaces).
 
-No instruction has a meaning here. Whatever this parser does not know is an error that names it.
+Instructions are not interpreted here. Unknown syntax raises an error that names it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _statements(body: str, line: int) -> Iterator[tuple[str, str, int]]:
 
 
 class _Scope:
-    """Registers and labels of one pair of braces. Inline assembly declares the same names again and again."""
+    """Registers and labels of one pair of braces; inline assembly declares the same names again in each."""
 
     def __init__(self, outer: _Scope | None):
         self.outer = outer
@@ -84,7 +84,7 @@ class _Scope:
 
 
 class _Body:
-    """The statements of one kernel's body, read one after the other."""
+    """Parser of one kernel's body, statement by statement."""
 
     def __init__(self, symbols: set[str], shared: dict):
         self.scope = _Scope(None)
@@ -193,13 +193,15 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 
 
 def _shared_variable(found: re.Match) -> tuple[int, int]:
-    """Return alignment and size; the dynamic part is an array of size 0."""
+    """Return (alignment, size) of a shared variable; dynamic shared memory has size 0."""
     size = BYTES[found[2]]
     return int(found[1] or size), size * int(found[4] or (0 if found[4] == "" else 1))
 
 
 def _parameters(text: str) -> tuple[dict, int]:
-    """Return offsets and sizes as the ABI packs them (PTX ISA, section Kernel Function Parameters)."""
+    """Return each parameter's offset and size, packed as in the ABI (PTX ISA, section Kernel Function Parameters), and
+    the end.
+    """
     params, end = {}, 0
     pattern = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+.*\s)?([\w$]+)(?:\[(\d+)\])?$")
     for each in split_operands(text):
@@ -227,7 +229,7 @@ def _launch_bounds(text: str) -> dict[str, tuple]:
 
 
 def _module_variables(text: str) -> dict:
-    """Return variables in shared memory outside of any entry. Other declarations are errors."""
+    """Return shared variables declared outside of kernels. Other declarations are errors."""
     shared = {}
     for statement in re.sub(r"\{[^{}]*\}", "", _without_bodies(text)).split(";"):
         for line in filter(None, (line.strip() for line in statement.splitlines())):

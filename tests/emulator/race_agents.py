@@ -1,4 +1,4 @@
-"""Agents of the race check and their vector clocks: warps, copies of cp.async, operations of the async proxy."""
+"""Agents of the race check and their vector clocks: warps, cp.async copies, operations of the async proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEWEST = 64
 
 
 def join(to: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    """Return the elementwise maximum of two clocks, in `to` where it is long enough; None is a clock of zeros."""
+    """Return the elementwise maximum of two clocks, written to `to` if it is long enough; None is a clock of zeros."""
     if other is None:
         return to
     if to is None:
@@ -37,12 +37,13 @@ def longer(clock: np.ndarray, count: int) -> np.ndarray:
 
 
 class Agent:
-    """One thread of ordered work: a warp, or work that it has started.
+    """One sequence of ordered accesses: a warp, or asynchronous work that it issued.
 
     Attributes:
-        now: its clock, which goes up when others may learn of it. clock: what it knows of others, and of itself.
-        memo: (kind of access, state of memory) -> state after it, as long as `clock` and `now` stay.
-        proxied: it is the async proxy's, which sees writes of the generic proxy after proxy fences only.
+        now: its own clock, increased when others may learn of it.
+        clock: the latest clock of each agent that this agent knows.
+        memo: (kind of access, memory state) -> state after the access, valid while `clock` and `now` are unchanged.
+        proxied: True for the async proxy, which sees writes of the generic proxy only after proxy fences.
     """
 
     proxied = False
@@ -54,7 +55,7 @@ class Agent:
 
     @property
     def epoch(self) -> int:
-        """Return the agent's number and clock in one number."""
+        """The agent's number and clock, combined in one number."""
         return self.number << SHIFT | self.now
 
     def learn(self, clock: np.ndarray | None) -> None:
@@ -64,26 +65,27 @@ class Agent:
             self.memo = {}
 
     def knows(self, epoch: int, row: int = ALL) -> bool:
-        """Say whether what an agent did in an epoch is ordered before what this one does now."""
+        """Return True if another agent's accesses in an epoch are ordered before this agent's next access."""
         number = epoch >> SHIFT
         return epoch == self.epoch or (number < self.clock.shape[1] and self.clock.item(row, number) >= epoch & CLOCK)
 
 
 class Warp(Agent):
-    """A warp. `cta` and `index` name it.
+    """A warp, named by `cta` and `index`.
 
-    What one lane does alone is its `lone`'s, so that this lane may hand it on without the others'.
+    Accesses by a single lane belong to `lone`, so that this lane can release them without those of the other lanes.
 
     Attributes:
-        lone: the lane that acts alone. synced: the clock at the last synchronisation of all lanes.
-        lanes_know: up to which clock of the warp, of its copies and of `lone` all lanes know what the others did.
-        before_fence: the clock at the last fence; relaxed stores and atomics hand it on.
-        unfenced: clocks that relaxed loads received; the next fence takes them.
-        copier: the agent number of this warp's cp.async copies; copies: their clock; groups: the clock of each commit.
-        slots: agent numbers of issued operations, with their last clock. A number is used again once its last use is
+        lone: the agent of a lane that acts alone.
+        synced: the clock at the last synchronisation of all lanes.
+        lanes_know: for the warp, its copies and `lone`, the clock up to which all lanes know each other's accesses.
+        before_fence: the clock at the last fence, which later relaxed stores and atomics release.
+        unfenced: clocks received by relaxed loads; the next fence acquires them.
+        copier: agent number of this warp's cp.async copies. copies: their clock. groups: the clock at each commit.
+        slots: agent numbers of issued operations, with their last clocks. A number is reused after its last use is
             ordered before the new one.
-        last: the last operation of a kind that runs in order: wgmma, tcgen05.
-        issued: by instruction, when the warp last issued an operation, and as which agent.
+        last: by kind of operation that runs in order (wgmma, tcgen05), the last one.
+        issued: by instruction, the clock and agent number of the warp's last issue.
     """
 
     def __init__(self, number: int, copier: int, lone: int, clock: np.ndarray, cta, index: int):
@@ -99,25 +101,27 @@ class Warp(Agent):
         self.issued: dict[str, tuple] = {}
 
     def tick(self) -> None:
-        """Begin a new epoch, of which nobody knows yet."""
+        """Begin a new epoch, which no other agent knows yet."""
         self.now += 1
         self.clock[ALL, [self.number, self.lone.number]] = self.now
         self.memo = {}
 
     def synchronise(self) -> None:
-        """Order all that the warp's lanes did before all that they do."""
+        """Order all earlier accesses of the warp's lanes before all later ones."""
         self.synced = self.now
         self.lanes_know = [self.now, self.clock.item(ALL, self.copier), self.now]
         self.tick()
 
     def learn_of_lanes(self, clock: np.ndarray | None) -> None:
-        """Acquire a clock that lanes of this warp handed on, too."""
+        """Acquire a clock that includes accesses of this warp's own lanes."""
         for place, number in enumerate((self.number, self.copier, self.lone.number)):
             if clock is not None and number < clock.shape[1]:
                 self.lanes_know[place] = max(self.lanes_know[place], clock.item(ALL, number))
 
     def handed_on(self, alone: bool) -> np.ndarray:
-        """Return what the warp's lanes hand on; one lane alone: nothing that others did since they synchronised."""
+        """Return the clock that the warp's lanes release; a lane alone does not release others' accesses since they
+        synchronised.
+        """
         if not alone:
             return self.clock
         clock = self.clock.copy()
@@ -125,43 +129,47 @@ class Warp(Agent):
         return clock
 
     def fence_rows(self, rows: tuple[int, ...]) -> None:
-        """Let the async proxy, or uses of mbarriers, be ordered after all that the warp knows."""
+        """Make later accesses of the async proxy, or uses of mbarriers, ordered after everything that the warp
+        knows.
+        """
         for row in rows:
             np.maximum(self.clock[row], self.clock[ALL], out=self.clock[row])
         self.tick()
 
 
 class LoneLane(Agent):
-    """A lane that acts without the others of its warp, whatever lane it is: an agent that knows what the warp knows."""
+    """Agent for a single active lane of a warp, whichever it is; it knows everything that the warp knows."""
 
     def __init__(self, warp: Warp, number: int):
         self.warp, self.number, self.cta = warp, number, warp.cta
 
     @property
     def now(self) -> int:
-        """Return the warp's clock."""
+        """The warp's clock."""
         return self.warp.now
 
     @property
     def clock(self) -> np.ndarray:
-        """Return what the warp knows."""
+        """The warp's known clocks."""
         return self.warp.clock
 
     @property
     def memo(self) -> dict[tuple, int]:
-        """Return the states after this lane's accesses, which the warp forgets with its own."""
+        """States after this lane's accesses; the warp clears them with its own."""
         return self.warp.memo.setdefault(LoneLane, {})
 
 
 class Copying(Agent):
-    """Copies of a warp's cp.async instruction: of the generic proxy, ordered by groups only."""
+    """Agent for the copies of a warp's cp.async instruction: generic proxy, ordered only by groups."""
 
     def __init__(self, warp: Warp):
         super().__init__(warp.copier, warp.copies, warp.clock.copy())
 
 
 class Operating(Agent):
-    """An operation of the async proxy: begins with its issuer's clock, and is known to who waits for it."""
+    """Agent for an operation of the async proxy: it begins with its issuer's clock, and is known to agents that wait
+    for it.
+    """
 
     proxied = True
 
@@ -171,4 +179,4 @@ class Operating(Agent):
         self.issuer, self.place = issuer, place
 
     def tick(self) -> None:
-        """Do nothing: an operation does not go on after its completion."""
+        """Do nothing: an operation has no accesses after its completion."""

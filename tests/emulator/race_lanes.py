@@ -1,8 +1,8 @@
-"""Lanes of one warp: accesses to one place by two of them that no synchronisation of the lanes orders.
+"""Races between lanes of one warp: two accesses to one place that no synchronisation of the lanes orders.
 
-`race_memory` orders whole warps. Here each granule has an owner that wrote last and one that read last: agent's number
-<< NUMBER | its clock << CLOCK | lane. Granules of a piece of memory have 16 bytes while all accesses to it are whole,
-else 4, else 1.
+`race_memory` checks accesses between warps. Here each granule records the last writer and the last reader, as agent
+number << NUMBER | clock << CLOCK | lane. Granules of a piece of memory are 16 bytes as long as all its accesses are
+whole granules, else 4, else 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = (16, 4, 1)
 
 
 class Unsynchronised(Exception):
-    """Accesses of two lanes that nothing orders: where, the earlier one's epoch, and whether that was a read."""
+    """A race between two lanes: the offset, the earlier access's epoch, and True if it was a read."""
 
     def __init__(self, offset: int, epoch: int, was_read: bool) -> None:
         super().__init__()
@@ -31,7 +31,13 @@ class Unsynchronised(Exception):
 
 
 class Lanes:
-    """Lanes that execute an instruction: `warps`, and of each place the warp's index in them and its lane's bits."""
+    """The lanes that execute an instruction.
+
+    Args:
+        warps: their warps.
+        which: for each lane, its warp's index in `warps`.
+        lane: for each lane, its bits in a granule's record.
+    """
 
     def __init__(self, warps: list[Warp], which: np.ndarray, lane: np.ndarray, agent: int, is_strong: bool) -> None:
         first = np.array([warp.number for warp in warps], np.int64)[which] << NUMBER
@@ -42,7 +48,7 @@ class Lanes:
         self.ordered = np.array([warp.lanes_know for warp in warps], np.int64)[which]
 
     def of(self, here: Any) -> Lanes:
-        """Return some of the lanes."""
+        """Return a subset of the lanes."""
         if isinstance(here, slice):
             return self
         some = copy(self)
@@ -52,14 +58,14 @@ class Lanes:
 
 
 class LaneShadow:
-    """Owners of the granules of a piece of memory of `size` bytes."""
+    """Last writers and readers of the granules of a piece of memory of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self._step = STEPS[0]
         self._wrote, self._read = (np.zeros((size + 15) // 16, np.int64) for _ in range(2))
 
     def access(self, lanes: Lanes, writes: bool, at: np.ndarray, size: int) -> None:
-        """Check and note an access of `size` bytes at each offset; raise Unsynchronised if it races."""
+        """Check and record accesses of `size` bytes at each offset; raise Unsynchronised for a race."""
         if size % self._step:
             self._refine(4 if size % 4 == 0 else 1)
         index = at[:, None] // self._step

@@ -1,8 +1,8 @@
-"""Memory of the race check: who accessed each granule, by numbered states that many granules share.
+"""Shadow memory of the race check: for each granule the number of a state, which many granules share.
 
-A state is (plain write, plain reads, strong reads, strong writes), as epochs: FastTrack's, with a set of reads and, for
-atomics and flags, of writes that do not race with each other. Granules are 16 bytes while all accesses to them are
-whole, else 4, else 1: nothing is lost, since an access never covers a part of a granule.
+A state is (plain write, plain reads, strong reads, strong writes) as epochs, as in FastTrack, but with a set of reads,
+and a set of writes by atomics and flags, which do not race with each other. Granules are 16 bytes as long as all
+accesses to them are whole, else 4, else 1; nothing is lost, since an access never covers a part of a granule.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ class Conflict(Exception):
     """Two accesses that nothing orders.
 
     Args:
-        agent: who accesses now. epoch: of the earlier access. was_read: it was a read. row: of the clock that lacks it.
+        agent: the agent of the later access.
+        epoch: the epoch of the earlier access. was_read: it was a read.
+        row: the row of the clock in which the earlier access is missing.
 
     Attributes:
-        offset, place: where in the shadow; the last instruction that read, or wrote, there.
-        of_lanes: both are lanes of one warp.
+        offset: the offset in the shadow memory. place: the last instruction that read, or wrote, there.
+        of_lanes: True: both accesses are by lanes of one warp.
     """
 
     def __init__(self, agent: Agent, epoch: int, was_read: bool, row: int):
@@ -38,7 +40,7 @@ class Conflict(Exception):
 
 
 class States:
-    """States by number; 0 is untouched memory. proxied: by an agent's number, whether it is of the async proxy."""
+    """States by number; 0 is untouched memory. proxied: by agent number, True for agents of the async proxy."""
 
     def __init__(self, proxied: list[bool]) -> None:
         self._states: list[State] = [(0, (), (), ())]
@@ -46,7 +48,9 @@ class States:
         self._proxied = proxied
 
     def after(self, state: int, agent: Agent, kind: int, row: int) -> int:
-        """Return the state after an access; raise Conflict if it races. row: of writes by the other proxy."""
+        """Return the state after an access; raise Conflict for a race. row: the row of the clock for the other proxy's
+        writes.
+        """
         write, reads, strong_reads, strong_writes = self._states[state]
         strong = kind in (STRONG_READ, STRONG_WRITE)
         for epoch in ((write,) if write else ()) + (() if strong else strong_writes):
@@ -74,7 +78,10 @@ class States:
         return found
 
     def before(self, to: States, launches: tuple[int, int]) -> np.ndarray:
-        """Return, by number, states in `to` of the next launch: all agents become one, and the first the second."""
+        """Return, for each state, its state in `to` at the next launch.
+
+        All agents of the last launch become one agent, which replaces the one for earlier launches.
+        """
         last, earlier = (number << SHIFT | 1 for number in launches)
 
         def then(epoch: int) -> int:
@@ -88,7 +95,7 @@ class States:
 
 
 def _added(epochs: tuple[int, ...], agent: Agent) -> tuple[int, ...]:
-    """Add an agent's epoch to a set; drop those that it knows: who knows this one knows them."""
+    """Add an agent's epoch to a set, and drop the epochs that this agent knows, since they are implied."""
     if agent.epoch in epochs:
         return epochs
     return tuple(sorted([agent.epoch, *(epoch for epoch in epochs if not agent.knows(epoch))]))
@@ -96,9 +103,9 @@ def _added(epochs: tuple[int, ...], agent: Agent) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Access:
-    """One instruction's access: by `agents`, of which each has an equal part of the places, in their order.
+    """An instruction's access by several agents; each has an equal share of the places, in order.
 
-    row: of a clock, for what the other proxy wrote. place: the instruction's number, for reports.
+    row: the row of the clock for the other proxy's writes. place: the instruction's number, for reports.
     """
 
     kind: int
@@ -112,14 +119,14 @@ class Access:
 
 
 class _Level:
-    """Granules of one size: numbers of states, and of the instructions that wrote and read last."""
+    """Granules of one size: the numbers of their states, and of the instructions that wrote and read last."""
 
     def __init__(self, count: int):
         self.state, self.wrote, self.read = (np.zeros(count, np.int32) for _ in range(3))
 
 
 class Shadow:
-    """Granules of a piece of memory of `size` bytes from `base` on."""
+    """Shadow memory for `size` bytes from `base` on."""
 
     def __init__(self, size: int, base: int = 0):
         self.base = base
@@ -129,7 +136,7 @@ class Shadow:
         self.forget_lanes()
 
     def forget_lanes(self) -> None:
-        """Forget which lanes accessed what: agents' numbers are about to mean others."""
+        """Drop the records of lanes, since agent numbers are about to be reused."""
         self.lanes = LaneShadow(len(self._level) * 16)
 
     def last(self, offset: int, was_read: bool) -> int:
@@ -139,19 +146,19 @@ class Shadow:
         return int((level.read if was_read else level.wrote)[offset // STEPS[number]])
 
     def replace(self, numbers: np.ndarray) -> None:
-        """Give each granule the state numbers[its state]."""
+        """Replace each granule's state s by numbers[s]."""
         for level in self._levels:
             touched = np.flatnonzero(level.state)
             level.state[touched] = numbers[level.state[touched]]
 
     def fill(self, state: int, begin: int, end: int) -> None:
-        """Give untouched granules a state: those from address `begin` to `end`, as far as they lie here."""
+        """Set untouched granules between addresses `begin` and `end` to a state."""
         size = len(self._level) * 16
         first, last = max(begin - self.base, 0), min(end - self.base, size)
         self._levels[0].state[first // 16 : (last + 15) // 16] = state
 
     def access(self, states: States, access: Access, at: np.ndarray, size: int) -> None:
-        """Do an access of `size` bytes, at most 16, at each offset; raise Conflict if it races."""
+        """Record an access of `size` bytes, at most 16, at each offset; raise Conflict for a race."""
         parts = len(access.agents)
         if size < 16:
             at, size = _joined(at, size, parts)
@@ -205,7 +212,9 @@ def _after(states: States, state: int, agent: Agent, access: Access) -> int:
 
 
 def _at_once(states: States, level: _Level, access: Access, index: np.ndarray) -> bool:
-    """Do several agents' accesses, if each finds one state and touches no other's granules; say whether done."""
+    """Record several agents' accesses together if each finds a single state and no granule is shared. Return True if
+    done.
+    """
     old = level.state[index]
     first = old[:, :1]
     if (old != first).any():
@@ -226,7 +235,7 @@ def _at_once(states: States, level: _Level, access: Access, index: np.ndarray) -
 
 
 def _one(states: States, level: _Level, access: Access, agent: Agent, index: np.ndarray, step: int) -> None:
-    """Do one agent's access to granules of `step` bytes."""
+    """Record one agent's access to granules of `step` bytes."""
     old = level.state[index]
     first = old.item(0)
     groups = [(first, index)]
@@ -245,7 +254,7 @@ def _one(states: States, level: _Level, access: Access, agent: Agent, index: np.
 
 
 def _joined(at: np.ndarray, size: int, parts: int) -> tuple[np.ndarray, int]:
-    """Join neighbouring accesses that make up whole chunks of 16 bytes, each by one of `parts` agents."""
+    """Join adjacent accesses by the same one of `parts` agents to accesses of whole 16-byte chunks, if possible."""
     count = 16 // size
     if 16 % size or at.size % (count * parts):
         return at, size

@@ -1,4 +1,4 @@
-"""Order of the race check's agents: their clocks, and how synchronisation hands them on; see races.py."""
+"""Ordering in the race check: the agents' clocks, and how synchronisation passes them on; see races.py."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Race(Fault):
     """Two accesses to one place that nothing orders.
 
     Attributes:
-        before: where in global memory, if the earlier access is of the launch before; else None.
+        before: the global address, if the earlier access is from the previous launch; else None.
     """
 
     before: int | None = None
 
 
 class Place:
-    """An instruction: its text, and how it orders memory if it is a load, a store or an atomic."""
+    """An instruction: its text and, for a load, store or atomic, its memory ordering."""
 
     def __init__(self, text: str):
         self.text = text
@@ -63,7 +63,7 @@ class Place:
 
 
 class _Phases:
-    """Clocks that arrived at an mbarrier: in the phase under way, and in all that ended; the epoch of its init."""
+    """Clocks released at an mbarrier, in the current phase and in all ended phases, and the epoch of its init."""
 
     def __init__(self) -> None:
         self.phase = self.init = 0
@@ -71,14 +71,14 @@ class _Phases:
         self.ended: np.ndarray | None = None
 
     def at(self, phase: int) -> None:
-        """Move what arrived in earlier phases to those that ended."""
+        """Move clocks released in phases before `phase` to the ended ones."""
         if phase > self.phase:
             self.ended, self.arriving = join(self.ended, self.arriving), None
             self.phase = phase
 
 
 class Orders(Observer):
-    """Agents and their clocks, of launches that `launch` begins one after the other, or `launch_beside` in streams."""
+    """Agents and their clocks, for successive launches (`launch`) or launches on several streams (`launch_beside`)."""
 
     def __init__(self) -> None:
         self.places: list[Place] = [Place("")]
@@ -89,7 +89,7 @@ class Orders(Observer):
         self.forget()
 
     def forget(self) -> None:
-        """Begin without agents."""
+        """Remove all agents."""
         self.proxied[:] = [False] * 3
         self.names: list[str] = ["", *(f"the launch of {name} before" for name in self._kernels)]
         self.labels: dict[int, tuple[str, int]] = {}  # an operation's epoch -> its opcode and place
@@ -105,7 +105,9 @@ class Orders(Observer):
         self._touched: dict[Any, dict[int, tuple[int, int]]] = {}  # by CTA and agent's number: last epoch, its place
 
     def launch(self, machine: Any, early: bool = False) -> None:
-        """Begin a launch, after all others; if `early`, when all CTAs of the one before let it, or ended."""
+        """Begin a launch after all others; with `early`, as soon as all CTAs of the previous one allowed it, or
+        ended.
+        """
         _check_registers(machine.kernel)
         self.begin(early)
         earlier_ended = all(self._frees.values())
@@ -118,7 +120,9 @@ class Orders(Observer):
             self._base[:, LAUNCH_EARLIER] = FOREVER
 
     def launch_beside(self, machine: Any, early: bool, stream: Any) -> None:
-        """Begin a launch after those of its stream, beside those of others: ranks that write to each other's memory."""
+        """Begin a launch after those of its stream and concurrent with others: for ranks that write to each other's
+        memory.
+        """
         _check_registers(machine.kernel)
         last = self._streams.get(stream)
         begun, before = self._begun.pop(last, (self._base, self._base))
@@ -137,7 +141,7 @@ class Orders(Observer):
         self._streams[stream] = machine
 
     def begin(self, early: bool) -> None:
-        """Called before a launch; `early`: what the launch before did to memory still counts."""
+        """Called before a launch. `early`: accesses of the previous launch may still race."""
 
     # agents
     def _number(self, name: str, proxied: bool) -> int:
@@ -158,7 +162,7 @@ class Orders(Observer):
         return found
 
     def acting(self, unit: Any) -> list[Warp]:
-        """Return those of a unit's warps that act."""
+        """Return the active warps of a unit."""
         warps = self.of(unit)
         if len(warps) == 1 or unit.acting is True:
             return warps
@@ -166,11 +170,11 @@ class Orders(Observer):
 
     @staticmethod
     def alone(unit: Any) -> bool:
-        """Say whether one lane of each warp acts, and others do not."""
+        """Return True if only one lane of each warp is active."""
         return unit.acting is not True and int(unit.mask(unit.acting).sum(1).max()) == 1
 
     def place(self, unit: Any) -> int:
-        """Number the instruction that runs: a line of the block's generated function."""
+        """Return a number for the running instruction, identified by a line of the block's generated function."""
         frame = sys._getframe(2)
         while frame is not None and not frame.f_code.co_name.startswith("block_"):
             frame = frame.f_back
@@ -184,7 +188,7 @@ class Orders(Observer):
 
     # the observer's calls
     def release(self, agent: Any, thing: Any) -> None:
-        """Hand an agent's clock on, or note what it begins."""
+        """Release an agent's clock through `thing`, or record the operation that it issues."""
         if isinstance(thing, Operation):
             if agent is not thing:
                 self._issue(agent, thing)
@@ -215,7 +219,7 @@ class Orders(Observer):
             self._arrive(agent, thing, ".relaxed" in _last_of(agent))
 
     def acquire(self, agent: Any, thing: Any) -> None:
-        """Let an agent know what was handed on."""
+        """Acquire the clock that was released through `thing`."""
         if isinstance(thing, Operation):
             if agent is not thing:
                 for each in self._each(agent):
@@ -239,7 +243,7 @@ class Orders(Observer):
                 self._wait_for_copies(warp, thing[1])
 
     def fence(self, agent: Any, kind: str) -> None:
-        """Order a warp's accesses, or its proxies'."""
+        """Order a warp's accesses, or those of its proxies."""
         for warp in self.acting(agent):
             if kind == "bar.warp.sync":
                 warp.synchronise()
@@ -256,13 +260,13 @@ class Orders(Observer):
 
     # the end of shared memory
     def touch(self, cta: Any, agents: list[Any], place: int) -> None:
-        """Note accesses to a CTA's shared memory or mbarriers by agents that its end need not wait for."""
+        """Record accesses to a CTA's shared memory or mbarriers by agents for which the CTA's end does not wait."""
         for agent in agents:
             if not (isinstance(agent, (Warp, LoneLane)) and agent.cta is cta):
                 self._touched.setdefault(cta, {})[agent.number] = agent.epoch, place
 
     def end(self, cta: Any) -> None:
-        """Raise Race if shared memory of a CTA whose threads have exited may be used after that, in some order."""
+        """Raise Race if the shared memory of an ended CTA may still be accessed, in some order."""
         known = None
         for unit in cta.units:
             for warp in self.of(unit):
@@ -292,7 +296,7 @@ class Orders(Observer):
         return phases
 
     def name(self, epoch: int) -> str:
-        """Name the agent of an epoch; an operation with its instruction."""
+        """Return text for the agent of an epoch; an operation's includes its instruction."""
         what = self.labels.get(epoch, ("",))[0]
         return f"{what} of {self.names[epoch >> SHIFT]}" if what else self.names[epoch >> SHIFT]
 
@@ -338,7 +342,7 @@ class Orders(Observer):
             warp.tick()
 
     def _slot(self, warp: Warp, kind: str | None) -> tuple[int, int]:
-        """Return an agent's number and clock for an operation that comes after the number's last one."""
+        """Return an agent number and clock for a new operation, ordered after the number's last use."""
         if kind in warp.last:
             return warp.last[kind].number, warp.last[kind].now + 1
         for number, now in warp.slots.items() if kind is None else ():
@@ -363,7 +367,7 @@ class Orders(Observer):
 
     # words that strong accesses go through
     def through(self, agent: Agent, words: set, place: Place) -> None:
-        """Hand clocks on through words that a warp's strong access is about to read or write."""
+        """Pass clocks on through words that a warp's strong access is about to read or write."""
         agent = agent.warp if isinstance(agent, LoneLane) else agent
         if not isinstance(agent, Warp):
             return

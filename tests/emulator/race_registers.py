@@ -1,7 +1,7 @@
-"""Registers of wgmma: a wgmma.fence orders other instructions' accesses before it, on every way through the code.
+"""Check of wgmma's registers: on every path, a wgmma.fence must separate other accesses to them from the wgmma.
 
-PTX ISA, "wgmma.fence": between an access to a register by a thread and any wgmma.mma_async that takes it, as an
-accumulator or as A, and before the first one. wgmma.mma_async themselves are in order.
+PTX ISA, "wgmma.fence": it is needed between a thread's access to a register and any wgmma.mma_async that uses the
+register, as an accumulator or as A, and before the first wgmma. wgmma.mma_async themselves are ordered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ ENDS = ("bra", "ret", "exit", "trap")
 
 
 def unfenced(kernel: Kernel) -> Ins | None:
-    """Return a wgmma.mma_async that a register access may reach without a wgmma.fence; None if there is none."""
+    """Return a wgmma.mma_async that some path reaches from a register access without a wgmma.fence; None: there is
+    none.
+    """
     code = kernel.code
     takes = {at: set(_registers(ins.args[:2])) for at, ins in enumerate(code) if _is_multiplication(ins)}
     if not takes:
@@ -58,7 +60,7 @@ def _is_multiplication(ins: Ins) -> bool:
 
 
 def _registers(operand: Any) -> Iterator[tuple[str, int]]:
-    """Yield the registers of operands, of 32 bits: those of matrices."""
+    """Yield the 32-bit registers in operands, which are those of matrices."""
     if isinstance(operand, Reg):
         if operand.cls == "b32":
             yield operand.cls, operand.index
@@ -74,7 +76,7 @@ def _mask(bits: dict[tuple[str, int], int], registers: Any) -> int:
 
 
 def _blocks(code: list[Ins]) -> dict[int, tuple[int, list[int]]]:
-    """Return basic blocks: where each begins -> where it ends, and those that follow it."""
+    """Return basic blocks: begin -> (end, begins of the following blocks)."""
     ends = [at for at, ins in enumerate(code) if ins.mods[0] in ENDS]
     targets = {code[at].args[0] for at in ends if code[at].mods[0] == "bra"}
     begins = sorted({0, *targets, *(at + 1 for at in ends)} & set(range(len(code))))

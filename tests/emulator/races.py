@@ -1,4 +1,5 @@
-"""A race check: accesses to one place, of which one is a write, must be ordered in any schedule, not only in this one.
+"""A race check: two accesses to one place, one of them a write, must be ordered in every schedule, not only in the
+emulated one.
 
 Vector clocks after FastTrack (Flanagan and Freund, 2009). An agent is a warp, the copies of its cp.async, or an
 operation of the async proxy; an operation that several lanes of a warp issue by one instruction is one. Memory is kept
@@ -51,7 +52,7 @@ ROWS_OF = {"global": ASYNC_GLOBAL, "shared": ASYNC_SHARED, "tensor": ALL}
 
 
 class Races(Orders):
-    """The observer of launches: checks all accesses to memory, and raises Race at the first that nothing orders."""
+    """Observer of launches that checks all memory accesses, and raises Race for the first pair that nothing orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Races(Orders):
         self._shadows: dict[tuple[str, Any], Shadow] = {}
 
     def begin(self, early: bool) -> None:
-        """Forget memory, or keep the accesses of the launch before as accesses of one agent."""
+        """Clear the shadow memory; with `early`, keep the previous launch's accesses as accesses of one agent."""
         states = States(self.proxied)
         if early:
             numbers = self._states.before(states, (LAUNCH_BEFORE, LAUNCH_EARLIER))
@@ -73,13 +74,15 @@ class Races(Orders):
         self._shadows.clear()
 
     def close(self) -> None:
-        """Let go of all memory and agents."""
+        """Free all memory and agents."""
         self.forget()
         self._global.clear()
         self._shadows.clear()
 
     def follow(self, machine: Any, written: Iterable[tuple[int, int]]) -> None:
-        """Begin a launch during another one, which writes `written`: addresses and numbers of bytes."""
+        """Begin a launch while another one still runs. written: (address, bytes) of the memory that the other
+        writes.
+        """
         self.launch(machine, early=True)
         state = self._states.number((LAUNCH_BEFORE << SHIFT | 1, (), (), ()))
         for address, size in written:
@@ -99,7 +102,7 @@ class Races(Orders):
         self._access(STRONG_WRITE, space, cta, places, size, agent)
 
     def overwritten(self, agent: Any) -> None:
-        """Raise Race: which lane's value stays is not defined."""
+        """Raise Race: it is undefined which lane's value remains."""
         text = self.places[self.place(agent)].text
         raise Race(f"race: lanes store different values to one place by one instruction ({text})")
 
@@ -137,7 +140,9 @@ class Races(Orders):
                 warp.tick()
 
     def _parts(self, access: Access, unit: Any, agent: Any, at: np.ndarray):
-        """Yield the accesses of the warps that act, and their places: of all at once if each has as many."""
+        """Yield the accesses of the active warps, and their places; one access for all warps if each has equally
+        many.
+        """
         warps = self.of(unit)
         if len(warps) == 1:
             warp = warps[0]
@@ -155,7 +160,7 @@ class Races(Orders):
             yield access.by([who]), at[lanes >> 5 == i]
 
     def _check_lanes(self, kind: int, space: str, cta: Any, at: np.ndarray, size: int, agent: Any) -> None:
-        """Check an access against those of other lanes of its warps."""
+        """Check an access against those of other lanes of the same warps."""
         unit = getattr(agent, "unit", agent)
         acts = agent.acting
         acting = np.arange(unit.n) if acts is True else np.flatnonzero(acts) if acts.dtype == bool else acts
@@ -176,7 +181,7 @@ class Races(Orders):
                 raise self._race(conflict, kind, self.place(unit), space, cta, shadow.base) from None
 
     def _shadows_of(self, space: str, cta: Any, at: np.ndarray) -> Iterator[tuple[Any, Shadow]]:
-        """Yield each shadow that has some of the places, and which of them."""
+        """Yield (indices, shadow) for each shadow memory that contains some of the places."""
         shadow = self._shadow(space, cta, at)
         if shadow is not None:
             yield slice(None), shadow
@@ -201,7 +206,7 @@ class Races(Orders):
             raise self._race(conflict, access.kind, access.place, space, cta, shadow.base) from None
 
     def _shadow(self, space: str, cta: Any, at: np.ndarray) -> Shadow | None:
-        """Return the shadow that has all places; None if global ones lie in several."""
+        """Return the shadow memory that contains all places; None if global places lie in several."""
         if space == "global":
             region = at.item(0) >> REGION
             if int(at.min()) >> REGION != region or int(at.max()) >> REGION != region:
@@ -239,7 +244,7 @@ class Races(Orders):
         return race
 
     def _remedy(self, conflict: Conflict, agent: Agent) -> str:
-        """Say what would order the two accesses."""
+        """Return text that says what would order the two accesses."""
         number = conflict.epoch >> SHIFT
         if number in (LAUNCH_BEFORE, LAUNCH_EARLIER):
             return "griddepcontrol.wait before the access, by the warp or by one that it waits for, would order them."
@@ -270,7 +275,7 @@ class Races(Orders):
         return "A release and an acquire of one word, or the end of the launch, would order them."
 
     def _end_of(self, label: tuple[str, int]) -> str:
-        """Say what waits for an operation."""
+        """Return text that says which instruction waits for an operation."""
         if label[0].startswith("wgmma"):
             return "wgmma.wait_group by its warps, then an arrival that the other waits for, would order them."
         if label[0].startswith("tcgen05.ld"):

@@ -1,4 +1,4 @@
-"""Kernels of a few lines of PTX for the race check: each whole, and with parts of what orders its accesses left out."""
+"""Small PTX kernels for the race check, each correct, and with edits that remove parts of its synchronisation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ INIT = "@%p2 mbarrier.init.shared.b64 [%r2+1024], {}; bar.sync 0;"
 
 
 class Racy(NamedTuple):
-    """A kernel of two warps. edits: (text, text instead), each of which makes it race; words: of the fault."""
+    """A kernel of two warps.
+
+    Attributes:
+        edits: (text, replacement); each edit makes the kernel race.
+        words: text in the fault.
+    """
 
     code: str
     edits: tuple[tuple[str, str], ...]
@@ -322,5 +327,5 @@ CASES = {
 
 
 def parse(code: str) -> ptx.Kernel:
-    """Parse a kernel with the registers that MODULE sets."""
+    """Parse a kernel into which MODULE puts the registers."""
     return ptx.parse(MODULE.format(code=code))[0]

@@ -1,7 +1,8 @@
-"""Results that a GPU computed, kept small: `python -m emulator.record FILE` in tests/, on a machine with the GPU.
+"""Record of results that a GPU computed, in a small file: `python -m emulator.record FILE` in tests/, on a machine with
+the GPU.
 
-An exact result is kept as the hash of its bytes, another one as SAMPLE values at places that follow from its size. The
-file also says which GPU and which torch computed them; add the commit by hand.
+An exact result is stored as the hash of its bytes, another result as SAMPLE values at places that depend on its size.
+The file also names the GPU and the version of torch; add the commit by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SAMPLE = 64
 ROUNDINGS = 2.0
 """Allowed error of a result that is not exact, in its dtype's roundings of the sample's largest value."""
 OF_FLOAT32 = 2.0**-15
-"""In place of float32's own rounding: what comes through the GPU's approximations of exp, rsqrt and division."""
+"""Relative error allowed for float32 results, in place of a rounding: the GPU approximates exp, rsqrt and division."""
 
 EDGES = 4
 """Calls that round their activation to E4M3: samples with an element so near to the edge between two numbers that
@@ -32,7 +33,7 @@ OF_AN_EDGE = 2.0**-5
 
 
 def described(name: str, tensors: list[Tensor]) -> list[dict[str, Any]]:
-    """Describe a call's results, as they are kept."""
+    """Return a call's results in the form in which they are stored."""
     return [_described(tensor, name in EXACT) for tensor in tensors]
 
 
@@ -47,13 +48,13 @@ def _described(tensor: Tensor, is_exact: bool) -> dict[str, Any]:
 
 
 def places(tensor: Tensor) -> Tensor:
-    """Return the sample's places, the same in every result of this size."""
+    """Return the indices of the sampled elements, which depend only on the result's size."""
     count = tensor.numel()
     return torch.from_numpy(np.random.default_rng(count).permutation(count)[:SAMPLE])
 
 
 def complaint(name: str, tensors: list[Tensor], kept: list[dict[str, Any]]) -> str:
-    """How a call's results differ from what is kept; empty where they do not."""
+    """Return text on how a call's results differ from the stored ones; empty: they agree."""
     if len(tensors) != len(kept):
         return f"{len(tensors)} results, recorded are {len(kept)}"
     for place, (tensor, wanted) in enumerate(zip(tensors, kept, strict=True)):

@@ -1,4 +1,4 @@
-"""A few lines of PTX on lanes, without a machine: for tests of the parser and the translator.
+"""Runs a few lines of PTX on lanes, without a machine, for tests of the parser and the translator.
 
     done = execute("add.s32 %r0, %r1, %r2;", r1=[1, 2], r2=[3, 4])
     done.r0  # array of 32 lanes: 4, 6, then 0
@@ -36,7 +36,7 @@ class _Cta:
 
 
 class Lanes:
-    """Registers of n lanes in the place of a machine's unit. Calls of other methods are recorded."""
+    """Registers of n lanes, in place of a machine's unit. Calls of other methods are recorded."""
 
     def __init__(self, kernel, n, parameters=bytes(32), answers=None):
         self.n, self.warps, self.calls, self.answers = n, n // 32, [], answers or {}
@@ -70,7 +70,10 @@ def parse(code: str) -> ptx.Kernel:
 
 
 def execute(code: str, lanes=True, parameters=bytes(32), answers=None, **registers) -> Lanes:
-    """Run the first block. Arrays of any type are put into registers bit for bit; lanes beyond an array's end are 0."""
+    """Run the first block of a kernel.
+
+    Arrays of any type are put into registers bit for bit; lanes beyond an array's end are 0.
+    """
     kernel = parse(code)
     given = {name: np.atleast_1d(values) for name, values in registers.items()}
     most = max([32, *(values.size for values in given.values())])

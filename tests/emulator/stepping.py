@@ -1,4 +1,4 @@
-"""Steps of one unit: a basic block of one group of lanes, then the instruction that ends the block."""
+"""Stepping of one unit: run a basic block for one group of lanes, then the instruction that ends the block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT_LOOP = 3  # blocks of a loop that does nothing but wait
 
 
 def step(machine: Machine, u: Unit) -> bool:
-    """Run a unit until it waits, spins or has done its turn; say whether anything but spinning was done."""
+    """Run a unit until it waits, spins or has used its turn. Return False if it only spun."""
     moved = False
     u.spun = False
     for done in range(MOST_BLOCKS):
@@ -51,7 +51,7 @@ def step(machine: Machine, u: Unit) -> bool:
 
 
 def _lowest(u: Unit) -> list:
-    """Merge groups that are at the same block; return the lowest one, those that spin last."""
+    """Merge groups of lanes that are at the same block; return the group at the lowest block, spinning ones last."""
     at = min(u.groups, key=lambda group: (group[0] in u.spun_at, group[0]))[0]
     same = [group for group in u.groups if group[0] == at]
     if len(same) == 1:
@@ -63,7 +63,7 @@ def _lowest(u: Unit) -> list:
 
 
 def _end_block(machine: Machine, u: Unit, group: list, end: tuple) -> None:
-    """Do a block's last instruction: a branch, an exit or a barrier."""
+    """Run a block's last instruction: a branch, an exit or a barrier."""
     kind, guard, target = end
     at, lanes = group
     taken, stays = lanes, None
@@ -120,7 +120,7 @@ def _synchronise(u: Unit, kind: str, target, at: int, lanes: np.ndarray) -> None
 
 
 def _value(u: Unit, operand, lanes: np.ndarray) -> int:
-    """Return an operand's value: a number, or the text "b32[index]" of a register."""
+    """Return an operand's value. The operand is a number, or a register as "b32[index]"."""
     if not isinstance(operand, str):
         return int(operand)
     values = u.b32[int(operand[4:-1])][lanes]
@@ -130,7 +130,7 @@ def _value(u: Unit, operand, lanes: np.ndarray) -> int:
 
 
 class _Reduction:
-    """Return bar.red's result: a count, an "and" or an "or" of all lanes' predicates."""
+    """Computes bar.red's result: a count, "and" or "or" over all lanes' predicates."""
 
     def __init__(self, u: Unit, lanes: np.ndarray, op: str, to: tuple, source: tuple):
         self.u, self.lanes, self.op, self.to = u, lanes, op, to
@@ -143,7 +143,7 @@ class _Reduction:
 
 
 def _warp_barrier(u: Unit, mask: int, at: int, lanes: np.ndarray) -> None:
-    """Wait for the lanes that `mask` names in each warp (PTX ISA, "bar.warp.sync")."""
+    """Wait for the lanes in `mask` in each warp (PTX ISA, "bar.warp.sync")."""
     named = np.tile(mask >> np.arange(32) & 1, u.warps).astype(bool)
     if (lanes & ~named).any():
         raise Fault(f"bar.warp.sync {mask:#x} by a lane that the mask does not name")

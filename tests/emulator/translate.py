@@ -86,12 +86,12 @@ def _block_lines(emitter: Emitter, code: list[Ins], floats: set[int]) -> Iterato
 
 @dataclasses.dataclass
 class Translation:
-    """A kernel's blocks as Python. It can be pickled.
+    """A kernel's blocks as Python; can be pickled.
 
     Attributes:
-        source: the text of all functions. places: the PTX of its lines, by their numbers.
-        code: the compiled source. constants: what it names.
-        ends: of each block the number of its instructions, and the terminator or None.
+        source: the text of all functions. places: by line number, the PTX of the line.
+        code: the compiled source. constants: objects that the source uses by name.
+        ends: for each block the number of its instructions, and the terminator or None.
     """
 
     source: str
@@ -102,7 +102,7 @@ class Translation:
 
     @functools.cached_property
     def blocks(self) -> list[tuple]:
-        """[function, number of instructions, terminator or None] of each block."""
+        """Return (function, number of instructions, terminator or None) of each block."""
         space = {"np": np, "L": lanes, "F": formats, **self.constants}
         exec(self.code, space)
         return [(space[f"block_{index}"], *end) for index, end in enumerate(self.ends)]

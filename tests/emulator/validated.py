@@ -1,4 +1,4 @@
-"""`glulam validate`'s trials over an emulated GPU: float64 references, NaN tails and canaries, in a few seconds."""
+"""Trials of `glulam validate` on an emulated GPU: float64 references, NaN tails and canaries, in a few seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = Size(
 
 
 class Tried(NamedTuple):
-    """The results of each trial that a function passed, and the functions that their calls called or launched."""
+    """Results of each trial that a function passed, and the functions that the trials called or launched."""
 
     results: list[Sequence[Tensor]]
     called: frozenset[str]
@@ -52,7 +52,7 @@ class Tried(NamedTuple):
 
 
 def called_by(gpu: EmulatedGpu, spec: Spec, size: Size) -> frozenset[str]:
-    """The functions that the first trial of a function calls or launches, whatever its results are."""
+    """Return the functions that the first trial of a function calls or launches, whatever its results are."""
     with torch.no_grad():
         for trial in _begun(gpu, spec, size, most=1):
             trial.call(trial.given)
@@ -60,7 +60,7 @@ def called_by(gpu: EmulatedGpu, spec: Spec, size: Size) -> frozenset[str]:
 
 
 def _begun(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None) -> list[Trial]:
-    """The trials of a function, which then serves all calls of its kind."""
+    """Prefer a function for all calls of its kind, and return its trials."""
     known.forget()
     forget_plans()
     child.prefer(spec)
@@ -74,11 +74,11 @@ def try_function(gpu: EmulatedGpu, spec: Spec, size: Size = SMALL, most: int | N
     """Run the trials of a function.
 
     Args:
-        most: stop after so many trials.
+        most: maximum number of trials. None: all.
 
     Raises:
-        Wrong: a result is not as it should be, or other functions served the calls; the message names the function.
-        Fault: device code did what it must not do.
+        Wrong: a result is wrong, or other functions served the calls; the message names the function.
+        Fault: device code made a mistake.
     """
     trials = _begun(gpu, spec, size, most)
     try:

@@ -1,4 +1,4 @@
-"""A unit: warps that step together, with their registers, and the instructions of whole warps."""
+"""A unit: warps that step together, their registers, and the instructions of whole warps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ENGINES = (Accesses, Copies, Mbarriers, BulkCopies, WarpMma, WarpgroupMma, Tenso
 
 
 class Registers:
-    """Registers of a unit's lanes: an array [registers, lanes] a width, and views of it a type.
+    """Registers of a unit's lanes: one array [registers, lanes] for each width, and views of it for each type.
 
-    Registers begin as patterns that are NaN or far from any address, so that a missing write shows: positive or, with
-    `negative`, negative, and predicates true.
+    Registers initially hold patterns that are NaN or far from any address, so that a missing write gives wrong results:
+    positive or, with `negative`, negative, and predicates true.
     """
 
     def __init__(self, counts: dict[str, int], lanes: int, negative: bool = False):
@@ -48,10 +48,10 @@ class Registers:
 
 
 class Unit(Registers, *ENGINES):
-    """`warps` warps from `first_warp` on; generated functions get it as `u`, with `m`: True or the lanes that act.
+    """`warps` warps from `first_warp` on; passed to generated functions as `u`, with `m`: True or the active lanes.
 
-    `groups` has [block, lanes] for lanes that can go on, `blocked` what the others wait for. `spun` is set by an
-    instruction that waits in a loop of the kernel's own; the scheduler clears it.
+    `groups` contains [block, lanes] of lanes that can continue, `blocked` the reasons why others wait. `spun` is set by
+    an instruction that waits in a loop of the kernel; the scheduler clears it.
     """
 
     def __init__(self, cta: Cta, first_warp: int, warps: int):
@@ -78,14 +78,14 @@ class Unit(Registers, *ENGINES):
             engine.begin(self)
 
     def check_end(self) -> None:
-        """Raise a Fault for asynchronous work that no thread of the unit waited for."""
+        """Raise Fault for asynchronous work for which no thread of the unit waited."""
         for engine in ENGINES:
             engine.end(self)
 
     def special(self, name: str) -> np.ndarray:
         """Return a special register (PTX ISA, "Special Registers").
 
-        %clock and %globaltimer are no time: they count basic blocks that ran, each as NANOSECONDS ns or cycles.
+        %clock and %globaltimer do not measure time: they count executed basic blocks, each as NANOSECONDS ns or cycles.
         """
         if name == "clock":
             return np.full(self.n, self.machine.steps * NANOSECONDS & 0xFFFFFFFF, np.uint32)
@@ -117,23 +117,25 @@ class Unit(Registers, *ENGINES):
 
     # lanes that act
     def active(self, m, *arrays) -> list[np.ndarray]:
-        """Return values of the lanes that act."""
+        """Return values of the active lanes."""
         self.acting = m
         if m is True:
             return [self.full(a) for a in arrays]
         return [self.full(a)[m] for a in arrays]
 
     def full(self, x) -> np.ndarray:
-        """Return a value of all lanes as an array of lanes; np.broadcast_to alone takes as long as an addition."""
+        """Broadcast a value to an array of all lanes; np.broadcast_to on every call would take as long as an
+        addition.
+        """
         return x if isinstance(x, np.ndarray) and x.ndim else np.broadcast_to(x, self.n)
 
     def lanes(self, m) -> np.ndarray:
-        """Return the numbers of the lanes that act, counted in the unit."""
+        """Return the numbers of the active lanes, counted in the unit."""
         self.acting = m
         return np.arange(self.n) if m is True else np.flatnonzero(m)
 
     def spread(self, values: list[np.ndarray], m) -> list[np.ndarray]:
-        """Return values of the lanes that act as arrays of all lanes."""
+        """Expand values of the active lanes to arrays of all lanes."""
         if m is True:
             return values
         out = []
@@ -153,7 +155,7 @@ class Unit(Registers, *ENGINES):
 
     # warps
     def shfl(self, mode: str, a, b, c) -> tuple[np.ndarray, np.ndarray]:
-        """Return shuffled values and whether the source was in range (PTX ISA, "shfl.sync")."""
+        """Return shuffled values, and a mask of lanes whose source was in range (PTX ISA, "shfl.sync")."""
         a, b, c = self.by_warp(a), self.by_warp(b).astype(np.int64) & 31, self.by_warp(c).astype(np.int64)
         segment, clamp = c >> 8 & 31, c & 31
         low, high = LANES & segment, (LANES & segment) | (clamp & ~segment)
@@ -179,13 +181,13 @@ class Unit(Registers, *ENGINES):
         return np.repeat(result, 32)
 
     def match_any(self, a, m) -> np.ndarray:
-        """Return the mask of lanes that have the same value (PTX ISA, "match.sync")."""
+        """Return for each lane the mask of lanes that have the same value (PTX ISA, "match.sync")."""
         x = self.by_warp(a)
         same = (x[:, :, None] == x[:, None, :]) & self.mask(m)[:, None, :]
         return (same.astype(np.uint64) << LANES.astype(np.uint64)).sum(2).astype(np.uint32).reshape(-1)
 
     def redux(self, op: str, a, m) -> np.ndarray:
-        """Reduce a value over the lanes that act (PTX ISA, "redux.sync")."""
+        """Reduce a value over the active lanes (PTX ISA, "redux.sync")."""
         functions = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and,
                      "xor": np.bitwise_xor}  # fmt: skip
         if op not in functions:
@@ -198,9 +200,9 @@ class Unit(Registers, *ENGINES):
         return out.reshape(-1)
 
     def elect(self, m) -> np.ndarray:
-        """Return which lane is elected: the lowest of each warp (PTX ISA, "elect.sync").
+        """Return the mask of elected lanes: the lowest active lane of each warp (PTX ISA, "elect.sync").
 
-        guess: the ISA leaves the choice open; the lowest lane is what hardware was seen to choose.
+        guess: the ISA leaves the choice open; hardware was observed to choose the lowest lane.
         """
         acts = self.mask(m)
         out = np.zeros((self.warps, 32), bool)
@@ -226,9 +228,9 @@ class Unit(Registers, *ENGINES):
             self.cta.registers[warp] = count
 
     def griddepcontrol(self, action: str, m) -> None:
-        """Wait for the grids before, or let the next one begin (PTX ISA, "griddepcontrol").
+        """Wait for previous grids, or let the next one begin (PTX ISA, "griddepcontrol").
 
-        Launches run one after the other here, so that both do nothing but tell the observer.
+        Launches run one after the other here, so both only tell the observer.
         """
         self.acting = m
         if self.observer is not None and action == "wait":
@@ -240,9 +242,9 @@ class Unit(Registers, *ENGINES):
         """Order accesses (PTX ISA, "membar/fence").
 
         Accesses of the generic proxy are in order here. A proxy fence of any thread makes all earlier writes of its CTA
-        to shared memory visible to the async proxy; that the thread itself had synchronised with the writers is for a
-        race check to see, and so are global writes that the async proxy reads. fence.mbarrier_init has no effect:
-        mbarriers are visible when they are initialised.
+        to shared memory visible to the async proxy. The race check finds out if the thread had synchronised with the
+        writers, and checks global writes that the async proxy reads. fence.mbarrier_init has no effect: mbarriers are
+        visible as soon as they are initialised.
         """
         if op in PROXY_FENCES:
             self.cta.unfenced[:] = False

@@ -27,7 +27,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 0 if every problem passed, 1 if one failed, 2 where there is no such device."""
+    """Run the command; return 0 if every problem passed, 1 if one failed, 2 if the device does not exist."""
     told = _arguments(given)
     if told.device.startswith("cuda") and not torch.cuda.is_available():
         print(f"fuzz: there is no GPU for --device {told.device}; run it where there is one, or with --device cpu",

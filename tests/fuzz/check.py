@@ -1,4 +1,4 @@
-"""One problem: called, compared with float64, and called again where nothing may differ."""
+"""Check of one problem: call it, compare with float64, and repeat calls that must give the same bits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SUM_TO_ZERO = ("load_balancing_loss", "route")
 
 
 class Wrong(Exception):
-    """A result that is not as it should be; the message says which, and why."""
+    """A wrong result; the message says which one, and why."""
 
 
 def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """An argument with each of its tensors changed."""
+    """Return an argument with `change` applied to each of its tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Scaled):
@@ -55,7 +55,7 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def leaves_of(problem: Problem, given: Given) -> list[str]:
-    """Names of arguments that gradients are asked for."""
+    """Return the names of the arguments for which gradients are computed."""
     if not problem.train:
         return []
     is_frozen = problem.form not in ("packed", "list", "GateUp") or not RECIPES[problem.recipe].trains
@@ -73,7 +73,7 @@ def leaves_of(problem: Problem, given: Given) -> list[str]:
 
 
 def flat(result: Any) -> list[Tensor]:
-    """The tensors of a result."""
+    """Return the tensors of a result."""
     if result is None:
         return []
     if isinstance(result, Tensor):
@@ -88,7 +88,7 @@ def flat(result: Any) -> list[Tensor]:
 
 
 def upstream(problem: Problem, place: int, result: Tensor) -> Tensor:
-    """A gradient of a result, NaN in rows after the last group."""
+    """Return the incoming gradient of a result; NaN in rows after the last group."""
     if result.dim() < 2:
         return torch.ones_like(result)
     is_of_rows = result.shape[0] == problem.total and problem.call.startswith("grouped")
@@ -99,7 +99,7 @@ def upstream(problem: Problem, place: int, result: Tensor) -> Tensor:
 
 
 def results(problem: Problem, given: Given, function: Callable[[Given], list[Tensor]]) -> list[Tensor]:
-    """Return the results of a function of tensors, then the gradients."""
+    """Return the results of `function` on the problem's tensors, followed by the gradients."""
     names = leaves_of(problem, given)
     if not names:
         with torch.no_grad():
@@ -120,14 +120,14 @@ def call(problem: Problem, given: Given) -> list[Tensor]:
 
 
 def _wide(value: Any, dtype: torch.dtype) -> Any:
-    """An argument in another dtype; quantised ones are exact as they are."""
+    """Return an argument in another dtype; quantised arguments are exact and stay unchanged."""
     if isinstance(value, Scaled):
         return value
     return each(value, lambda one: one.to(dtype) if one.is_floating_point() and one.itemsize > 1 else one)
 
 
 def expected(problem: Problem, given: Given, dtype: torch.dtype) -> list[Tensor]:
-    """Results by the formula, or where there is none by the function itself."""
+    """Return the results by the formula or, if there is none, by the function itself in `dtype`."""
     formula = formulas.FORMULAS.get(problem.call)
     keeps = formula is None and dtype != torch.float64  # functions take float32 coefficients of 16-bit streams
     told = {name: value if keeps else _wide(value, dtype) for name, value in given.items()}
@@ -138,7 +138,7 @@ def expected(problem: Problem, given: Given, dtype: torch.dtype) -> list[Tensor]
 
 
 def tolerance_of(problem: Problem, is_gradient: bool) -> float | None:
-    """How far a result may be off, over its largest value; None: twice torch's error in the same dtype."""
+    """Return the largest error allowed, relative to the largest value; None: twice torch's error in the same dtype."""
     recipe = RECIPES[problem.recipe]
     is_fp8 = OPERANDS[recipe.operands].act != DENSE if problem.recipe != "bf16" else False
     if is_fp8 and problem.call != "grouped_wgrad":
@@ -153,8 +153,9 @@ def tolerance_of(problem: Problem, is_gradient: bool) -> float | None:
 
 
 def _within_rounding(problem: Problem, given: Given, place: int, got: Tensor, exact: Tensor) -> bool:
-    """A second opinion, for small results, on which torch's own error says little: whether inputs that differ by a
-    rounding have results that differ as much.
+    """Return True if perturbing inputs by one rounding changes the result as much as its error.
+
+    This is a second opinion for small results, for which torch's own error is not meaningful.
     """
     eps = torch.finfo(declared.DTYPES[problem.dtype]).eps
     most = torch.zeros_like(exact)
@@ -175,7 +176,7 @@ def _within_rounding(problem: Problem, given: Given, place: int, got: Tensor, ex
 
 
 def _used(problem: Problem, wanted: Tensor) -> int:
-    """How many rows of a result are compared: those after the last group are NaN in what the formulas make."""
+    """Return the number of rows of a result to compare: rows after the last group are NaN in expected results."""
     if not wanted.dim():
         return 0
     is_there = (~wanted.flatten(1).isnan().all(1) if wanted.dim() > 1 else ~wanted.isnan()).nonzero()
@@ -187,10 +188,10 @@ def _compare(problem: Problem, given: Given, made: list[Tensor]) -> tuple[str, l
     """Compare results with float64.
 
     Returns:
-        UNDECIDED if a tolerance decides nothing, else OK; and of each result the number of rows that were compared.
+        UNDECIDED if the tolerance is too large to prove anything, else OK; for each result the number of compared rows.
 
     Raises:
-        Wrong: a result is off.
+        Wrong: a result is wrong.
     """
     right = expected(problem, given, torch.float64)
     dtype = declared.DTYPES[problem.dtype]
@@ -222,7 +223,7 @@ def _compare(problem: Problem, given: Given, made: list[Tensor]) -> tuple[str, l
 
 
 def _full(got: Tensor, wanted: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Both, with NaN after the rows that are compared."""
+    """Return both tensors, with NaN after the rows that are compared."""
     got = got.cpu().double().reshape(wanted.shape).clone()
     if wanted.dim():
         got[used:] = torch.nan
@@ -234,12 +235,16 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _bits(one: Tensor) -> Tensor:
-    """A tensor's bytes, copied."""
+    """Return a copy of a tensor's bytes."""
     return torch.empty(one.shape, dtype=one.dtype).copy_(one.detach()).view(-1).view(torch.uint8)
 
 
 def _same(first: list[Tensor], second: list[Tensor], rows: list[int], what: str) -> None:
-    """Raise Wrong if results have other bits in so many rows; of no rows are told: in all."""
+    """Raise Wrong if two lists of results differ in bits.
+
+    Args:
+        rows: for each result the number of rows to compare. Empty: all rows.
+    """
     for place, (one, other) in enumerate(zip(first, second, strict=True)):
         used = rows[place] if rows else None
         if not torch.equal(*[_bits(each[:used] if each.dim() else each) for each in (one, other)]):
@@ -247,10 +252,13 @@ def _same(first: list[Tensor], second: list[Tensor], rows: list[int], what: str)
 
 
 def check(problem: Problem, device: torch.device) -> str:
-    """Try a problem. Return OK, REFUSED where the call is refused by an error that names it, or UNDECIDED.
+    """Run and check a problem.
+
+    Returns:
+        OK; REFUSED: the call raised the documented error; or UNDECIDED.
 
     Raises:
-        Wrong: what is not as it should be; other errors of the call propagate.
+        Wrong: a check failed; other errors of the call propagate.
     """
     given = tensors_of(problem)
     here = {name: _moved(value, device) for name, value in given.items()}
@@ -279,7 +287,7 @@ def check(problem: Problem, device: torch.device) -> str:
 
 
 def check_graph(problem: Problem, here: Given) -> None:
-    """Capture a call, replay it with other group sizes, and compare with an eager call of those. Raises Wrong."""
+    """Capture a call, replay it with other group sizes, and compare with an eager call of these sizes. Raises Wrong."""
     groups = next((here[name] for name in ("offs", "splits") if isinstance(here.get(name), Tensor)), None)
     if groups is None or problem.train or problem.call not in exact.GRAPHED:
         return
@@ -303,10 +311,10 @@ def _check_tail(problem: Problem, given: Given) -> None:
 
 
 def _special(problem: Problem, given: Given, here: Given) -> str | None:
-    """Compare what is no matter of rounding. Return None where there is nothing of the kind.
+    """Check results that must be exact, such as routings. Return None if the function has no such check.
 
     Raises:
-        Wrong: it differs from its definition.
+        Wrong: a result differs from its definition.
     """
     compare = exact.CHECKS.get(problem.call + " in MXFP8" * bool(problem.options.get("x_block")))
     if compare is None:

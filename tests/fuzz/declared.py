@@ -1,4 +1,4 @@
-"""Everything that can be drawn, from the declarations of the library: functions, options, recipes, forms of weights.
+"""The space of problems, taken from the library's declarations: functions, options, recipes, kinds of weights.
 
 A new operator, flag, activation, number, recipe or format is drawn without a line here. A parameter of a kind that
 nothing here knows is named by `undrawn`, and fails a test.
@@ -84,7 +84,9 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def values_of(call: str, name: str) -> tuple[Any, ...]:
-    """Return the values of an option, the simplest first; empty if it is none, or none is known."""
+    """Return the values of an option, the simplest first; empty if the parameter is no option, or its values are
+    unknown.
+    """
     parameter = parameters(call)[name]
     if name in NOT_DRAWN or "Tensor" in str(parameter.annotation):
         return ()
@@ -100,14 +102,14 @@ def values_of(call: str, name: str) -> tuple[Any, ...]:
 
 
 def is_option(call: str, name: str) -> bool:
-    """Return True if a parameter is no tensor: told by its role, its annotation, or the lists here."""
+    """Return True if a parameter is not a tensor, according to its role, its annotation, or the lists here."""
     if name in NOT_DRAWN or values_of(call, name):
         return True
     return name in ROLES and ROLES[name].kind is Kind.OPTION
 
 
 def options_of(call: str) -> dict[str, tuple[Any, ...]]:
-    """Return the values of every option that is drawn."""
+    """Return the values of every option that problems draw."""
     return {name: values for name in parameters(call) if (values := values_of(call, name))}
 
 
@@ -131,7 +133,7 @@ def weights_of(call: str) -> list[str]:
 
 
 def _is_packed_alone(call: str, name: str) -> bool:
-    """Return True for low-rank weights, which are one tensor, and for what a quantiser takes."""
+    """Return True if weights must be one packed tensor: low-rank weights, and arguments of quantisers."""
     return name == "low_w" or call.startswith(("quantize_", "prepare_"))
 
 
@@ -144,7 +146,7 @@ def form_of(recipe: str) -> Form:
 
 
 def forms_of(call: str, recipe: str) -> tuple[str, ...]:
-    """Return the forms of weights that a call by a recipe takes: names of classes, or one of three words."""
+    """Return the kinds of weights that a call with a recipe accepts: class names, "packed", "list" or "GateUp"."""
     if call in ("quantize_mxfp4", "prepare_mxfp8_weight", "prepare_mxfp4_weight") or not weights_of(call):
         return ("packed",)
     if recipe != "bf16":
@@ -158,7 +160,7 @@ def forms_of(call: str, recipe: str) -> tuple[str, ...]:
 
 
 def recipe_of_form(form: str) -> str:
-    """Return the recipe that decodes weights of a class for rows in 16 bits."""
+    """Return the recipe that decodes weights of a class for 16-bit rows."""
     recipe: str = getattr(glulam, form).weight_only
     return recipe
 
@@ -168,7 +170,7 @@ def is_gated(problem: Any) -> bool:
 
 
 def undrawn() -> list[str]:
-    """Return the parameters that no problem has, and no reason is given for."""
+    """Return the parameters that no problem sets and that have no listed reason."""
     from .tensors import MAKERS  # which is made of this
 
     lines = []

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis that draw problems; the first value of each is the simplest, which shrinking ends at."""
+"""Hypothesis strategies that draw problems; the first value of each is the simplest, towards which shrinking goes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_GPU = 8
 
 
 def sizes(draw: Any) -> tuple[int, ...]:
-    """Rows of each expert: any, none of some, of all, or of all but one."""
+    """Draw rows of each expert: any, some empty, all empty, or all except one empty."""
     count = draw(st.integers(1, MOST_EXPERTS))
     kind = draw(st.sampled_from(("any", "some empty", "one", "none")))
     if kind == "any":
@@ -40,7 +40,7 @@ def sizes(draw: Any) -> tuple[int, ...]:
 
 
 def _unit(call: str, recipe: str, form: str, options: dict[str, Any], device: str) -> int:
-    """Return the number that widths are multiples of."""
+    """Return the number of which widths must be multiples."""
     units = [1 if device == "cpu" else ON_GPU]
     if recipe != "bf16":
         units.append(FORMS[recipe].multiple)
@@ -55,7 +55,7 @@ def _unit(call: str, recipe: str, form: str, options: dict[str, Any], device: st
 
 
 def _consistent(call: str, options: dict[str, Any], form: str, given: list[str]) -> None:
-    """Leave out what contradicts other arguments: such calls are refused, as tests/test_wrong_calls.py shows."""
+    """Remove options that contradict each other; tests/test_wrong_calls.py checks that such calls are refused."""
     recipe = options.get("recipe", "bf16")
     if "activation" in options:
         own = FORMULAS[options["activation"]].numbers
@@ -123,7 +123,7 @@ def _lacks(recipe: str, device: str) -> bool:
 
 
 def _can_train(call: str, recipe: str, form: str) -> bool:
-    """Return True if a call has gradients that are compared."""
+    """Return True if a call has gradients that can be compared."""
     told = RECIPES[recipe]
     if form not in ("packed", "list", "GateUp"):
         told = told if told.weights is not None else RECIPES[declared.recipe_of_form(form)]
@@ -132,7 +132,7 @@ def _can_train(call: str, recipe: str, form: str) -> bool:
 
 
 def _fit_choices(options: dict[str, Any], experts: int) -> None:
-    """Let tokens choose among as many experts as there are, in groups of two or more."""
+    """Adjust options so that tokens can choose among the given number of experts, in groups of two or more."""
     if options.get("num_groups", 1) > 1 and (experts % 2 or experts < 4):
         options.pop("num_groups")
     if "k" in options:
@@ -151,14 +151,14 @@ SETTLED = ("recipe", "activation")
 
 @dataclasses.dataclass(frozen=True)
 class Stratum:
-    """A function, and values of options that all problems of a round have."""
+    """A function, with option values that all problems of a round share."""
 
     call: str
     fixed: tuple[tuple[str, Any], ...] = ()
 
 
 def strata(calls: Sequence[str] = ()) -> Iterator[Stratum]:
-    """Yield, without end, what problems are drawn of in turns, so that each is drawn: some functions, or all."""
+    """Yield strata without end, cycling through `calls` (default: all functions) and their recipes and activations."""
     chosen = list(calls or declared.FUNCTIONS)
     turns = dict.fromkeys(chosen, 0)
     while True:
@@ -170,14 +170,14 @@ def strata(calls: Sequence[str] = ()) -> Iterator[Stratum]:
 
 
 def in_a_turn(calls: Sequence[str] = ()) -> int:
-    """Return how many strata have each recipe and each activation of all functions once."""
+    """Return the number of strata after which each function was drawn with each of its recipes and activations."""
     options = [declared.options_of(call) for call in calls or declared.FUNCTIONS]
     return sum(max([len(one[name]) for name in SETTLED if name in one], default=1) for one in options)
 
 
 @st.composite
 def problems(draw: Any, stratum: Stratum, device: str = "cpu") -> Problem:
-    """Draw problems of a stratum that a device takes."""
+    """Draw problems of a stratum that the device supports."""
     call, fixed = stratum.call, dict(stratum.fixed)
     if _lacks(fixed.get("recipe", "bf16"), device):
         fixed["recipe"] = "bf16"

@@ -1,4 +1,4 @@
-"""Results that are no matter of rounding: routings, and bytes of quantised tensors, by the tests' own definitions."""
+"""Checks of exact results, such as routings and bytes of quantised tensors, by the tests' own definitions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GRAPHED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_bias_grad")
 """Functions that are captured as they are; group sizes of the others are part of larger objects."""
 LARGEST_STEP = {"quantize_nvfp4": 1 / 6 + 1 / 16, "quantize_fp8_block": 1 / 16, "prepare_mxfp8_weight": 1 / 8,
                 "prepare_mxfp4_weight": 0.26}  # fmt: skip
-"""How far a quantised number may be off, over the largest of its row. E2M1 has steps of 2 below 6 and E4M3 of 2^-3; an
-NVFP4 scale is itself rounded by 1 / 16, and the largest of an MXFP4 block may lie at 7.99 where E2M1 ends at 6."""
+"""Largest error of a quantised number, relative to the largest of its row, by function name. E2M1 has steps of 2 below
+6 and E4M3 of 2^-3; an NVFP4 scale is itself rounded by 1 / 16; E2M1 clamps an MXFP4 block's maximum of 7.99 to 6."""
 
 
 def _rows_of_routing(made: Any) -> tuple[Any, Tensor, Tensor, int]:
-    """Return the arguments of `routes.check_rows`: a routing, ids as places of experts here, weights, and E."""
+    """Return the arguments of `routes.check_rows`: a routing, ids as local expert numbers, weights, and E."""
     ids = made.ids.long().cpu() - made.first
     if made.expert_map is not None:
         places = torch.cat((made.expert_map.cpu().long(), torch.tensor([-1])))
@@ -69,7 +69,9 @@ def _quantize_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _used(problem: Problem, given: dict[str, Any], axis: str, data: Tensor) -> int | None:
-    """Elements of rows that are quantised."""
+    """Return the number of elements in rows of groups, the only ones to compare; None: the call has no groups, so
+    all.
+    """
     return problem.rows * data.shape[-1] if "offs" in given else None
 
 
@@ -82,7 +84,7 @@ def _quantize_mxfp4(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _near(problem: Problem, given: dict[str, Any], made: Any) -> None:
-    """A quantised weight is near the weight."""
+    """Raise Wrong unless a quantised weight is near the original weight."""
     w = given["w"].double()
     w = w.mT if problem.options.get("axis") == "col" and made.shape != w.shape else w
     got = made.dequantize().double().cpu()
@@ -101,7 +103,7 @@ def _square_blocks(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _boundary_in_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
-    """x has the bytes of its quantisation, and the other results have the bits of a call in 16 bits."""
+    """Check that x has the bytes of its quantisation, and that the other results equal those of a 16-bit call."""
     options = dict(problem.options)
     size = BLOCK_SIZES[options.pop("x_block")]
     wanted = mhc.boundary(**{name: one.to(made.pre.device) for name, one in given.items()}, **options)
@@ -122,4 +124,4 @@ CHECKS: dict[str, Callable[[Problem, dict[str, Any], Any], None]] = {
     "mxfp8_of_square_blocks": _square_blocks,
     "boundary in MXFP8": _boundary_in_mxfp8,
 }
-"""By functions' names; each raises AssertionError."""
+"""Checks of results by function name; a check raises AssertionError."""

@@ -1,6 +1,6 @@
 """Expected results of calls, by torch's own operators in any dtype: the oracle of the tests, applied to a problem.
 
-A function without a formula here is compared with itself in float64 (`has_formula`), so that a new one is not left out.
+A function without a formula here is compared with itself in float64 (`has_formula`), so that new functions are covered.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Told:
         return self.given.get(name)
 
     def rows(self, name: str, indices: str = "rows") -> Tensor:
-        """The rows of all groups."""
+        """Return the rows of all groups, in order."""
         x, rows = self.given[name], self.given.get(indices)
         used = self.problem.rows
         return x[:used] if rows is None else x[rows[:used].long().clamp(0, x.shape[0] - 1)]
@@ -52,7 +52,7 @@ class Told:
         return None if value is None else value[: self.problem.rows]
 
     def weight(self, name: str) -> Tensor:
-        """[E, N, K], as it is multiplied."""
+        """Return a weight [E, N, K] with the values that are multiplied."""
         w: Any = self.given[name]
         if isinstance(w, GateUp):
             w = torch.cat((w.gate, w.up), dim=1)
@@ -63,7 +63,9 @@ class Told:
         return self._adapted(name, w.mT if self.transposed else w)
 
     def _adapted(self, name: str, w: Tensor) -> Tensor:
-        """A weight with its adapter added; experts without rows have none, whose NaN times 0 would be a gradient."""
+        """Return a weight with its adapter added, except for experts without rows, whose NaN would spread to
+        gradients.
+        """
         a, b = self.get(f"lora_a{name[1:]}"), self.get(f"lora_b{name[1:]}")
         if a is None:
             return w
@@ -85,19 +87,21 @@ class Told:
         return self.given.get(name)
 
     def low(self, rows: Tensor, name: str) -> Tensor:
-        """Rows with `low` beside them, for weights with `low_w` beside theirs."""
+        """Return rows with `low` appended as columns, for weights with `low_w` appended likewise."""
         return torch.cat((rows, self.given[name][: self.problem.rows]), dim=1)
 
 
 def with_tail(value: Tensor, total: int) -> Tensor:
-    """Rows after the last group are NaN."""
+    """Append rows of NaN after the last group."""
     tail = value.new_full((total - value.shape[0], *value.shape[1:]), torch.nan)
     return torch.cat((value, tail))
 
 
 def _glu(t: Told, x: Tensor, w: Tensor, bias: Any, ends: list[int], scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The activation and the preactivation. Gradients are those at the preactivation that a forward saves in the
-    problem's dtype: derivatives jump at a relu's kink, so all must round alike.
+    """Return the activation and the preactivation.
+
+    Gradients are taken at the preactivation rounded to the problem's dtype, as a forward saves it: derivatives jump at
+    a relu's kink, so all computations must use the same value.
     """
     h = oracle.grouped_mm(x, w, ends, bias=bias, dtype=t.dtype)
     if t.problem.train:
@@ -111,12 +115,12 @@ def _glu(t: Told, x: Tensor, w: Tensor, bias: Any, ends: list[int], scale: Tenso
 
 
 def _multiplied(values: Tensor, rows: Any) -> Tensor:
-    """Rows as a recipe multiplies them; gradients pass as if nothing were rounded."""
+    """Round rows as a recipe does; gradients pass through unchanged."""
     return values if rows is None else values + (rounded(values.detach(), rows).to(values.dtype) - values).detach()
 
 
 def _mlp(t: Told, x: Tensor, ends: list[int], scale: Tensor | None) -> Tensor:
-    """grouped_mlp of rows in order."""
+    """Compute grouped_mlp for rows in order."""
     x = _multiplied(x, t.recipe.x)
     act, _ = _glu(t, x, t.weight("w1"), t.bias("b1"), ends, scale)
     return oracle.grouped_mm(
@@ -180,7 +184,7 @@ def grouped_bias_grad(t: Told) -> list[Tensor]:
 
 
 def _in_rows(t: Told) -> tuple[list[int], Tensor, Tensor]:
-    """Ends of groups, and the token and the choice of each row, told by ids one by one."""
+    """Return group ends, and the token and choice of each row, computed from ids one by one."""
     ids = t.given["ids"].tolist()
     places: list[int] | None = t.given["expert_map"].tolist() if "expert_map" in t.given else None
     chosen: list[tuple[int, int, int]] = []
@@ -206,7 +210,7 @@ def moe(t: Told) -> list[Tensor]:
 
 
 def permute(t: Told) -> list[Tensor]:
-    """Rows without a choice are zeros on the CPU, and anything on a GPU."""
+    """Return the expected rows; NaN for rows without a choice, which are zeros on the CPU and undefined on a GPU."""
     _, tokens, _ = _in_rows(t)
     return [with_tail(t.given["x"][tokens], t.given["ids"].numel())]
 
@@ -220,7 +224,7 @@ def combine(t: Told) -> list[Tensor]:
 
 
 def _weights(t: Told, weights: Tensor) -> list[Tensor]:
-    """Weights of tokens, and of rows."""
+    """Return the weights of tokens, and of rows."""
     _, tokens, choices = _in_rows(t)
     return [weights, with_tail(weights[tokens, choices], weights.numel())]
 
@@ -232,7 +236,7 @@ def from_topk(t: Told) -> list[Tensor]:
 
 
 def route(t: Told) -> list[Tensor]:
-    """Weights of the experts that plain loops choose."""
+    """Return the weights of the experts that plain loops choose."""
     options = t.problem.options
     rule = {name: options[name] for name in ("score", "num_groups") if name in options}
     rule["top_groups"] = max(options.get("num_groups", 1) - 1, 1)
@@ -274,4 +278,4 @@ FORMULAS: dict[str, Callable[[Told], list[Tensor]]] = {
     "permute": permute, "combine": combine, "load_balancing_loss": load_balancing_loss,
     "router_z_loss": router_z_loss, "route": route, "Routing.from_topk": from_topk,
 }  # fmt: skip
-"""By functions' names."""
+"""Formulas by function name."""

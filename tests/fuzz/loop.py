@@ -1,8 +1,8 @@
-"""Many problems, one after the other in each of a few processes, and the simplest one that fails.
+"""Runs many problems in a few processes, and shrinks a failing one to the simplest.
 
-Problems come in rounds. A round draws a few problems of one stratum, a function with a recipe and an activation, by
-hypothesis and from a seed of its own, and the next round is of the next stratum: all are drawn, and a seed gives the
-same problems on any machine and for any number of processes.
+Problems come in rounds. A round draws a few problems of one stratum (a function with a recipe and an activation) by
+hypothesis, from its own seed; the next round takes the next stratum. So all strata are drawn, and a seed gives the same
+problems on any machine and for any number of processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PHASES = (Phase.generate, Phase.shrink)
 
 @dataclasses.dataclass
 class Outcome:
-    """Problems of a round: how many ended in which state, and the simplest failure, with what is wrong."""
+    """Outcome of a round: the number of problems in each state, and the simplest failure with its error."""
 
     device: str
     states: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class _Failed(Exception):
-    """A problem failed; hypothesis looks for a simpler one that does."""
+    """A problem failed; hypothesis searches for a simpler failing one."""
 
 
 def run_round(seed: int, count: int, device: str, stratum: draw.Stratum) -> Outcome:
@@ -71,7 +71,7 @@ Round = tuple[int, int, str, draw.Stratum]
 
 
 def rounds(seed: int, count: int, device: str, calls: Sequence[str] = (), size: int = ROUND) -> Iterator[Round]:
-    """Return rounds of `count` problems together, of `size` each."""
+    """Yield rounds with `count` problems in total, `size` in each."""
     for number, stratum in zip(range(-(-count // size)), draw.strata(calls), strict=False):
         yield seed * 1_000_003 + number, min(size, count - number * size), device, stratum
 
@@ -83,7 +83,7 @@ def _in_process(arguments: Round) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All rounds together."""
+    """Summary of all rounds."""
 
     states: Counter[str]
     failures: list[Outcome]
@@ -94,7 +94,7 @@ class Report:
         return sum(self.states.values()) + len(self.failures)
 
     def text(self) -> str:
-        """Say how many problems ended in which state, and how many an hour that is."""
+        """Return text: the number of problems in each state, and the rate per hour."""
         states = ", ".join(f"{number} {state}" for state, number in sorted(self.states.items()))
         rate = 3600 * self.count / max(self.seconds, 1e-9)
         return (
@@ -103,7 +103,7 @@ class Report:
 
 
 def run(planned: Iterable[Round], jobs: int = 1, say: Callable[[str], Any] = print, minutes: float = 0.0) -> Report:
-    """Try the problems of rounds, or as many as `minutes` allow, in `jobs` processes; say what fails at once."""
+    """Run the problems of rounds in `jobs` processes, for at most `minutes` (0: no limit); report failures at once."""
     began, states, failures = time.monotonic(), Counter[str](), []
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) if jobs > 1 else None
     try:

@@ -1,4 +1,4 @@
-"""A problem: everything that decides one call, as a line of JSON that reproduces it."""
+"""A problem: everything that determines one call, stored as a line of JSON that reproduces it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Problem:
 
     Attributes:
         call: the function's name, a key of `declared.FUNCTIONS`.
-        sizes: rows of each expert; of a layer, how often each expert is chosen, roughly.
+        sizes: rows of each expert; for a layer, about how often each expert is chosen.
         tail: rows after the last group, or tokens without an expert.
         hidden, inter: widths, H and I (or K and N).
-        dtype: of rows.
-        groups: how group sizes are given, one of `declared.GROUPS`.
-        form: how weights are given, one of `declared.forms_of`.
-        given: optional tensors that are given.
-        options: arguments that are no tensors, by name.
-        train: whether gradients are asked for and compared.
-        padded: whether rows of matrices have padding, full of NaN.
-        seed: of the numbers in tensors.
+        dtype: dtype of rows.
+        groups: how group sizes are passed, one of `declared.GROUPS`.
+        form: how weights are passed, one of `declared.forms_of`.
+        given: names of optional tensors that are passed.
+        options: non-tensor arguments, by name.
+        train: True: gradients are computed and compared.
+        padded: True: matrices have padding between rows, filled with NaN.
+        seed: seed of the tensors' values.
     """
 
     call: str
@@ -49,12 +49,12 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Rows of all groups."""
+        """The number of rows in all groups."""
         return sum(self.sizes)
 
     @property
     def total(self) -> int:
-        """T: rows of all groups, and those after them."""
+        """T: rows in all groups, plus the rows after them."""
         return self.rows + self.tail
 
     @property
@@ -69,12 +69,12 @@ class Problem:
         return json.dumps({n: v for n, v in fields.items() if n == "call" or v != getattr(plain, n)})
 
     def command(self, device: str) -> str:
-        """Return the line for a shell, at the repository's root, that runs this problem alone."""
+        """Return a shell command, for the repository's root, that runs only this problem."""
         return f"PYTHONPATH=tests .venv/bin/python -m fuzz --device {device} --problem {shlex.quote(self.text())}"
 
 
 def parse(text: str) -> Problem:
-    """Return the problem of a text. Raises ValueError where it is none."""
+    """Parse a problem. Raises ValueError if the text is not a problem."""
     try:
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("sizes", "given") if name in fields}

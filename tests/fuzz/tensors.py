@@ -1,8 +1,8 @@
-"""The tensors of a problem, with NaN wherever a call must not look.
+"""Tensors of a problem, with NaN wherever a call must not read.
 
-T rows in groups of E experts, widths H and I (2I of a gate's preactivation), N tokens of k choices. NaN lies in rows
-after the last group, in the padding of rows, in weights and biases of experts without rows, and indices after the last
-group point nowhere.
+T rows in groups of E experts, widths H and I (2I for a gated preactivation), N tokens of k choices. NaN fills rows
+after the last group, padding between rows, and weights and biases of experts without rows; indices after the last group
+are out of range.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANK, LORA_SCALE = 8, 0.5
 
 
 class Build:
-    """A problem and its sizes by short names, for makers of tensors."""
+    """A problem and its sizes under short names, for the functions that make tensors."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.call = problem, problem.call
@@ -53,21 +53,21 @@ class Build:
         return 1000 * self.problem.seed + place
 
     def matrix(self, name: str, columns: int, place: int) -> Tensor:
-        """[T, columns], or the rows that indices are of; padded if the problem says so."""
+        """Return a matrix [T, columns], or the matrix from which indices select rows; padded if the problem says so."""
         is_indexed = any(rows in self.problem.given and name in of for rows, of in INDEXED.items())
         count, used = (max(self.rows, 1),) * 2 if is_indexed else (self.total, self.rows)
         made = rows_of(count, columns, self.dtype, used, self.seed(place))
         return with_padding(made) if self.problem.padded else made
 
     def experts_of(self, rows: int, columns: int, place: int) -> Tensor:
-        """[E, rows, columns], or transposed, with NaN in experts without rows."""
+        """Return weights [E, rows, columns], or transposed, with NaN for experts without rows."""
         made = weights_of(self.experts, rows, columns, self.dtype, self.seed(place))
         made = made.mT.contiguous() if self.is_transposed else made
         return made if self.is_quantised else poisoned(made, self.unused)
 
     @property
     def is_quantised(self) -> bool:
-        """Return True if all weights are quantised first, which reads experts without rows as well."""
+        """Return True if weights are quantised as a whole, which also reads experts without rows."""
         return self.problem.recipe != "bf16" or self.problem.form not in ("packed", "list", "GateUp")
 
     def bias(self, width: int, place: int) -> Any:
@@ -86,7 +86,7 @@ class Build:
         return made
 
     def choices(self) -> Tensor:
-        """[N, k]: experts as often as `sizes` says, in any order, and -1."""
+        """Return choices [N, k], shuffled: each expert as often as `sizes` says, and -1."""
         ids = [expert for expert, size in enumerate(self.problem.sizes) for _ in range(size)]
         ids += [-1] * (self.tokens * self.k - len(ids))
         random.Random(self.seed(20)).shuffle(ids)
@@ -96,19 +96,19 @@ class Build:
         return randn(self.tokens, *shape, seed=self.seed(place)).to(self.dtype)
 
     def lead(self) -> int:
-        """Tokens of hyper-connections."""
+        """The number of tokens of hyper-connections."""
         return max(self.total, 1)
 
 
 def with_padding(made: Tensor) -> Tensor:
-    """Return the rows in wider memory, with NaN between one row and the next."""
+    """Copy rows into wider memory, with NaN between the rows."""
     memory = made.new_full((made.shape[0], made.shape[1] + PADDING), math.nan)
     memory[:, : made.shape[1]] = made
     return memory[:, : made.shape[1]]
 
 
 def poisoned(made: Tensor, experts: list[int]) -> Tensor:
-    """With NaN, or bytes of ones, in some experts' part."""
+    """Overwrite the parts of some experts with NaN, or with bytes of ones."""
     for expert in experts:
         if made.is_floating_point() and made.itemsize > 1:
             made[expert] = math.nan
@@ -118,7 +118,7 @@ def poisoned(made: Tensor, experts: list[int]) -> Tensor:
 
 
 def stored(problem: Problem, name: str, w: Tensor, unused: list[int]) -> Any:
-    """A weight [E, N, K] as an object of the class that `form` names."""
+    """Return a weight [E, N, K] as an object of the class that `form` names."""
     recipe = problem.recipe if problem.recipe != "bf16" else declared.recipe_of_form(problem.form)
     form = form_for(problem, name, w, recipe)
     made = (
@@ -132,7 +132,7 @@ def stored(problem: Problem, name: str, w: Tensor, unused: list[int]) -> Any:
 
 
 def form_for(problem: Problem, name: str, w: Any, recipe: str) -> Any:
-    """The form of a weight; a gate in two halves may have scales of its own."""
+    """Return the Form of a weight; the two halves of a gated w1 may have separate scales."""
     form = declared.form_of(recipe)
     is_halved = name == "w1" and declared.is_gated(problem) and problem.options.get("glu_layout", "concat") == "concat"
     return form.of_gate(w.shape[-2]) if is_halved else form
@@ -153,14 +153,14 @@ def _weight(name: str, rows: Callable[[Build], int], columns: Callable[[Build], 
 
 
 def _expert_map(b: Build) -> Tensor:
-    """For each of E + 2 ids a place here; two ids have none."""
+    """Return an expert map: the local expert of each of E + 2 ids; two ids have none."""
     places = [*range(b.experts), -1, -1]
     random.Random(b.seed(21)).shuffle(places)
     return torch.tensor(places, dtype=torch.int32)
 
 
 def _ids(b: Build) -> Tensor:
-    """Ids, as a map or `first` has them."""
+    """Return choices as ids, according to the problem's expert map or `first`."""
     ids = b.choices()
     if "expert_map" in b.problem.given:
         of_place = torch.full((b.experts + 1,), -1, dtype=torch.int32)
@@ -205,7 +205,9 @@ def _streams(b: Build) -> Tensor:
 
 
 def _float32(*shape: int, place: int, scale: float = 1.0) -> Callable[[Build], Tensor]:
-    """A parameter of hyper-connections; 0 stands for tokens, -1 for n H, -2 for H."""
+    """Return a function that makes a float32 parameter of hyper-connections. In `shape`, 0 stands for tokens, -1 for n
+    H, -2 for H.
+    """
 
     def make(b: Build) -> Tensor:
         sizes = [{0: b.lead(), -1: STREAMS * b.hidden, -2: b.hidden}.get(size, size) for size in shape]
@@ -299,7 +301,7 @@ MAKERS = {
 
 
 def group_sizes(problem: Problem) -> dict[str, Any]:
-    """offs or splits, as the problem gives them."""
+    """Return offs or splits, in the form that the problem asks for."""
     kind, sizes = problem.groups, list(problem.sizes)
     if kind == "offs":
         return {"offs": torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)}
@@ -309,7 +311,7 @@ def group_sizes(problem: Problem) -> dict[str, Any]:
 
 
 def _wanted(problem: Problem) -> Iterator[str]:
-    """Names of tensors, those that a routing is made of in place of it."""
+    """Yield the names of the tensors to make; for a routing, those of its parts."""
     optional = declared.optional_of(problem.call)
     for name in declared.parameters(problem.call):
         if declared.is_option(problem.call, name) or name in ("offs", "splits"):
@@ -323,7 +325,7 @@ def _wanted(problem: Problem) -> Iterator[str]:
 
 
 def tensors_of(problem: Problem) -> dict[str, Any]:
-    """All tensors of a call by name, on the CPU."""
+    """Return all tensors of a call by name, on the CPU."""
     b, given = Build(problem), {}
     for name in _wanted(problem):
         make = MAKERS.get((problem.call, name)) or MAKERS[("", name)]
@@ -340,7 +342,7 @@ def tensors_of(problem: Problem) -> dict[str, Any]:
 
 
 def values(value: Any) -> Any:
-    """The tensors of an argument, one by one."""
+    """Return the tensors of an argument as a list."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Scaled):
@@ -349,7 +351,7 @@ def values(value: Any) -> Any:
 
 
 def arguments(problem: Problem, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the function, of the tensors and options of a problem."""
+    """Return the function's arguments, made from a problem's tensors and options."""
     named = dict(given)
     options = {name: value for name, value in problem.options.items() if name in declared.parameters(problem.call)}
     if options.get("out_dtype"):

@@ -1,4 +1,4 @@
-"""What every GPU test starts from: no gradients, and memory that is full of NaN."""
+"""Setup of every GPU test: no gradients, and memory full of NaN."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from glulam.recipes import RECIPES
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Uninitialised results and a workspace that was used before hold NaN, which must reach no result."""
+    """Run a test without gradients, after filling the allocator's free memory and the workspace with NaN, which must
+    not reach any result.
+    """
     if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
         poison_allocator("cuda")
         for buffer in workspace.stats().buffers.values():
@@ -52,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @contextmanager
 def what_it_can(item: pytest.Item) -> Iterator[None]:
-    """Tests that name one of Hopper's kernels find no such bundle on portable kernels."""
+    """Skip a test on portable kernels if it fails because it needs a kernel of sm_90a or an FP8 MMA."""
     if item.config.getoption("--arch") != "portable":
         yield
         return
@@ -78,7 +80,9 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
 
 @pytest.fixture(autouse=True)
 def both_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows run on one tile and many on the other: layers as small as these would leave one tile untested."""
+    """Make the dispatcher use the small tile for few rows and the large tile for many, since layers this small would
+    test only one.
+    """
 
     def estimates(parts: Sequence[ProblemGemm], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
         few = parts[0].gemm.average <= min(tile.m for tile in tiles)

@@ -1,4 +1,4 @@
-"""A process whose very first call is made under capture: nothing was loaded, cached or warmed up. Prints "ok".
+"""A process whose very first call is captured in a CUDA graph, with nothing loaded, cached or warmed up. Prints "ok".
 
 usage: fresh_capture.py packed|list
 """

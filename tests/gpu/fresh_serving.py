@@ -1,4 +1,4 @@
-"""A process that serves: what it was given was compiled and tuned before. Prints a JSON object of what it did.
+"""A serving process that uses kernels compiled and tuned by an earlier process. Prints a JSON object of what it used.
 
 usage: fresh_serving.py OUT_FEATURES IN_FEATURES
 """

@@ -37,7 +37,7 @@ def case(sizes: list[int], form: Form = SWIGLU, hidden: int = HIDDEN, inter: int
 
 
 def padded(value: torch.Tensor, columns: int) -> torch.Tensor:
-    """The same values with `columns` of NaN between the rows."""
+    """Return an equal matrix with row stride padded by `columns`; the padding is NaN."""
     wide = torch.full((value.shape[0], value.shape[1] + columns), math.nan, dtype=value.dtype, device="cuda")
     wide[:, : value.shape[1]] = value
     return wide[:, : value.shape[1]]

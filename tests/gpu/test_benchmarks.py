@@ -1,4 +1,4 @@
-"""What the benchmarks rest on: exported functions take the arguments that perf gives them, and samples are times."""
+"""Assumptions of the benchmarks: exported functions accept the arguments that perf passes, and samples are times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and operators inside PyTorch, by kernels: adapters, children that are called, and who watches."""
+"""Modules and operators within PyTorch, on kernels: adapters, child modules that are called, and dispatch modes."""
 
 from __future__ import annotations
 

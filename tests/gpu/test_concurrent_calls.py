@@ -1,4 +1,6 @@
-"""Several threads of one process: first calls together, lists that drop each other's tables, weights made at once."""
+"""Several threads of one process: simultaneous first calls, weight lists that evict each other's pointer tables, and
+concurrent weight preparation.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def weights(seed: int) -> tuple[Tensor, Tensor]:
-    """Packed; experts differ in scale, so that one in the place of another shows."""
+    """Return packed w1 and w2; experts differ in scale, so that mixing them up shows."""
     scale = torch.arange(1, EXPERTS + 1, device="cuda").view(-1, 1, 1)
     return (randn(EXPERTS, 2 * INTER, HIDDEN, seed=seed) * scale).to(BF16), randn(EXPERTS, HIDDEN, INTER, seed=seed + 1)
 
 
 def in_threads(work: Callable[[int], Any], busy: bool = True) -> list[Any]:
-    """The results of THREADS threads that begin together, while the GPU is busy."""
+    """Run `work` in THREADS threads that start together, and return their results. busy: keep the GPU busy at the
+    start.
+    """
     start = threading.Barrier(THREADS, timeout=60)
     torch.cuda.synchronize()
     if busy:

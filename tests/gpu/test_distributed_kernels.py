@@ -1,4 +1,4 @@
-"""Experts across ranks that share a GPU, by gloo, or have one each, by either transport, against one process."""
+"""Expert parallelism against one process: ranks share a GPU, by gloo, or have one each, by either transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def some(*shape: int, seed: int) -> Tensor:
 def layer_results(
     x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, mix: Tensor, parallel: Any = None
 ) -> list[Tensor]:  # fmt: skip
-    """The result, and gradients of x, logits and experts' weights; of what has no rows zeros."""
+    """Return the layer's result and the gradients of x, logits and expert weights; zeros where there is no gradient."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, logits, w1, w2)]
     with torch.enable_grad():
         routing = glulam.route(leaves[1], TOP_K)
@@ -71,7 +71,9 @@ def against_one_process(transport: str) -> None:
 
 
 def sums_or_rows(transport: str) -> None:
-    """The layer in three steps: by sums its bits, by rows what is near."""
+    """Check dispatch, experts and combine as three steps: combining sums gives the layer's bits, combining rows is
+    close.
+    """
     rank = dist.get_rank()
     w1 = (some(EXPERTS, 2 * INTER, HIDDEN, seed=1) * HIDDEN**-0.5).cuda()
     w2 = (some(EXPERTS, HIDDEN, INTER, seed=2) * INTER**-0.5).cuda()
@@ -92,7 +94,7 @@ def sums_or_rows(transport: str) -> None:
 
 @torch.no_grad()
 def in_mxfp8(transport: str) -> None:
-    """The layer by recipe "mxfp8": tokens that travel in MXFP8, and are given so, give the bits of 16-bit ones."""
+    """Check recipe "mxfp8": tokens sent or given in MXFP8 give the same bits as 16-bit tokens."""
     rank = dist.get_rank()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
     if transport == "symmetric":
@@ -116,7 +118,9 @@ def in_mxfp8(transport: str) -> None:
 
 @torch.no_grad()
 def with_a_shared_expert(transport: str) -> None:
-    """nn.MoE, of few tokens and of many, and in a graph, against the same module alone."""
+    """Check nn.MoE with a shared expert against the same module on one rank: few tokens, many tokens, and in a CUDA
+    graph.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
     options: dict[str, Any] = {
@@ -147,7 +151,9 @@ def with_a_shared_expert(transport: str) -> None:
 
 @torch.no_grad()
 def a_rank_fails(transport: str) -> None:
-    """Its experts fail, or it makes another call than the others: each rank raises, and none returns wrong rows."""
+    """Check that every rank raises, and none returns wrong rows, if a rank's experts fail or it makes another call than
+    the others.
+    """
     bad = dist.get_rank() == 1
     x, ids = some(40, HIDDEN, seed=1).cuda(), torch.arange(40 * TOP_K, device="cuda").view(40, TOP_K).int() % EXPERTS
     weights = torch.full(ids.shape, 1 / TOP_K, device="cuda")
@@ -187,7 +193,7 @@ def a_rank_fails(transport: str) -> None:
 
 @torch.no_grad()
 def random_steps(steps: int) -> None:
-    """Other tokens and numbers of them at every step; what was received is overwritten as soon as it may be."""
+    """Check random tokens and counts at each step; received rows are overwritten as soon as that is allowed."""
     rank = dist.get_rank()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport="symmetric")
     ep._way.poison = True
@@ -210,7 +216,9 @@ def random_steps(steps: int) -> None:
 
 
 def a_rank_ends() -> None:
-    """The others hear of it in time, whichever of its calls it does not make, and get no result."""
+    """Check that if a rank ends instead of making any one of its calls, the others raise in time and return no
+    result.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport="symmetric")
     ep.timeout = 1.0
@@ -231,7 +239,9 @@ def a_rank_ends() -> None:
 
 @torch.no_grad()
 def a_rank_ends_within_a_call() -> None:
-    """While kernels of all ranks run. What the others get is whole up to some step, and NaN from there on."""
+    """End a rank while kernels of all ranks run; the others' results must be whole up to some step, and NaN after
+    it.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     hidden, tokens = 4096, 2048
     ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, tokens, dtype=BF16, transport="symmetric")

@@ -1,4 +1,4 @@
-"""The kernels that fold weights, against the CPU, bit for bit."""
+"""The kernels of `prepare_mxfp8_weight` (fold), against the CPU, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every function of formats whose scales are no powers of two: validation's trials, compared with the CPU reference."""
+"""Every function of formats whose scales are not powers of two: trials of `glulam validate`, compared with the CPU
+reference.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""FC1's weights in two tensors, forward and backward, through the public API.
+"""FC1's weights as two tensors (gate and up), forward and backward, through the public API.
 
-Forward computes what it does of one tensor, bit for bit; the data gradient is compared with float64.
+Forward must equal the result with one tensor bit for bit; the data gradient is compared with float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def case(sizes: list[int], hidden: int = HIDDEN, inter: int = INTER, **options: 
 
 
 def preacts(c: Case, seed: int = 3) -> torch.Tensor:
-    """[T, 2I], as a gradient of h, the tail NaN."""
+    """Return a random gradient of the preactivation h [T, 2I], NaN after the last group."""
     return gradient(c, 2 * c.w2.shape[2], seed)
 
 

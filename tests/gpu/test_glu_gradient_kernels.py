@@ -30,7 +30,9 @@ def with_gradients(poisoned_memory: None) -> Iterator[None]:
 
 
 def by_definition(form: tuple[str, str], sizes: list[int], given: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Rounds preactivations once, as they are kept: else some lie on the other side of a kink of the activation."""
+    """Compute grouped_glu from its definition, with preactivations rounded to `dtype` as kernels store them. Without
+    the rounding some would lie on the other side of a kink of the activation.
+    """
     parts = zip(given["x"].split(sizes), given["w1"], given["bias"], strict=True)
     h = torch.cat([torch.addmm(b, x, w.mT) for x, w, b in parts])
     h = h + (h.to(dtype).to(h.dtype) - h).detach()

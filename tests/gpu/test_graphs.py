@@ -1,4 +1,4 @@
-"""CUDA graphs: captured with one routing, replayed with others, against eager bit for bit."""
+"""CUDA graphs: captured with one routing, replayed with others, compared with eager calls bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def no_graph_is_garbage() -> None:
-    """Destroyed while another one is captured, a graph of an earlier test would end the process."""
+    """Collect garbage before each test: an old graph that is destroyed during a capture would crash the process."""
     gc.collect()
 
 
@@ -35,7 +35,7 @@ ROWS = {"few rows": 300, "many rows": 1200}
 
 
 def routings(rows: int) -> dict[str, list[int]]:
-    """Ten others than the one that is captured (even over all rows)."""
+    """Return ten routings by name, all different from the captured one (equal groups over all rows)."""
     others = catalogue(rows - 11, EXPERTS)
     return {**others, "first_takes_all": one_takes_all(rows, EXPERTS, 0)}
 
@@ -45,7 +45,7 @@ def worst_case(rows: int) -> Case:
 
 
 def finite(c: Case) -> None:
-    """Every row may come into use at a replay."""
+    """Replace NaN in rows after the last group, because a replay may use any row."""
     c.x.nan_to_num_(nan=0.5)
     c.row_scale.nan_to_num_(nan=0.5)
 
@@ -55,7 +55,7 @@ Run = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 def runs(c: Case) -> dict[str, tuple[dict[str, int], Run]]:
-    """For each operator the widths of its outputs, and the call."""
+    """Return each operator's output widths and its call, by name."""
     lists = list(c.w1), list(c.w2), list(c.b1)
 
     def mlp(groups: dict[str, Any], out: dict[str, torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ def test_a_graph_owns_its_memory() -> None:
 
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has made no call yet."""
+    """Clear all caches, as in a process before its first call."""
     workspace.forget()
     tickets.forget()
     monkeypatch.setattr(experts, "_tables", {})

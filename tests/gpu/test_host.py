@@ -1,4 +1,6 @@
-"""Streams, threads, devices, preloading, bad arguments after good ones, torch.compile: what only a GPU shows."""
+"""Host code that only a GPU tests: streams, threads, devices, preloading, bad arguments after good ones,
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,7 @@ def test_another_device_than_the_current_one() -> None:
 
 
 def bad_arguments(c: Case) -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
-    """By name: the error, words of its message, and the changed arguments."""
+    """Return the error type, words of its message and the changed arguments of each bad call, by name."""
     flat = torch.zeros(c.x.numel() + 1, dtype=BF16, device="cuda")
     shared = torch.zeros(c.x.shape[0] + 8, HIDDEN, dtype=BF16, device="cuda")
     return {

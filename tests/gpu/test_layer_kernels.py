@@ -1,4 +1,4 @@
-"""The layer's kernels against plain loops and the CPU reference, through the public API."""
+"""Kernels of the MoE layer against plain loops and the CPU reference, through the public API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def tensors(made: Routing) -> list[Tensor]:
 
 
 class TestRouteFew:
-    """Logits and routing in one call: tokens that fill no CTA and several, widths that no CTA divides."""
+    """Tests of logits and routing in one kernel: token counts below and above one CTA, and widths that CTAs do not
+    divide.
+    """
 
     @pytest.mark.parametrize("of_logits", [F32, BF16, torch.float16])
     @pytest.mark.parametrize("shape", [(1, 128, 2880), (3, 60, 64), (5, 32, 8), (16, 256, 7168), (7, 1000, 1504)])
@@ -256,7 +258,7 @@ class TestRows:
 
 
 class TestRowsByIndex:
-    """The same bits as on a copy of the rows: the same tiles, in the same order."""
+    """Rows read by index give the same bits as a copy of the rows, since tiles and their order are the same."""
 
     @pytest.mark.parametrize("dtype", [BF16, torch.float16])
     @pytest.mark.parametrize("return_preact", [False, True])
@@ -296,7 +298,7 @@ class TestRowsByIndex:
 class TestMoe:
     @pytest.fixture(params=["by index", "copied"], autouse=True)
     def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """How a forward and backward read tokens."""
+        """Select how forward and backward read tokens: by index, or copied first."""
         if request.param == "copied":
             monkeypatch.setattr(sys.modules["glulam.layer.of_tokens"], "COPIED_WIDTH", 0)
         forget_plans()
@@ -368,13 +370,13 @@ class TestMoe:
 
 
 class TestMoeOfChoices:
-    """The same bits as of `from_topk` and `moe`, which are two calls."""
+    """moe_of_choices gives the same bits as the two calls Routing.from_topk and moe."""
 
     EXPERTS = 64
 
     @pytest.fixture(params=RECIPES)
     def options(self, request: pytest.FixtureRequest) -> dict[str, Any]:
-        """Of experts as many and as wide as fill the GPU, so that tiles of FC2 wait for tiles of FC1."""
+        """Weights and recipe for enough wide experts to fill the GPU, so that FC2's tiles wait for FC1's."""
         w1, w2 = self.weights()
         return {"w1": w1, "w2": w2, "recipe": request.param}
 
@@ -385,7 +387,9 @@ class TestMoeOfChoices:
     def tokens(
         self, count: int, k: int = 8, ids: torch.dtype = torch.int64, of_weights: torch.dtype = BF16
     ) -> dict[str, Any]:
-        """Among the choices are -1 and E, no expert's; few tokens leave most experts empty."""
+        """Return random tokens and choices, which include the invalid ids -1 and E; few tokens leave most experts
+        empty.
+        """
         return {
             "x": torch.randn(count, 1024, device="cuda").bfloat16(),
             "ids": torch.randint(-1, self.EXPERTS + 1, (count, k), device="cuda", dtype=ids),
@@ -398,7 +402,7 @@ class TestMoeOfChoices:
         return glulam.moe(given["x"], made, **options)
 
     def poison(self, byte: int) -> None:
-        """What calls find in their memory."""
+        """Fill the workspace with a byte before a call."""
         for buffer in workspace.stats().buffers.values():
             buffer.fill_(byte)
 

@@ -29,7 +29,7 @@ GRADIENT_ERROR = {BF16: 5e-2, F16: 1e-2, F32: 1e-4}
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int, spread: bool = False) -> Tensor:
-    """`spread`: tokens differ in scale, so that a wrong index shows."""
+    """Return random numbers on the GPU. spread: tokens differ in scale, so that a wrong index shows."""
     made = torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
     if spread and made.dim() > 1:
         scale = torch.linspace(-1, 1, shape[0], device="cuda").exp2()
@@ -71,7 +71,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def forward_error(name: str, dtype: torch.dtype) -> float:
-    """`dtype`: of the streams. The projection's products of 16-bit weights with float32 streams are of TF32."""
+    """Return the allowed error of a result. dtype: of the streams; products of 16-bit weights with float32 streams run
+    in TF32.
+    """
     return 5e-3 if name in ("project", "pre") and dtype is F32 else FORWARD_ERROR[dtype]
 
 
@@ -80,7 +82,7 @@ def listed(value: Any) -> list[Tensor]:
 
 
 def on_cpu(name: str, given: list[Tensor], **how: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and gradients in float64, on the same inputs."""
+    """Return results and gradients in float64 on the CPU, from the same inputs."""
     leaves = [t.detach().double().cpu().requires_grad_() for t in given]
     with torch.enable_grad():
         results = listed(CALLS[name](*leaves, **how))
@@ -98,7 +100,7 @@ def on_gpu(name: str, given: list[Tensor], **how: Any) -> tuple[list[Tensor], li
 
 
 def cotangents(results: list[Tensor]) -> list[Tensor]:
-    """The same for the GPU's results and the CPU's: drawn on the CPU, in 16 bits, so that every dtype holds them."""
+    """Draw gradients of the results on the CPU, the same for GPU and CPU, as bfloat16 values that every dtype holds."""
     made = []
     for seed, result in enumerate(results):
         drawn = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + seed)).to(BF16)
@@ -195,12 +197,13 @@ class TestNumerics:
 
 
 class TestProjectBackward:
-    """Of its gates' kernel a warp has 8 tokens at a time, a CTA 128 and the grid 33792. The inputs are such as TF32 and
-    bfloat16 hold, so that sums over tokens, made in float32, show one token too few or too many.
+    """Tests of project's backward. A warp of its gates' kernel handles 8 tokens at a time, a CTA 128 and the grid
+    33792. TF32 and bfloat16 hold the inputs exactly, so that a float32 sum over tokens with one token too few or too
+    many shows.
     """
 
     def check(self, tokens: int, n: int, c: int, dtype: torch.dtype, present: tuple[bool, ...] = (True,) * 3) -> None:
-        """`present`: which of h_pre, h_post and h_res have a gradient."""
+        """Compare gradients with float64. present: True for each of h_pre, h_post and h_res that gets a gradient."""
         given = [t.to(BF16).to(t.dtype) for t in inputs("project", (tokens,), n, c, dtype)]
         runs = []
         for values in (given, [t.double().cpu() for t in given]):
@@ -256,20 +259,22 @@ class TestProjectBackward:
 
 
 def row_errors(got: Tensor, exact: Tensor) -> float:
-    """The largest, of all rows, root mean square of the error relative to the root mean square of the exact values."""
+    """Return the largest relative error of any row: root mean square of the error over that of the exact values."""
     exact = exact.to(got.device)
     return float(((got.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 
 def roundings(exact: Tensor, dtype: torch.dtype) -> float:
-    """`row_errors` of the best result of a dtype."""
+    """Return `row_errors` of the exact result rounded to a dtype: the least possible error."""
     return row_errors(exact.to(dtype), exact)
 
 
 class TestExactWeights:
-    """What is float32 stays precise with streams of any dtype: a weight, one times a norm's weight, and gradients of
-    both. Errors are root mean squares, by row of the weight, and the rows differ in scale by 2^14. A weight or a
-    gradient of p that were rounded to bfloat16 would be off by 1.6e-3, to float16 or TF32 by 2e-4.
+    """Float32 values stay precise with streams of any dtype: weights, products with the norm's weight, and gradients of
+    both.
+
+    Errors are root mean squares by row of the weight, whose rows differ in scale by 2^14. Rounding a weight or a
+    gradient of p to bfloat16 would add an error of 1.6e-3, to float16 or TF32 of 2e-4.
     """
 
     MOST = 1e-5
@@ -284,7 +289,7 @@ class TestExactWeights:
     def given(
         self, tokens: int, n: int, c: int, dtype: torch.dtype, params: torch.dtype, norm: torch.dtype | None
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Without a bias, so that small rows of the weight make small logits; alphas of one."""
+        """Return inputs without a bias, so that small weight rows give small logits, and with alphas of one."""
         x, weight, *_, bias = inputs("project", (tokens,), n, c, dtype, F32)
         rows = torch.linspace(-12, 2, len(bias), device="cuda").exp2()
         one = torch.ones(1, device="cuda")

@@ -1,4 +1,6 @@
-"""nn.MoE by kernels against each family's block in plain torch: as near to float64 as the block itself in 16 bits."""
+"""nn.MoE on kernels against each model family's block in plain torch: its error to float64 is no larger than the
+block's in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def batch(tokens: int, dtype: torch.dtype = BF16, seed: int = 3) -> Tensor:
 
 
 def by_torch(name: str, x: Tensor, module: MoE, dy: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    """The block's result, and gradients by the module's names, of the experts that the module chose."""
+    """Return the block's result and its gradients by the module's parameter names, for the experts that the module
+    chose.
+    """
     state = some_state(name, x.dtype, DEVICE)
     leaves = {key: value.to(dtype).requires_grad_("e_score" not in key) for key, value in state.items()}
     x = x.detach().to(dtype).requires_grad_()

@@ -1,6 +1,6 @@
-"""The MXFP8 functions stage by stage on a GPU: each stage against float64 of what the stage before really made.
+"""MXFP8 functions stage by stage on a GPU: each stage against float64 of the previous stage's actual output.
 
-End to end an activation that rounds to the other of two neighbouring E4M3 numbers hides everything smaller than itself.
+End to end, an activation that rounds to the neighbouring E4M3 number would hide any smaller error.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DIFFERING = 0.03
 """Share of activations that may round to a neighbour: wgmma's sums err by 1.3e-4, half an E4M3 step is 3e-2 to 6e-2."""
 HALF_STEP = 2.0**-4
 SUM_ERROR = 2e-3
-"""Of an activation, relative to the largest of its row: 15 times what wgmma's sums err by on average."""
+"""Error of an activation, relative to the largest of its row: 15 times the average error of wgmma's sums."""
 ROW_SUM_ERROR = 1e-3
-"""Of d_row_scale, relative to its terms: wgmma's error and float32 sums."""
+"""Error of d_row_scale, relative to its terms, from wgmma and float32 sums."""
 
 
 @dataclasses.dataclass
 class Quantised:
-    """Buffers for rows in MXFP8, filled with what a test would notice: NaN, and scales of 2^127."""
+    """Buffers for rows in MXFP8, filled with values that show in a result: elements of NaN and scales of 2^127."""
 
     data: Tensor
     scale: Tensor
@@ -54,7 +54,7 @@ class Quantised:
         return cls(data, torch.full((rows, columns // 32), 0xFE, dtype=torch.uint8, device="cuda"))
 
     def values(self, rows: int) -> Tensor:
-        """float64 on the CPU."""
+        """Return the first rows dequantised, in float64 on the CPU."""
         return values(self.data[:rows], self.scale[:rows])
 
 
@@ -71,12 +71,14 @@ def on_cpu(biases: Tensor) -> list[Tensor]:
 
 
 def assert_like_torch(got: Tensor, exact: Any, rows: int) -> None:
-    """`exact(dtype)` in float64, and as torch computes it in got's dtype."""
+    """Compare `got` with `exact(float64)`, allowing for the error of torch's `exact(got.dtype)`."""
     assert_close(got.cpu(), exact(torch.float64), exact(got.dtype), rows)
 
 
 def assert_quantised(got: Quantised, wanted: Tensor) -> None:
-    """Rows that were quantised from nearly `wanted` [rows, C], float32: few bytes differ, and none by much."""
+    """Check that rows are the quantisation of approximately `wanted` float32 [rows, C]: few bytes differ, and none by
+    much.
+    """
     rows = wanted.shape[0]
     reference = glulam.quantize_mxfp8(wanted.contiguous(), block="1x128")
     for name in ("data", "scale"):
@@ -88,7 +90,7 @@ def assert_quantised(got: Quantised, wanted: Tensor) -> None:
 
 
 def counters() -> int:
-    """The address of this thread's."""
+    """Return the address of this thread's ticket counters."""
     return tickets.counters(torch.device("cuda"), torch.cuda.current_device())
 
 

@@ -1,4 +1,4 @@
-"""grouped_mlp in MXFP8 on a GPU: every recipe, activation, routing and form of argument against float64."""
+"""grouped_mlp in MXFP8 on a GPU: every recipe, activation, routing and kind of argument against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients of grouped_mlp in MXFP8 on a GPU: against their definition, planned and general, captured, by modules."""
+"""Gradients of grouped_mlp in MXFP8 on a GPU: against their definition, by plan and without, in CUDA graphs, and of
+modules.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Along which axes weights were folded, in order."""
+    """List that gets the axis of each weight preparation, in order."""
     calls: list[str] = []
     prepare = prepared_weights.prepare
 
@@ -209,13 +211,15 @@ def test_on_streams_of_their_own(made: list[str]) -> None:
 
 
 def leaves_of(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of them, with gradients of their own."""
+    """Return detached aliases of the tensors as leaves that require gradients."""
     return {name: value.detach().requires_grad_() for name, value in given.items()}
 
 
 @contextlib.contextmanager
 def on_a_stream() -> Iterator[torch.cuda.Stream]:
-    """One that can be captured; the default stream waits for what was done there."""
+    """Context with a side stream as the current one, which can be captured; afterwards the default stream waits for
+    it.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

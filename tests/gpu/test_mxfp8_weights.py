@@ -1,4 +1,4 @@
-"""The kernels that decode weights, called as they are exported, against float64 of the decoded weights."""
+"""Kernels that decode quantised weights, called by their exported functions, against float64 of the decoded weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ tiles = pytest.mark.parametrize("tile", DECODING_TILES, ids=lambda tile: tile.na
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
-    """float64 of bytes [..., K] and [..., K / 32], on the CPU."""
+    """Dequantise E4M3 bytes [..., K] and E8M0 bytes [..., K / 32] to float64 on the CPU."""
     data, scales = data.long().cpu(), scales.cpu()
     magnitude = torch.cat((mxfp8.MAGNITUDES, torch.tensor([math.nan], dtype=torch.float64)))[data % 128]
     powers = torch.where(scales == mxfp8.NAN_SCALE, math.nan, torch.exp2(scales.double() - ONE))
@@ -45,7 +45,8 @@ def values(data: Tensor, scales: Tensor) -> Tensor:
 class Weight:
     """E4M3 and E8M0 bytes [E, N, K] and [E, N, K / 32] on the GPU.
 
-    last_scale: the greatest scale byte whose elements are all bfloat16 numbers. log2_element: about an element's.
+    last_scale: greatest scale byte whose elements are all bfloat16 numbers. log2_element: approximate log2 of an
+    element's magnitude.
     """
 
     operands = "mxfp8_weight_only"
@@ -72,7 +73,9 @@ class Weight:
 
 
 class Weight4(Weight):
-    """The same of E2M1, two a byte: [E, N, K / 2]. Kernels read them as words."""
+    """MXFP4 weight: E2M1 elements, two per byte, [E, N, K / 2], and E8M0 bytes. Kernels read elements as 32-bit
+    words.
+    """
 
     operands = "mxfp4_weight_only"
     elements_a_byte = 2
@@ -98,7 +101,7 @@ def kind_of(operands: str) -> type[Weight]:
 
 
 def random_weight(experts: int, n: int, k: int, spread: int = 0, kind: type[Weight] = Weight) -> Weight:
-    """Any bytes but NaN; scales that make results about 1, times 2^-spread to 2^spread."""
+    """Return a weight of random bytes without NaN; scales make results about 1, times 2^-spread to 2^spread."""
     data = kind.without_nan(torch.randint(0, 256, (experts, n, k // kind.elements_a_byte)))
     middle = ONE - kind.log2_element - round(math.log2(k) / 2)
     return kind(data, torch.randint(middle - spread, middle + spread + 1, (experts, n, k // BLOCK)))
@@ -114,14 +117,14 @@ def ends_of(sizes: Sequence[int]) -> list[int]:
 
 
 def rows_of_x(sizes: Sequence[int], k: int, tail: int = 3) -> Tensor:
-    """Random rows, and NaN after the last group."""
+    """Return random bfloat16 rows, with `tail` rows of NaN after the last group."""
     x = torch.randn(sum(sizes) + tail, k, device="cuda").to(BF16)
     x[sum(sizes) :] = math.nan
     return x
 
 
 def nan_rows(rows: int, columns: int) -> Tensor:
-    """A buffer whose rows lie apart."""
+    """Return a bfloat16 buffer of NaN whose row stride is padded."""
     return torch.full((rows, columns + 8), math.nan, dtype=BF16, device="cuda")[:, :columns]
 
 
@@ -143,7 +146,7 @@ def run_mlp(
     tile: TileConfig, operands: str, form: tuple[str, str], x: Tensor, w1: Weight, w2: Weight, sizes: Sequence[int],
     *, b1: Tensor | None = None, b2: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """mid and y."""
+    """Launch FC1 and FC2 as separate functions; return mid and y."""
     mid, y = nan_rows(x.shape[0], w2.k), nan_rows(x.shape[0], w2.data.shape[1])
     fc2 = GroupedMmSpec("bfloat16", False, tile, ARCH, next_operands(operands))
     made = glu_form(*form, w2.k, operands, tile, False)
@@ -159,7 +162,7 @@ def run_mlp(
 def check_sum(
     y: Tensor, x: Tensor, w: Weight, sizes: Sequence[int], bias: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
-    """Each element: rounded to bfloat16 once, of a sum that errs by little of its terms' magnitudes."""
+    """Check that each element is a float32-accumulated sum rounded to bfloat16 once."""
     rows, exact = sum(sizes), w.exact()
     x = x.double().cpu()
     bias, scale = (None if t is None else t.double().cpu() for t in (bias, scale))
@@ -267,7 +270,7 @@ def test_nan_reaches_its_column_and_no_other(tile: TileConfig, kind: type[Weight
 
 
 def row_in_w1(layout: str, column: int, part: int, inter: int) -> int:
-    """The row of w1 that makes a column of its gate (part 0) or of its linear half (1)."""
+    """Return the row of w1 that computes a column of the gate (part 0) or of the linear half (part 1)."""
     interleaved32 = column // 32 * 64 + part * 32 + column % 32
     return {"concat": part * inter + column, "interleaved": 2 * column + part, "interleaved32": interleaved32}[layout]
 
@@ -310,7 +313,9 @@ def test_results_repeat_and_do_not_depend_on_the_tile(kind: type[Weight]) -> Non
 
 
 def check_mid(mid: Tensor, act: Tensor, rounded: bool) -> None:
-    """bfloat16 of the activation; rounded, its MXFP8 values, but where a sum lies between two of them."""
+    """Check that mid is the activation in bfloat16, or if `rounded`, its MXFP8 values, except where a sum lies between
+    two of them.
+    """
     got = mid.double().cpu()
     scale = act.abs().amax(dim=1, keepdim=True)
     if not rounded:

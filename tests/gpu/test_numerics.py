@@ -1,6 +1,6 @@
-"""The kernels against float64, by the rule of `support.criterion`, through the public API.
+"""Kernels against float64, by the rule of `support.criterion`, through the public API.
 
-Sizes are small and divide no tile; rows per expert are on both sides of what decides the tile here.
+Sizes are small and divide no tile; rows per expert lie on both sides of the threshold between the tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quantiser's kernels against the CPU reference, bit for bit, and the fold on a GPU."""
+"""Quantisation kernels against the CPU reference, bit for bit, and folding on a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def copies(result: Any) -> tuple[MXFP8Tensor, ...]:
 
 
 def empty_like(result: Any, fill: int) -> Any:
-    """Buffers on the GPU for such a result, every byte `fill`."""
+    """Return GPU buffers of the result's shapes, every byte `fill`."""
     made = [
         MXFP8Tensor(
             torch.full(one.data.shape, fill, dtype=torch.uint8, device="cuda").view(layout.DATA_DTYPE),
@@ -52,7 +52,7 @@ def empty_like(result: Any, fill: int) -> Any:
 
 
 def assert_same(got: Any, wanted: Any, rows: int | None = None) -> None:
-    """Every byte, or the bytes of the first `rows` rows and their scales."""
+    """Compare all bytes, or if `rows` is given, the bytes and scales of the first `rows` rows."""
     for one, other in zip(copies(got), copies(wanted), strict=True):
         assert torch.equal(bytes_of(one.data)[:rows], bytes_of(other.data)[:rows]), one
         if rows is None:
@@ -64,7 +64,7 @@ def assert_same(got: Any, wanted: Any, rows: int | None = None) -> None:
 
 
 def compare(x: Tensor, offs: Tensor | None = None, rows: int | None = None, **options: Any) -> None:
-    """Twice, into new memory and into given buffers, against the reference."""
+    """Quantise into new memory, then into given buffers, and compare both with the CPU reference."""
     wanted = quantize_mxfp8(x, offs=offs, **options)
     groups = None if offs is None else offs.cuda()
     poison_allocator("cuda", 8 << 20)
@@ -242,7 +242,7 @@ class TestRounded:
         return out
 
     def compare(self, x: Tensor) -> None:
-        """Bit for bit, but for the bits of a NaN."""
+        """Compare with the reference bit for bit, except for the payload of NaN."""
         got, wanted = self.rounded(x.cuda()).cpu(), quantize_mxfp8(x).dequantize(x.dtype)
         assert torch.equal(got.isnan(), wanted.isnan())
         bits = torch.int16 if x.dtype == BF16 else torch.int32

@@ -1,4 +1,4 @@
-"""Wrong calls on a GPU: none crashes, and none passes in silence; see `support.wrong_calls`."""
+"""Wrong calls on a GPU: none crashes, and none passes silently; see `support.wrong_calls`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows by index on a GPU: the same bits as of a copy of these rows, whose results test_numerics.py and test_backward.py
-hold against float64.
+"""Rows read by index on a GPU: the same bits as with a copy of the rows, which test_numerics.py and test_backward.py
+compare with float64.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def case(sizes: list[int], hidden: int = HIDDEN, inter: int = INTER, **options: 
 
 
 class Scattered:
-    """Rows of a matrix as those of another, of `tokens` rows that lie padded, one of them NaN and never asked for. Some
-    rows are asked for again and again, indices of some are out of range, and those of the tail are anything.
+    """A token matrix `x` [tokens, columns] with padded rows, `indices` for as many rows as `rows` has, and `copy`, a
+    copy of the selected rows.
+
+    The last token is NaN; only the indices of rows after the last group, which are out of range, clamp to it. Tokens
+    are selected repeatedly, and some indices are negative.
     """
 
     def __init__(self, rows: torch.Tensor, used: int, tokens: int = TOKENS):
@@ -133,7 +136,7 @@ class TestDglu:
 
 
 class TestWgrad:
-    """Of dy [T, INTER] and x [T, HIDDEN], either of which comes by index."""
+    """Tests of grouped_wgrad of dy [T, INTER] and x [T, HIDDEN], either of which is read by index."""
 
     def check(self, c: Case, by: str, **options: Any) -> None:
         dy, x = preactivation(c)[:, : c.w2.shape[2]].contiguous(), c.x
@@ -187,12 +190,12 @@ class TestWgrad:
 
 
 class TestMxfp8Kernels:
-    """Alone, on rows of 608 = 4.75 k-tiles."""
+    """Tests of single MXFP8 GEMM kernels on rows of 608 = 4.75 k-tiles."""
 
     HIDDEN = 608
 
     def check(self, spec: GroupedMmSpec, prepared: tuple[torch.Tensor, torch.Tensor], c: Case) -> None:
-        """`prepared`: the weight and its scales."""
+        """Launch a GEMM with rows by index and with copied rows, and compare. prepared: the weight and its scales."""
         at = Scattered(c.x, c.rows)
         kernel = kernels.find(spec)
         data, scale = prepared
@@ -219,7 +222,7 @@ class TestMxfp8Kernels:
 
 
 class TestRecipes:
-    """grouped_mlp of tokens, of which each is quantised once."""
+    """Tests of grouped_mlp with rows by index by recipes that quantise each token once."""
 
     @pytest.mark.parametrize("recipe", QUANTISED)
     @pytest.mark.parametrize("rows", [1, 20, 200, 700, 1500, 6000])

@@ -1,5 +1,7 @@
-"""Batch invariance on a GPU: the same rows in batches of every size, among any other rows, eager and replayed, have the
-same bits; by every recipe, forward and backward. Sizes lie around every number of rows at which the kernel changes.
+"""Batch invariance on a GPU: a row has the same bits in batches of every size and beside any other rows, eager and
+replayed, by every recipe, forward and backward.
+
+Batch sizes lie around every row count at which the dispatcher switches kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ COLUMNS = {arch: column for column, arch in contract.COLUMNS.items()}
 
 
 def arch() -> str:
-    """The architecture whose kernels serve, as the option --arch says."""
+    """Return the architecture whose kernels are tested, from the option --arch."""
     return os.environ.get("GLULAM_ARCH", "sm_90a")
 
 
@@ -44,7 +46,7 @@ def column() -> str:
 
 
 def sizes_around(problem: Problem) -> list[int]:
-    """Numbers of rows at which another kernel serves, those beside them, and powers of two."""
+    """Return row counts at which the dispatcher switches kernels, their neighbours, and powers of two."""
     found = {1 << power for power in range(14)} | {3, 17, 24, 100, 1000}
     before = None
     for rows in range(1, MOST + 1):
@@ -62,7 +64,9 @@ def sizes_of(op: str, recipe: str) -> tuple[int, ...]:
 
 
 def served(op: str) -> list[str]:
-    """Recipes by which Hopper's kernels have an operator; portable ones lack some, whose tests are skipped."""
+    """Return the recipes by which Hopper's kernels have an operator. Portable kernels lack some, whose tests are
+    skipped.
+    """
     return [name for name, recipe in RECIPES.items() if list(contract.problems(op, recipe, "sm_90a"))]
 
 
@@ -76,7 +80,7 @@ def is_default(op: str, recipe: str) -> bool:
 
 
 def weight(recipe: Recipe, rows: int, depth: int, seed: int, is_gate: bool = False) -> Any:
-    """Experts' weights: in 16 bits where the recipe trains them, else in its format."""
+    """Return experts' weights: 16-bit if the recipe trains, else quantised in the recipe's format."""
     w = batches.weights_of(EXPERTS, rows, depth, seed=seed)
     if recipe.trains:
         return w.cuda()
@@ -86,7 +90,9 @@ def weight(recipe: Recipe, rows: int, depth: int, seed: int, is_gate: bool = Fal
 
 
 def batch(rows: int, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows a batch has, sorted by expert: the probes and others at random; where each probe is; group ends."""
+    """Choose a batch's rows, sorted by expert: the probe rows and random others. Return row indices, positions of the
+    probes, and group ends.
+    """
     generator = torch.Generator().manual_seed(rows)
     others = PROBES + torch.randperm(MOST - PROBES, generator=generator)[: max(rows - PROBES, 0)]
     chosen = torch.cat((torch.arange(min(rows, PROBES)), others))
@@ -98,7 +104,9 @@ def batch(rows: int, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_rows(call: Callable[[Tensor, Tensor], list[Tensor]], x: Tensor, sizes: tuple[int, ...]) -> None:
-    """Compare the probes of every batch with the largest batch's. call: of rows and group ends."""
+    """Compare the probe rows' results in every batch with those of the largest batch. call: function of rows and group
+    ends.
+    """
     expert = torch.randint(EXPERTS, (MOST,), generator=torch.Generator().manual_seed(5))
     chosen, places, offs = batch(MOST, expert)
     wanted = [one[places].clone() for one in call(x[chosen], offs)]
@@ -110,7 +118,7 @@ def check_rows(call: Callable[[Tensor, Tensor], list[Tensor]], x: Tensor, sizes:
 
 
 def each_setting(op: str, recipe: str) -> list[bool]:
-    """Without the switch where that is promised, and with it."""
+    """Return settings of the batch-invariance switch to test: both if invariance holds by default, else only on."""
     return [False, True] if is_default(op, recipe) else [True]
 
 
@@ -172,7 +180,7 @@ def test_a_training_step(recipe: str) -> None:
 
 
 def check_tokens(call: Callable[[Tensor, Tensor], Tensor], sizes: tuple[int, ...]) -> None:
-    """Check tokens and their logits as `check_rows` checks rows."""
+    """Compare the probe tokens' results as `check_rows` does for rows. call: function of tokens and logits."""
     x, logits = batches.values(MOST, HIDDEN, seed=1).cuda(), torch.randn(MOST, EXPERTS).cuda()
     wanted = call(x, logits)[:PROBES].clone()
     assert wanted.isfinite().all() and (wanted != 0).any()

@@ -1,4 +1,6 @@
-"""The symmetric transport: several ranks on one GPU, each with a window and a stream, against the same layer alone."""
+"""The symmetric transport with several ranks on one GPU, each with its own window and stream, against the same layer on
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, scope="module")
 def all_kernels() -> None:
-    """Loading one waits for a kernel that waits."""
+    """Load all kernels first, because loading one would wait for a running kernel that waits for other ranks."""
     glulam.preload()
 
 

@@ -1,4 +1,6 @@
-"""Kernels whose clusters draw tickets: in any order the same bits, and counters that are zero again."""
+"""Kernels whose clusters draw tiles from ticket counters: the same bits in any order, and counters that are zero
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def case(sizes: list[int]) -> Case:
 
 
 def product(c: Case, w: Tensor, transpose_w: bool, counters: Tensor | None, groups: Tensor, form: int = OFFS) -> Tensor:
-    """grouped_mm on the large tile, whatever the dispatcher would take."""
+    """Launch grouped_mm on the large tile, regardless of the dispatcher's choice."""
     y = poisoned(c.x.shape[0], c.w1.shape[1], c.x)
     spec = GroupedMmSpec("bfloat16", transpose_w, LARGE)
     launch(spec, x=c.x, w=w, y=y, **groups_of(groups, form), tickets=counters)
@@ -75,7 +77,7 @@ def test_sizes_that_exceed_the_buffer_leave_counters_at_zero(counters: Tensor) -
 
 
 def layers() -> list[tuple[Case, Tensor]]:
-    """Two layers, and their results."""
+    """Return two layers' cases and their results."""
     cases = [case(SIZES[name]) for name in ("light groups between heavy ones", "heavy groups alone")]
     wanted = [glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs) for c in cases]
     for c, y in zip(cases, wanted, strict=True):
@@ -120,7 +122,7 @@ def test_threads_do_not_share_counters() -> None:
 
 
 def captured(c: Case, offs: Tensor, y: Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of two calls on each of two streams, which may run at once."""
+    """Capture a graph of two calls on each of two streams, which may run concurrently."""
     graph, here, other = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=here):
         other.wait_stream(here)

@@ -1,4 +1,4 @@
-"""A layer's forward and backward in their planned form: two calls, zeros after the last group, memory, buffers."""
+"""Planned forward and backward of a layer: two launches, zeros after the last group, memory use, and output buffers."""
 
 from __future__ import annotations
 

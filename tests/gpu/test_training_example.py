@@ -1,4 +1,4 @@
-"""The training example on a GPU, shrunk: bfloat16, torch's kernels beside ours, a step in a CUDA graph."""
+"""The training example on a GPU, with small sizes: bfloat16, torch's kernels beside ours, a step in a CUDA graph."""
 
 from __future__ import annotations
 

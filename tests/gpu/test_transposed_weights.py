@@ -1,6 +1,6 @@
-"""An MLP with weights [E, K, N] as they lie, forward and backward, against float64, through the public API.
+"""An MLP with weights stored as [E, K, N], forward and backward, against float64, through the public API.
 
-Sizes divide no tile; rows per expert are on both sides of what decides the tile here.
+Sizes divide no tile; rows per expert lie on both sides of the threshold between the tiles.
 """
 
 from __future__ import annotations

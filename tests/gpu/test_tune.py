@@ -1,6 +1,6 @@
-"""Compiling and tuning on a GPU: right numbers, what it takes, and a serving process that does neither.
+"""Compiling and tuning on a GPU: right results, the time and files it takes, and a serving process that does neither.
 
-What compiles is skipped where the compiler is not installed.
+Tests that compile are skipped if the compiler is not installed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def served_arch() -> str:
 
 @pytest.fixture
 def hopper() -> None:
-    """For tests that name tiles of Hopper's own kernels."""
+    """Skip the test unless Hopper's own kernels are tested; for tests that name their tiles."""
     if served_arch() != "sm_90a":
         pytest.skip("of Hopper's own tiles")
 
@@ -71,7 +71,7 @@ needs_compiler = pytest.mark.skipif(not can_compile(), reason="needs nvidia-cutl
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Nothing compiled, preferred or tuned; a place for a table."""
+    """Path for a tuned table; nothing is compiled, preferred or tuned."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "tuned"))
     monkeypatch.setattr(jit, "_functions", {})
@@ -93,7 +93,7 @@ def serve(*arguments: Any) -> dict[str, Any]:
 
 
 def results(c: Any) -> list[torch.Tensor]:
-    """Of every operator that has tiles, on one case."""
+    """Return the results of every operator that has a choice of tiles, on one case."""
     act, preact = glulam.grouped_glu(c.x, c.w1, offs=c.offs, bias=c.b1, return_preact=True)
     made = [
         glulam.grouped_mm(c.x, c.w1, offs=c.offs),

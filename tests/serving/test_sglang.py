@@ -1,6 +1,6 @@
-"""The plugin of SGLang in SGLang's own classes, on the CPU: registration, and which layers it takes.
+"""The SGLang plugin in SGLang's own classes, on the CPU: registration, and the layers it accepts.
 
-Skipped where SGLang is not installed: `make test-serving` installs it.
+Skipped if SGLang is not installed: `make test-serving` installs it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_registering_again_changes_nothing(sglang: ModuleType) -> None:
 
 @contextlib.contextmanager
 def unregistered(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
-    """As in a process where the plugin was not registered: nothing that is registered here stays."""
+    """SGLang without the plugin registered; undoes every registration of the test afterwards."""
     registration = importlib.import_module("glulam_sglang.registration")
     runner = importlib.import_module("sglang.srt.layers.moe.moe_runner.runner")
     hooks: list[tuple[Any, ...]] = []
@@ -136,7 +136,7 @@ def test_another_version_is_a_warning(sglang: ModuleType, monkeypatch: pytest.Mo
 
 @contextlib.contextmanager
 def state(sglang: ModuleType, name: str) -> Iterator[None]:
-    """The engine in a state that this backend does not serve."""
+    """Context with the engine in a state that this backend refuses, by name."""
     bags = {
         "eplb": (lambda: sglang.get_exec().moe, {"enable_eplb": True}),
         "offload": (lambda: sglang.get_exec().offload, {"cpu_offload_gb": 4}),

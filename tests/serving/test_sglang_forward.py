@@ -1,6 +1,6 @@
-"""The plugin of SGLang in SGLang's own classes, on the CPU: a forward of each format, by the engine's layer.
+"""The SGLang plugin in SGLang's own classes, on the CPU: a forward of the engine's layer in each format.
 
-Skipped where SGLang is not installed: `make test-serving` installs it.
+Skipped if SGLang is not installed: `make test-serving` installs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ each_kind = pytest.mark.parametrize("kind", METHODS)
 
 
 def loaded(sglang: ModuleType, kind: str, **options: Any) -> tuple[Any, Any]:
-    """A layer of the engine with weights, and these."""
+    """Return a layer of the engine with loaded weights, and the weights."""
     layer = sglang.layer_of(kind, **options)
     weights = sglang.Weights(kind, gated=options.get("is_gated", True))
     weights.load(layer)
@@ -49,7 +49,7 @@ def expected(weights: Any, **options: Any) -> Layer:
 def check(
     sglang: ModuleType, layer: Any, exact_layer: Layer, k: int = 3, factor: float = 1.0, on_rows: bool = False
 ) -> None:
-    """The engine's forward against float64; padded tokens are NaN and give 0."""
+    """Compare the engine's forward with float64. Padded tokens are NaN and must give 0."""
     x, ids, weights, _ = tokens(COUNT, sglang.HIDDEN, sglang.EXPERTS, k)
     with torch.inference_mode():
         got = layer(x.clone(), sglang.standard(ids, weights))

@@ -1,6 +1,6 @@
-"""The plugin of vLLM in vLLM's own classes, on the CPU: which layers it takes.
+"""The vLLM plugin in vLLM's own classes, on the CPU: the layers it accepts.
 
-Skipped where vLLM is not installed: `make test-serving` installs it.
+Skipped if vLLM is not installed: `make test-serving` installs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vLLM's layers compute with the plugin, on the CPU: loaded, prepared and called by vLLM's own code."""
+"""Results of vLLM's layers with the plugin, on the CPU: loaded, prepared and called by vLLM's own code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = {
     "compressed_nvfp4": "nvfp4_weight_only", "deepseek_v4": "mxfp4_weight_only", "mxfp4": "mxfp4_weight_only",
     "compressed_mxfp4": "mxfp4_weight_only", "compressed_mxfp4_fp8": "mxfp4",
 }  # fmt: skip
-"""By the names of `vllm_layers.CHECKPOINTS`; rows are rounded as the recipe does on the CPU."""
+"""Recipe by name in `vllm_layers.CHECKPOINTS`; expected rows are quantised as that recipe does on the CPU."""
 
 
 def loaded(vllm: ModuleType, name: str, w13: Held, w2: Held, **options: Any) -> Any:
@@ -33,7 +33,9 @@ def bias_of(experts: int, rows: int) -> Tensor:
 
 
 def check(vllm: ModuleType, layer: Any, exact: Layer, k: int = 3, here: Tensor | None = None, **options: Any) -> Tensor:
-    """A forward against float64 and torch's own error in bfloat16. here: whether an expert is this rank's."""
+    """Compare a forward with float64, allowing for torch's own error in bfloat16. here: True for each expert of this
+    rank; None: all.
+    """
     given = tokens(COUNT, vllm.HIDDEN, vllm.EXPERTS, k)
     got = vllm.forward(layer, given.x, given.ids, given.weights)
     assert got.shape == given.x.shape and got.dtype == BF16 and not got[COUNT:].any()
@@ -220,7 +222,7 @@ def test_weights_that_vllm_loads_again_go_where_graphs_read_them(vllm: ModuleTyp
 
 
 def _addresses(layer: Any, experts: Any) -> list[int]:
-    """Where a layer's parameters, and the experts that were prepared of them, have their memory."""
+    """Return the memory addresses of a layer's parameters and of the experts prepared from them."""
     weights = () if experts is None else (experts.w1, experts.w2)
     prepared = [part for weight in weights for part in weight.parts if part is not None]
     return [tensor.data_ptr() for tensor in (*layer.parameters(), *prepared)]

@@ -1,1 +1,3 @@
-"""What tests share: routings, inputs that show mistakes, a float64 oracle, a pass criterion, a stand-in for a GPU."""
+"""Helpers that tests share: routings, inputs that expose mistakes, a float64 oracle, a pass criterion, a stand-in for a
+GPU.
+"""

@@ -1,7 +1,7 @@
-"""Calls whose results tell in which order their sums were made, for each problem of `glulam.contract`.
+"""Calls whose results depend on the order in which their sums are added, for each problem of `glulam.contract`.
 
-The two halves of every contraction cancel, so that a result is what rounding has left of its sums: another order has
-left something else in nearly all of them. Values span some binades, so that sums are inexact in FP8, too.
+The two halves of every contraction cancel, so a result is only what rounding left of its sums; another order of
+addition leaves other bits in nearly all results. Values span several binades, so that sums are inexact in FP8, too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ blocks differed more could not be folded for recipe "mxfp8"."""
 
 
 def values(*shape: int, seed: int) -> Tensor:
-    """bfloat16 numbers of several binades."""
+    """Return random bfloat16 numbers that span several binades."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-BINADES, BINADES + 1, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * torch.exp2(exponents.float())).bfloat16()
 
 
 def _halves(*shape: int, seed: int, block: int) -> Tensor:
-    """Half of a contraction, the last dimension, whose blocks differ as their elements do."""
+    """Return half of a contraction, along the last dimension; scales differ from block to block, as values do within a
+    block.
+    """
     *outer, depth = shape
     generator, most = torch.Generator().manual_seed(seed), OF_BLOCKS[block]
     exponents = torch.randint(-most, most + 1, (*outer, -(-depth // 2 // block)), generator=generator)
@@ -42,19 +44,21 @@ def _halves(*shape: int, seed: int, block: int) -> Tensor:
 
 
 def rows_of(total: int, depth: int, seed: int = 0) -> Tensor:
-    """[total, depth], either half the same."""
+    """Return rows [total, depth] whose two halves of columns are equal."""
     half = _halves(total, depth, seed=seed, block=128)
     return torch.cat((half, half), dim=1)
 
 
 def weights_of(experts: int, rows: int, depth: int, seed: int) -> Tensor:
-    """[experts, rows, depth], one half minus the other."""
+    """Return weights [experts, rows, depth] whose second half of columns is the negative of the first."""
     half = _halves(experts, rows, depth, seed=seed, block=32)
     return torch.cat((half, -half), dim=2)
 
 
 def gated_weights_of(experts: int, width: int, depth: int, seed: int) -> Tensor:
-    """[experts, 2 width, depth], concatenated: either half of the activation the same, as `rows_of` has it."""
+    """Return w1 [experts, 2 width, depth], layout "concat", with which the activation has two equal halves of
+    columns.
+    """
     gate, up = (weights_of(experts, width // 2, depth, seed=seed + place) for place in range(2))
     return torch.cat((gate, gate, up, up), dim=1)
 
@@ -64,7 +68,7 @@ def offs_of(sizes: Sequence[int]) -> Tensor:
 
 
 def tensors_of(problem: Problem, total: int) -> dict[str, Tensor]:
-    """Arguments of a problem's call, weights in 16 bits."""
+    """Return the tensor arguments of a problem's call, with 16-bit weights."""
     experts, hidden, inter, out = problem.experts, problem.in_features, problem.intermediate, problem.out_features
     x = rows_of(total, hidden)
     if problem.op == "grouped_mm":
@@ -80,7 +84,7 @@ def tensors_of(problem: Problem, total: int) -> dict[str, Tensor]:
 
 
 def quantised(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments with weights in the problem's operands, and transposed ones as they lie."""
+    """Return the arguments with weights quantised for the problem's operands, and transposed if the problem says so."""
     found: dict[str, Any] = dict(given)
     for name in ("w", "w1", "w2"):
         if name not in given:
@@ -95,7 +99,7 @@ def quantised(problem: Problem, given: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def call(problem: Problem, given: dict[str, Any], offs: Tensor) -> Tensor:
-    """The result of a problem's call."""
+    """Return the result of the operator of a problem."""
     if problem.op == "grouped_mm":
         made: Tensor = glulam.grouped_mm(**given, offs=offs, transpose_w=problem.transpose_w)
         return made
@@ -112,12 +116,14 @@ def call(problem: Problem, given: dict[str, Any], offs: Tensor) -> Tensor:
 
 
 def recipe_of(problem: Problem) -> str:
-    """The recipe that multiplies a problem's operands."""
+    """Return the name of the recipe that multiplies a problem's operands."""
     return next(name for name, recipe in RECIPES.items() if recipe.operands == problem.operands)
 
 
 def problems_of(arch: str, **widths: int) -> list[Problem]:
-    """Every problem of the contract that an architecture has several tiles for, and its form with a preactivation."""
+    """Return every problem of the contract for which an architecture has several tiles, with and without saved
+    preactivation.
+    """
     found: dict[Problem, None] = {}
     for op, recipe in itertools.product(contract.VARIANTS, RECIPES.values()):
         for problem in contract.problems(op, recipe, arch, **widths):

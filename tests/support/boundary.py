@@ -1,4 +1,4 @@
-"""Arguments of `mhc.boundary`, and its formulas as a user of torch would write them."""
+"""Arguments of `mhc.boundary`, and its formulas written in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def given(
     lead: tuple[int, ...], width: int = 8, n: int = 4, dtype: torch.dtype = torch.float64,
     streams: torch.dtype | None = None, seed: int = 0,
 ) -> list[Any]:  # fmt: skip
-    """Return y, streams, pre, post, comb, weight, scale, base and norm_weight; streams: the dtype of the first two."""
+    """Return y, streams, pre, post, comb, weight, scale, base and norm_weight. streams: dtype of y and streams."""
     generator, rows = torch.Generator().manual_seed(seed), n * n + 2 * n
 
     def normal(*shape: int, like: torch.dtype = dtype) -> Tensor:
@@ -30,7 +30,7 @@ def given(
 
 
 def update_removed(arguments: list[Any]) -> list[Any]:
-    """Return arguments of a boundary without an update."""
+    """Return the arguments of a boundary that does not update the streams: y, post and comb are None."""
     _, streams, pre, _, _, *parameters = arguments
     return [None, streams, pre, None, None, *parameters]
 
@@ -40,7 +40,7 @@ def oracle(
     base: Tensor, norm_weight: Tensor, rms_eps: float = 1e-6, eps: float = 1e-6, norm_eps: float = 1e-6,
     iters: int = 20,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the results, rounded where a model in the streams' dtype rounds them."""
+    """Return boundary's results, rounded at the same places as a model that computes in the streams' dtype."""
     n, dtype, wide = streams.shape[-2], streams.dtype, pre.dtype
     if y is not None:
         mixed = torch.einsum("...ij,...ic->...jc", comb, streams.to(wide))
@@ -60,7 +60,7 @@ def oracle(
 
 
 def of_all_kinds(width: int, streams: torch.dtype, tokens: int = 7) -> list[Any]:
-    """Return arguments in which token 0 has a NaN, token 1 an Inf, token 2 zeros alone, and norm_weight a NaN."""
+    """Return arguments with a NaN in token 0, an Inf in token 1, only zeros in token 2, and a NaN in norm_weight."""
     arguments = given((tokens,), width, dtype=torch.float32, streams=streams)
     y, stream, *_, norm_weight = arguments
     y[0, 3], y[1, width - 1] = math.nan, math.inf

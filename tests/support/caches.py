@@ -1,4 +1,4 @@
-"""Every object of the library that a process keeps from call to call, found in the sources."""
+"""List of all objects that the library keeps from call to call in a process, found in the source code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = ("dict", "set", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary"
 
 
 def _called(node: ast.expr | None) -> str:
-    """The last name of a called function; "" if nothing is called."""
+    """Return the last name of the function that an expression calls; "" if it is not a call."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
         node = node.func  # lru_cache(n)(f)
     target = node.func if isinstance(node, ast.Call) else None
@@ -43,7 +43,7 @@ def _of_module(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def caches() -> set[str]:
-    """Return the names of all, as "glulam.host.plans._all_plans"."""
+    """Return the names of all these objects, such as "glulam.host.plans._all_plans"."""
     found = set()
     for folder, root in FOLDERS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -1,6 +1,6 @@
 """Synthetic checkpoints of quantised experts, by the definition of each format, and their values in float64.
 
-Nothing here is shared with the code under test: elements and scales are random codes, and values are computed of them.
+No code under test is used: elements and scales are random codes, and values are computed from the codes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def codes(random: Random, *shape: int) -> Tensor:
 
 
 def e4m3(random: Random, rows: int, columns: int) -> Tensor:
-    """Finite numbers of both signs."""
+    """Return random finite E4M3 numbers [rows, columns] of both signs."""
     bytes_ = codes(random, rows, columns)
     return bytes_.masked_fill(bytes_ % 128 == 127, 5).view(E4M3)
 
 
 def pairs(random: Random, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """E2M1 codes, the even element in the lower half of a byte, and their numbers in float64."""
+    """Return random E2M1 codes, two in a byte, the even element in the lower half, and their values in float64."""
     both = codes(random, rows, columns) % 16
     numbers = mxfp4.NUMBERS[both.long()]
     return both[:, 0::2] + both[:, 1::2] * 16, numbers
 
 
 def spread(scale: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """The scale of each element, float64."""
+    """Return the scale of each element of a matrix, float64, from the scales of blocks."""
     rows = torch.arange(shape[0]) // block[0]
     return scale.double()[rows][:, torch.arange(shape[1]) // block[1]]
 
@@ -83,7 +83,10 @@ QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 class Kind(NamedTuple):
-    """A family of checkpoints. recipe: of 16-bit rows and weights in its format."""
+    """A family of checkpoints: names of tensors, and the format of weights.
+
+    `recipe` multiplies 16-bit rows by weights in this format.
+    """
 
     prefix: str
     projections: tuple[str, str, str]
@@ -126,7 +129,7 @@ KINDS = {
 
 
 class Checkpoint(NamedTuple):
-    """Tensors by name, and values in float64: w1 [E, 2I, H], gate before up, and w2 [E, H, I]."""
+    """Tensors by name, and their values in float64: w1 [E, 2I, H], gate rows first, and w2 [E, H, I]."""
 
     state: dict[str, Tensor]
     prefix: str
@@ -135,7 +138,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint(kind: Kind, experts: int = 3, hidden: int = 160, width: int = 96, seed: int = 0) -> Checkpoint:
-    """Among other layers' tensors, and in no order."""
+    """Return a checkpoint of one layer's experts, shuffled, with tensors of other layers."""
     random = np.random.default_rng(seed)
     state: dict[str, Tensor] = {f"{kind.prefix.replace('.3.', '.4.')}.0.{kind.projections[0]}.weight": torch.zeros(1)}
     values: list[list[Tensor]] = []

@@ -1,4 +1,4 @@
-"""Whether the results of a case are right, operator by operator."""
+"""Checks of a case's results against the oracle, one for each operator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from .inputs import Case
 
 
 def torch_arguments(name: str, **given: Any) -> tuple[Any, ...]:
-    """The positional arguments of torch.ops.glulam.`name`, those that are not given None, flags False, and forms of the
-    activation their defaults."""
+    """Return the positional arguments of torch.ops.glulam.<name>.
+
+    Arguments that are not in `given` are None; flags are False, and the activation has its defaults.
+    """
     defaults = {"activation": "swiglu", "glu_layout": "concat", "numbers": DEFAULTS}
     flags = {**dict.fromkeys(("recompute", "transpose_w", "accumulate"), False), "world_experts": 0}
     operator = library.TORCH_OPS[name]
@@ -54,7 +56,11 @@ def check_mlp(c: Case, y: Tensor, form: Form = SWIGLU, **options: Any) -> None:
 
 
 def check_wgrad(c: Case, dy: Tensor, x: Tensor, dw: Any, before: Any = None) -> None:
-    """dw [E, N, K] or a list; `before`: per expert what it was added to, or None where it was overwritten."""
+    """Check weight gradients dw, [E, N, K] or a list of E.
+
+    Args:
+        before: for each expert, the gradient that dw was added to. None: dw was overwritten.
+    """
     exact = oracle.grouped_wgrad(dy, x, c.ends)
     same = oracle.grouped_wgrad(dy, x, c.ends, dtype=dw[0].dtype)
     for e, size in enumerate(c.sizes):

@@ -61,10 +61,10 @@ SAMPLED = [arch for arch, one in ARCHS.items() if one.folder in PATTERNS]
 
 
 def sample(arch: str) -> list[Spec]:
-    """Return the specs of the functions that an architecture's patterns name.
+    """Return the specs of an architecture's functions that match its patterns.
 
     Raises:
-        LookupError: a pattern names none.
+        LookupError: a pattern matches no function.
     """
     patterns = PATTERNS[ARCHS[arch].folder]
     stages = profiles.all_stages(profiles.shipped_specs(arch, "bf16"))

@@ -1,8 +1,8 @@
-"""When a result is right: close to float64, row by row, compared with what torch's own arithmetic achieves.
+"""The pass criterion for results: errors against float64, row by row, relative to the errors of torch's own arithmetic.
 
-Errors are relative to the largest value of their row, so that a row a thousand times smaller than its neighbours
-counts as much. A result passes when both its largest and its root-mean-square error are at most twice those of the
-same computation by torch in the same dtype, plus FLOOR. On this scale a result of zeros errs by 1.
+Errors are relative to the largest value of their row, so that a row a thousand times smaller than its neighbours counts
+as much. A result passes if both its largest and its root-mean-square error are at most twice those of the same
+computation by torch in the same dtype, plus FLOOR. On this scale a result of zeros has an error of 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ def _errors(got: Tensor, exact: Tensor, scale: Tensor) -> tuple[float, float]:
 
 
 def assert_close(got: Tensor, exact: Tensor, same_dtype: Tensor, rows: int) -> None:
-    """`got` against the oracle's `exact` float64 and the same by torch in got's dtype, over the first `rows` rows."""
+    """Check the first `rows` rows of `got` by the criterion.
+
+    Args:
+        got: the result.
+        exact: the oracle's result in float64.
+        same_dtype: torch's result in got's dtype.
+    """
     assert got.shape == exact.shape == same_dtype.shape
     if rows == 0:
         return
@@ -40,6 +46,6 @@ def assert_close(got: Tensor, exact: Tensor, same_dtype: Tensor, rows: int) -> N
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN for NaN and sign for sign."""
+    """Return True if two tensors have equal dtypes, shapes and bits, including NaN payloads and signs of zeros."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(integer), b.view(integer))

@@ -1,4 +1,4 @@
-"""Plugins of serving engines, by the engine's package: where a plugin is, and the engine with it, if that is there."""
+"""Access to the plugins of serving engines, by the engine's package name, and to the engines if they are installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def folder_of(engine: str) -> Path:
 
 @contextmanager
 def installed(engine: str) -> Iterator[pytest.MonkeyPatch]:
-    """Let an engine and its plugin be imported; skip tests without the engine. The patch is undone at the end."""
+    """Context in which an engine and its plugin can be imported; skips the test if the engine is not installed.
+
+    Changes made with the yielded patch are undone at the end.
+    """
     if importlib.util.find_spec(engine) is None:
         pytest.skip(f"{TITLES[engine]} is not installed; `make test-serving` installs it")
     torchvision_ops.define()
@@ -31,7 +34,7 @@ def installed(engine: str) -> Iterator[pytest.MonkeyPatch]:
 
 
 def check_needs_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a plugin's package says what is missing where its engine is not installed."""
+    """Check that importing a plugin without its engine raises an error that says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     spec = importlib.util.spec_from_file_location("alone", folder_of(engine) / f"glulam_{engine}/__init__.py")
     assert spec is not None and spec.loader is not None
@@ -41,7 +44,7 @@ def check_needs_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_entry_point(engine: str, group: str) -> None:
-    """Check that the engine finds its plugin in this group of entry points."""
+    """Check that a plugin's package declares the entry point in this group, through which the engine finds it."""
     tomllib = pytest.importorskip("tomllib")  # plugins are for Python 3.11 and later
     project = tomllib.loads((folder_of(engine) / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {group: {"glulam": f"glulam_{engine}:register"}}

@@ -1,4 +1,4 @@
-"""Rounding by rational numbers: a second, slow definition that the emulator's arithmetic is compared with."""
+"""Rounding by rational numbers: a slow, independent definition with which the emulator's arithmetic is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Form:
-    """A binary float: bits of its fraction, lowest exponent of normal numbers, largest finite number."""
+    """A binary float format: fraction bits, lowest exponent of normal numbers, largest finite number, and if it has
+    infinities.
+    """
 
     fraction: int
     lowest: int
@@ -28,14 +30,14 @@ E2M1 = Form(1, 0, 6.0, False)
 
 
 def _unit(size: Fraction, form: Form) -> Fraction:
-    """Return the distance of neighbours around a positive number."""
+    """Return the distance between neighbouring numbers of the format around a positive number."""
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     exponent -= size < Fraction(2) ** exponent
     return Fraction(2) ** (max(exponent, form.lowest) - form.fraction)
 
 
 def rounded(x: Fraction, form: Form, mode: str = "rn", saturate: bool = False) -> float:
-    """Return the number of a form that an exact result becomes (0.0 without a sign)."""
+    """Return the number to which a format rounds an exact value; zero is 0.0, without a sign."""
     if not x:
         return 0.0
     unit = _unit(abs(x), form)
@@ -79,7 +81,7 @@ SPECIAL = np.array(
 
 
 def floats(seed: int, count: int = 512) -> np.ndarray:
-    """Return random bits that are finite float32, SPECIAL among them."""
+    """Return random finite float32 numbers, uniform over bit patterns, that include those of SPECIAL."""
     bits = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
     values = bits.view(np.float32)
     values = np.where(np.isfinite(values), values, np.float32(1))

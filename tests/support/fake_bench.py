@@ -1,4 +1,4 @@
-"""A bench whose times are made up and whose clock stands still but for them: tuning runs in milliseconds, on a CPU."""
+"""A tuner bench with made-up times and a clock that only they advance: tuning runs take milliseconds on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Us = Callable[[Spec, int, str], float]  # of a kernel, rows and routing
 
 @dataclasses.dataclass
 class FakeBench:
-    """`us` says how long a step takes; samples scatter by `noise` (one standard deviation, as a share)."""
+    """Stand-in for `tuner.bench.GpuBench`.
+
+    `us`: function that returns the time of a step. `noise`: standard deviation of samples as a share of the time.
+    """
 
     us: Us
     noise: float = 0.0
@@ -63,7 +66,9 @@ class FakeBench:
 
 @dataclasses.dataclass
 class FakeMakes:
-    """Makes every kernel at once but those that `fails` says do not compile."""
+    """Stand-in for `tuner.pool.CompilePool`: every kernel is compiled at once, except those for which `fails` returns
+    True.
+    """
 
     fails: Callable[[Spec], bool] = lambda spec: False
     started: list[Spec] = dataclasses.field(default_factory=list)

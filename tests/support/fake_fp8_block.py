@@ -1,4 +1,4 @@
-"""FP8 with block scales in the memory of a GPU that is played by the CPU: see `support.fake_gpu`."""
+"""Reads FP8 tensors with block scales from the memory of the fake GPU (`support.fake_gpu`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN_BYTE = 0x7F
 
 
 class Rows:
-    """A matrix by rows: E4M3 [T, C], and float32 scales [T, ceil(C / 128)] at an address."""
+    """A matrix quantised by rows: E4M3 [T, C], and float32 scales [T, ceil(C / 128)] at an address."""
 
     def __init__(self, data: Tensor, scale: int) -> None:
         rows, columns = data.shape
@@ -29,14 +29,16 @@ class Rows:
         self.data.view(torch.uint8)[:rows], self.scales[:rows] = made.data.view(torch.uint8), made.scale
 
     def read(self, rows: int) -> Tensor:
-        """Values, zeros behind `rows`."""
+        """Return the values in float64; rows from `rows` on are zeros."""
         result = torch.zeros(self.data.shape, dtype=torch.float64)
         result[:rows] = fp8_block.Rows(self.data[:rows], self.scales[:rows]).values()
         return result
 
 
 def weights(c: Any, layout: str, is_decoded: bool) -> list[Tensor]:
-    """A launch's weights. layout: of a gated w1, or ""."""
+    """Return the values of a launch's weights, one tensor for each expert. layout: the gate layout of a gated w1; "":
+    other weights.
+    """
     experts, rows, k = c.w.shape
     grid = int(fp8_block.grid_rows(rows, layout).max()) + 1
     scale = read(c.w_scale, experts, grid, fp8_block.blocks_of(k), dtype=torch.float32)

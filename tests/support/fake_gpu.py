@@ -1,9 +1,10 @@
-"""A GPU played by the CPU: the whole host path runs on CPU tensors, up to functions that interpret their arguments.
+"""A fake GPU on the CPU: the whole host path runs on CPU tensors; instead of kernels, Python functions read their
+arguments.
 
-`install` makes CPU tensors go to the "kernels". A function takes exactly what the compiled one takes: tensors, bare
-addresses, numbers, bound to names by its signature. It checks what TVM-FFI checks, reads group sizes, tables, biases
-and scales out of memory by address, and computes with the oracle's formulas in float64. So a wrong order, form, table
-or address is a wrong result. A chain runs the stages that a compiled one runs, by the same data.
+`install` sends CPU tensors to these functions. Each takes exactly the arguments of the compiled function: tensors,
+addresses and numbers, bound to names by its signature. It makes TVM-FFI's checks, reads group sizes, tables, biases and
+scales from memory by address, and computes with the oracle's formulas in float64. So a wrong order, type, table or
+address gives a wrong result. A chain runs the same stages as the compiled chain.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
 
 
 def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
-    """Group ends as the kernels read them: clamped to the buffer."""
+    """Return group ends as kernels read them: clamped to the number of rows."""
     is_offs = form <= groups.OFFS_INT32
     values = read(address, count, dtype=torch.int32 if is_offs else GROUP_DTYPES[form]).tolist()
     if is_offs:
@@ -96,7 +97,7 @@ def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
 
 
 def bound(signature: Signature, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments by name; raises TypeError for another number of them, or one of another kind."""
+    """Return arguments by name. Raises TypeError for a wrong number of arguments or a wrong type."""
     if len(values) != len(signature.arguments):
         raise TypeError(f"takes {len(signature.arguments)} arguments, got {len(values)}")
     for argument, value in zip(signature.arguments, values, strict=True):
@@ -117,7 +118,9 @@ def _check_tensor(argument: Argument, tensor: Tensor) -> None:
 
 
 def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
-    """What a compiled stage checks: dtypes, strides, divisibility, and equal sizes by their names."""
+    """Make the checks of a compiled stage: dtypes, strides, divisibility, and equal sizes of dimensions with equal
+    names.
+    """
     divisors, sizes = dict(signature.divisors), {}
     for argument in signature.arguments:
         if argument.kind == TENSOR:
@@ -132,7 +135,7 @@ def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
 
 
 def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
-    """The exported function of a spec; `check_only`: as far as its checks."""
+    """Return the fake of a spec's exported function. `check_only`: it checks arguments, but computes nothing."""
     signature, chain = signature_of(spec), chain_of(spec)
 
     def stage(*values: Any) -> None:
@@ -153,14 +156,14 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
 
 
 def _check_sums(named: dict[str, Any]) -> None:
-    """Sums go to tokens of some number, or nowhere."""
+    """Raise ValueError if a result by token is given without the row of each choice."""
     for name in ("out", "dx_tokens"):
         if named.get(name) and "row_of" in named and not (named["row_of"] and named["tokens"] and named["k"]):
             raise ValueError(f"{name} is given, and no tokens")
 
 
 def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
-    """Group ends; and the counters of kernels that draw tickets must be zeros."""
+    """Return group ends. If kernels draw tickets, also check that their counters are zeros."""
     if draws_tickets(spec) and c.tickets:
         assert not memory(c.tickets, tickets.NUM_COUNTERS, dtype=torch.int32).any()
     return _ends(c.groups, c.group_form, c.num_groups, rows)
@@ -173,7 +176,9 @@ FP8_ROWS: dict[str, Any] = {
 
 
 def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:
-    """layout: of a gated w1."""
+    """Return the values of a launch's weights, one tensor for each expert. layout: the gate layout of a gated w1; "":
+    others.
+    """
     if spec.operands == "16bit":
         weights = _weights(c.w, c.w_table, c.num_groups)
         return _with_low(spec, c, weights) if spec.adapted else weights
@@ -198,7 +203,7 @@ def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
 
 
 def _with_low(spec: Spec, c: Any, weights: list[Tensor]) -> list[Tensor]:
-    """Weights with the matrices that low is multiplied by behind them, along the contraction."""
+    """Return weights with low_w appended along the contraction, for kernels that also contract the adapter's `low`."""
     assert c.low_w % 16 == 0 and c.low.shape[1] % 8 == 0
     contracts_rows = spec.transpose_w != isinstance(spec, DgluSpec)
     width, rank = weights[0].shape[1 if contracts_rows else 0], c.low.shape[1]
@@ -208,14 +213,16 @@ def _with_low(spec: Spec, c: Any, weights: list[Tensor]) -> list[Tensor]:
 
 
 def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
-    """x[rows], `count` indices at an address; those behind `used` are never read."""
+    """Return x[rows] for `count` int32 indices at address `at`; rows from `used` on are NaN, since they must not be
+    read.
+    """
     rows = x[read(at, count, dtype=torch.int32).clamp(0, len(x) - 1).long()]
     rows[used:] = torch.nan
     return rows
 
 
 def _with_up(c: Any) -> list[Tensor]:
-    """Packed weights whose rows go on at another address."""
+    """Return packed weights [E, 2I, H] joined from the gate's half and the up-projection's half at another address."""
     assert c.w_up % 16 == 0 and not getattr(c, "w_table", 0) and len(c.w) == c.num_groups
     return list(torch.cat((c.w, read(c.w_up, *c.w.shape, dtype=c.w.dtype)), dim=1))
 
@@ -265,7 +272,7 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
 
 
 def _dglu(spec: DgluSpec, c: Any) -> None:
-    """Leaves d_row_scale where the parts of tiles go: the sum in the first part, zeros in the others."""
+    """Compute a grouped_dglu. d_row_scale is left as partial sums: the whole sum in the first, zeros in the others."""
     rows, width = c.act.shape
     ends = _sizes(spec, c, rows)
     weights = _weights_of(spec, c)
@@ -360,7 +367,7 @@ _STAGES: dict[type, Callable[[Any, Any], None]] = {
 
 
 def _work(spec: Spec) -> str:
-    """A call's kernels by the short names of their operators."""
+    """Return the kernels of a call as the short names of their operators."""
     if isinstance(spec, GroupedMlpSpec) and spec.fc1.save_preact:
         return "glu, mm"
     return spec.op.removeprefix("grouped_") + (", mm" if getattr(spec, "dgrad", None) else "")
@@ -368,9 +375,10 @@ def _work(spec: Spec) -> str:
 
 @dataclasses.dataclass
 class FakeGpu:
-    """What the host path did: specs asked for, in order, and of every call that was not refused arguments and work.
+    """Record of the host path's work: the requested specs in order, and for each accepted call its arguments and
+    kernels.
 
-    `launches`: arguments by name. `work`: the short names of operators; "glu, mm" is one call with two launches.
+    `launches`: arguments by name. `work`: short names of operators; "glu, mm" is one call with two launches.
     """
 
     specs: list[Spec] = dataclasses.field(default_factory=list)
@@ -395,7 +403,7 @@ class FakeGpu:
 
 @contextlib.contextmanager
 def reference() -> Iterator[None]:
-    """While entered, CPU tensors go to the CPU reference, and not to an installed GPU."""
+    """Context in which CPU tensors go to the CPU reference instead of an installed fake GPU."""
     forget_plans()
     device.KERNEL_DEVICE = "cuda"
     try:
@@ -406,7 +414,9 @@ def reference() -> Iterator[None]:
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeGpu:
-    """Until `patch` is undone, CPU tensors are on a GPU. Host splits are then indistinguishable from device ones."""
+    """Send CPU tensors to a fake GPU until `patch` is undone. Group sizes on the host then look like those on the
+    device.
+    """
     fake = FakeGpu()
     of_gpus = device.cuda_index
     patch.setattr(device, "KERNEL_DEVICE", "cpu")

@@ -1,6 +1,6 @@
-"""Humming's functions that perf calls, in torch: what its indexed and contiguous GEMMs and its work on rows compute.
+"""Stand-in in torch for the functions of Humming that perf calls: indexed and contiguous GEMMs, and operations on rows.
 
-Rows keep 16 bits. Weights are dequantised by the tensors that perf hands over, so that a wrong part shows.
+Rows keep 16 bits. Weights are dequantised from the tensors that perf passes, so that a wrong part gives a wrong result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS = 4  # of a tile
 
 
 class CheckpointSchema:
-    """A checkpoint in MXFP8."""
+    """Stand-in for Humming's schema of an MXFP8 checkpoint."""
 
     def __init__(self, weight_block_size=None):
         self.of_blocks = weight_block_size
@@ -56,7 +56,7 @@ class Fp4Schema(CheckpointSchema):
 
 
 class Config:
-    """A layer's configuration."""
+    """Stand-in for Humming's configuration of a layer."""
 
     def __init__(self, *, tensors, shape_n, shape_k, weight_schema, input_schema, num_experts, torch_dtype, **padding):
         assert tensors["weight"].shape == (num_experts, shape_n, shape_k) and torch_dtype == torch.bfloat16
@@ -67,7 +67,7 @@ class Config:
 
 
 class Kernel:
-    """Notes the kernels that were compiled."""
+    """Stand-in for Humming's kernel class; it records which kernels were compiled."""
 
     compiled: ClassVar[list] = []
 
@@ -114,7 +114,7 @@ def forward(
 
 
 def install(monkeypatch):
-    """Make the modules importable."""
+    """Install the stand-in modules, so that perf can import them."""
     tile = {"block_shape": [ROWS, 64, 64]}
     tiles = [[0, 1 << 20, tile], [1 << 20, 1 << 30, tile]]
     monkeypatch.setattr(Kernel, "compiled", [])

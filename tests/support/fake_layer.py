@@ -1,7 +1,7 @@
-"""The layer's functions of a GPU played by the CPU: see `support.fake_gpu`.
+"""The fake GPU's functions of a layer, such as route and combine; see `support.fake_gpu`.
 
-Each takes addresses and numbers by name, reads memory by address and computes with the reference. Of several chunks,
-`choose` and `count` leave each chunk's counts, and `place` insists on them.
+Each takes addresses and numbers by name, reads memory by address and computes with the reference. If tokens are split
+into chunks, `choose` and `count` write each chunk's counts, and `place` checks that they are there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _tensor(address: int, *shape: int, dtype: torch.dtype = I32) -> Tensor:
 
 
 def _counts(ids: Tensor, at: Any) -> Tensor:
-    """Each chunk's choices of each expert."""
+    """Return the number of choices of each expert in each chunk of tokens, [chunks, E]."""
     return torch.stack(
         [
             torch.bincount(part[(part >= 0) & (part < at.experts)].view(-1), minlength=at.experts)
@@ -39,7 +39,7 @@ def _counts(ids: Tensor, at: Any) -> Tensor:
 
 
 def _ids(at: Any) -> Tensor:
-    """Places of experts; -1 of padding."""
+    """Return the local expert numbers of all choices, [N, K]; -1 for padding tokens."""
     assert not (at.expert_map and at.first)
     ids = _tensor(at.ids, at.tokens, at.k, dtype=torch.int64 if at.wide else I32)
     ids = reference.placed(ids, optional(at.expert_map, at.num_mapped, dtype=I32), at.first)
@@ -48,7 +48,7 @@ def _ids(at: Any) -> Tensor:
 
 
 def _leave_rows(at: Any, made: Any) -> None:
-    """Rows that nobody has are left as they were."""
+    """Write a routing's results, but leave entries of rows that no choice has unchanged."""
     t = at.tokens * at.k
     offs, token_of_row, row_of, weight_of_row = made
     end = int(offs[-1])
@@ -135,7 +135,7 @@ def _combine(spec: LayerSpec, at: Any) -> None:
 
 
 def _function_of(at: Any) -> tuple[str, str, Any]:
-    """The activation, its layout and the numbers of all, as operators have them."""
+    """Return a call's activation, its layout and the numbers of all formulas, as operators take them."""
     name = ACTIVATIONS[at.kind]
     own = oracle.params_of(name, [getattr(at, argument.name) for argument in PARAMS])
     return name, GLU_LAYOUTS[at.glu_layout], packed(own)["numbers"]
@@ -176,11 +176,11 @@ OF_RANKS: dict[str, Callable[[LayerSpec, Any], None]] = {
     "send_tokens": fake_ranks.send_tokens,
     "send_sums": fake_ranks.send_sums,
 }
-"""In these a rank takes part without tokens, too."""
+"""Kernels in which a rank takes part even without tokens."""
 
 
 def run(spec: LayerSpec, at: Any) -> None:
-    """A kernel on its arguments by name."""
+    """Compute the kernel of a spec on its arguments, by name."""
     if spec.kernel in OF_RANKS:
         OF_RANKS[spec.kernel](spec, at)
     elif at.tokens:

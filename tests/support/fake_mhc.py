@@ -1,4 +1,4 @@
-"""The hyper-connection functions of a GPU played by the CPU: see `support.fake_gpu`.
+"""The fake GPU's functions of hyper-connections; see `support.fake_gpu`.
 
 Each takes addresses and numbers by name, reads memory by address and computes with the reference. Workspaces are filled
 with NaN over the length that the kernel would use.
@@ -35,7 +35,7 @@ def _write(places: list[Tensor | None], values: Any) -> None:
 
 
 class _Call:
-    """One call's arguments by name, and its tensors."""
+    """Arguments of one call by name, and access to its tensors."""
 
     def __init__(self, spec: MhcSpec, at: Any) -> None:
         self.at = at
@@ -46,7 +46,7 @@ class _Call:
         return optional(getattr(self.at, name), *shape, dtype=dtype or self.dtype)
 
     def parameters(self) -> tuple[Any, ...]:
-        """weight, alphas and bias of a projection."""
+        """Return a projection's weight, alphas and bias."""
         rows, at = shapes.outputs(self.n), self.at
         alphas = tuple(self.get(f"alpha_{a}", 1, dtype=dtype_in(at.forms, 1)) for a in ("pre", "post", "res"))
         weight = self.get("weight", rows, self.n * at.width, dtype=dtype_in(at.forms, 0))
@@ -146,7 +146,7 @@ def _project_backward(c: _Call) -> None:
 
 
 def _coefficients(n: int) -> dict[str, tuple[int, ...]]:
-    """A token's coefficients' shapes by name."""
+    """Return the shapes of a token's coefficients, by name."""
     return {"pre": (n,), "post": (n,), "comb": (n, n)}
 
 
@@ -159,7 +159,7 @@ def _boundary_stats(c: _Call) -> Tensor | None:
 
 
 def _of_boundary(c: _Call) -> dict[str, Any]:
-    """The arguments of a boundary by name."""
+    """Return the tensors of a boundary by name."""
     t, n, w, forms = c.at.tokens, c.n, c.at.width, c.at.forms
     ends = _coefficients(n)
     sizes = {"weight": (shapes.outputs(n), n * w), "scale": (3,), "base": (shapes.outputs(n),), "norm_weight": (w,)}
@@ -220,6 +220,6 @@ KERNELS: dict[str, Callable[[_Call], None]] = {
 
 
 def run(spec: MhcSpec, at: Any) -> None:
-    """A kernel on its arguments by name."""
+    """Compute the kernel of a spec on its arguments, by name."""
     if getattr(at, "tokens", 1):
         KERNELS[spec.kernel](_Call(spec, at))

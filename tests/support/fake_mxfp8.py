@@ -1,7 +1,7 @@
-"""MXFP8 in the memory of a GPU that is played by the CPU: see `support.fake_gpu`.
+"""Reads and writes MXFP8 tensors in the memory of the fake GPU (`support.fake_gpu`).
 
-Functions go through the memory that they are given for x and the activation, so that two of these in one place, or one
-too small, is a wrong result.
+Functions pass quantised x and activation through the memory that the call gives them, so that overlapping or too small
+buffers give wrong results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAN_BYTE = 0x7F
 
 
 class Rows:
-    """A matrix in MXFP8 by rows: elements [T, C], and plain scales at an address."""
+    """A matrix quantised by rows: E4M3 elements [T, C], and plain scales at an address."""
 
     def __init__(self, data: Tensor, scale: int) -> None:
         rows, columns = data.shape
@@ -34,7 +34,9 @@ class Rows:
         self.data.view(torch.uint8)[:rows], self.scales[:rows] = data, scales
 
     def read(self, rows: int) -> Tensor:
-        """Values, zeros behind `rows`. Kernels read the first of four scales, so all four must be equal."""
+        """Return the values; rows from `rows` on are zeros. The four scales of 128 elements must be equal: kernels read
+        the first.
+        """
         for first in range(0, self.scales.shape[1], 4):
             four = self.scales[:rows, first : first + 4]
             assert bool((four == four[:, :1]).all()), "scales of 128 elements differ"
@@ -44,28 +46,32 @@ class Rows:
 
 
 def folded(w: Tensor, scale: int) -> list[Tensor]:
-    """Experts of w, with one scale a row."""
+    """Return the values of each expert's weights, with one scale for each row."""
     experts, rows, columns = w.shape
     scales = read(scale, experts, rows, 1, dtype=torch.uint8)
     return list(values(w, scales.expand(-1, -1, columns // 32).contiguous()))
 
 
 def blocked(w: Tensor, scale: int) -> list[Tensor]:
-    """Experts of w, with a scale for 32 elements."""
+    """Return the values of each expert's weights, with one scale for 32 elements."""
     experts, rows, columns = w.shape
     return list(values(w, read(scale, experts, rows, columns // 32, dtype=torch.uint8)))
 
 
 def words(w: Tensor, scale: int) -> list[Tensor]:
-    """Experts of w, eight elements a word, with a scale for 32 elements."""
+    """Return the values of each expert's MXFP4 weights, stored as words of eight elements, with one scale for 32
+    elements.
+    """
     experts, rows, count = w.shape
     scales = read(scale, experts, rows, count // 4, dtype=torch.uint8)
     return list(mxfp4.values(mxfp4.bytes_of_words(w), scales))
 
 
 def rebased(c: Any) -> list[Tensor]:
-    """Experts of w in a checkpoint's bytes, as FP8 MMAs have them: times what a block's scale is more than its row's,
-    which is then a number of E4M3, and the row's power of two.
+    """Return the values of each expert's MXFP4 weights as FP8 MMAs multiply them.
+
+    An element times the ratio of its block's scale to its row's power of two is an E4M3 number; the power of two
+    multiplies the sum.
     """
     experts, rows, count = c.w.shape
     scales = read(c.w_scale, experts, rows, count // 4, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""NVFP4 in the memory of a GPU that is played by the CPU: see `support.fake_gpu`."""
+"""Reads NVFP4 weights from the memory of the fake GPU (`support.fake_gpu`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .memory import read
 
 
 def words(c: Any) -> list[Tensor]:
-    """A launch's weights: eight elements a word, an E4M3 scale for 16 elements, and global scales."""
+    """Return the values of a launch's weights: words of eight elements, an E4M3 scale for 16 elements, and global
+    scales.
+    """
     experts, rows, count = c.w.shape
     assert c.w_scale % 2 == 0
     scales = read(c.w_scale, experts, rows, count // 2, dtype=torch.uint8)

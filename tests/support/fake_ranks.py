@@ -1,7 +1,7 @@
-"""What sends rows to other ranks, played by the CPU: see `support.fake_gpu`, and `cute_kernels.ranks`.
+"""The fake GPU's kernels that send rows to other ranks; see `support.fake_gpu` and `cute_kernels.ranks`.
 
-Ranks are threads of one process. A "kernel" does what the compiled one does, in its order, but for one CTA: it stores
-to the windows of others by address, writes its word, and waits until the words of all are there, or its time is up.
+Ranks are threads of one process. A fake kernel does the same as the compiled one, in the same order, but as one CTA: it
+stores to other ranks' windows by address, writes its word, and waits for the words of all ranks or until its time-out.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SLEEP_S = 1e-4  # between looks at words; other ranks run meanwhile
 
 
 def _signed(number: int) -> int:
-    """In 64 bits, as numbers of operations wrap."""
+    """Return a number wrapped to a signed 64-bit integer, like numbers of operations."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 class _Operation:
-    """One of a rank, the `phase` of PHASES; `at`: the kernel's arguments by name."""
+    """One rank's dispatch or combine. `phase`: an entry of PHASES; `at`: the kernel's arguments by name."""
 
     def __init__(self, at: Any, phase: str) -> None:
         self.at, self.phase = at, PHASES.index(phase)
@@ -61,7 +61,7 @@ class _Operation:
         return memory(self._addresses[REGIONS.index(name)][rank], *shape, dtype=dtype)
 
     def _words(self, rank: int, kind: str) -> Tensor:
-        """[W] of a rank, by who writes them."""
+        """Return the words of one kind in a rank's window, [W], by the rank that writes them."""
         every = self.region("words", rank, len(WORDS), self.at.world, WORD_BYTES // 8, dtype=I64)
         return every[WORDS.index(kind), :, 0]
 
@@ -73,7 +73,9 @@ class _Operation:
         return [_signed((word >> low << low) - self._stamp(kind)) for word in words]
 
     def begin(self) -> None:
-        """Where dispatches and combines do not alternate, each rank says that it needs nothing of before."""
+        """Wait until all ranks have entered, unless dispatches and combines alternate, which proves that buffers are
+        free.
+        """
         if not self.has_credit:
             self.publish("enter", 0)
             self.wait("enter")
@@ -83,7 +85,7 @@ class _Operation:
             self._words(rank, kind)[self.at.rank] = self._stamp(kind) | content
 
     def wait(self, kind: str) -> list[int]:
-        """The words of all ranks; where one does not come, the operation fails."""
+        """Wait for the words of all ranks and return them; fail the operation if one does not come in time."""
         begin, error, missing = time.monotonic_ns(), 0, True
         while missing and not error:
             words = self._words(self.at.rank, kind).tolist()
@@ -99,7 +101,7 @@ class _Operation:
         return words
 
     def _why_missing(self, ahead: list[int], waited: int, kind: str) -> int:
-        """An error; 0: wait on."""
+        """Return the code of an error that ends the wait; 0: continue waiting."""
         told = next((word for word in self._words(self.at.rank, "abort").tolist() if word), 0)
         if told:
             return told
@@ -118,7 +120,7 @@ class _Operation:
         return _signed(self.epoch << EPOCH_SHIFT | what | suspect)
 
     def compare(self, words: list[int], status: int) -> None:
-        """Fail where a rank's word says that its tokens were refused, or has another status than this rank's."""
+        """Fail the operation if a rank's word says "refused", or has another status than this rank's."""
         theirs = [word >> STATUS_SHIFT & 0xF for word in words]
         if STATUSES.index("refused") in theirs:
             self.fail(self._error(theirs.index(STATUSES.index("refused")), "refused"))
@@ -126,7 +128,7 @@ class _Operation:
             self.fail(self._error(next(rank for rank, one in enumerate(theirs) if one != status), "other form"))
 
     def fail(self, error: int) -> None:
-        """The first error stays, for the host, for later kernels and for the other ranks."""
+        """Record the first error of this rank, and tell the host and the other ranks."""
         if not self.state("error"):
             self._state[STATE.index("error")] = error
             memory(self.state("mirror"), 1, dtype=I64)[0] = error
@@ -140,7 +142,9 @@ class _Operation:
 
 
 def _is_there(at: Any) -> Tensor:
-    """[N, W]: whether a rank has an expert of a token. With a table, it leaves where what comes back will be."""
+    """Return bool [N, W]: True if the rank has an expert of the token. Also write the table of places for what comes
+    back.
+    """
     sum_rows = memory(at.sum_rows, at.tokens, at.world, dtype=I32)
     if not at.weights:
         return sum_rows >= 0
@@ -157,7 +161,9 @@ def _is_there(at: Any) -> Tensor:
 
 
 def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, torch.dtype]]:
-    """What a token's row is made of: the region of each part, where the part of token 0 is, its width and dtype."""
+    """Return the parts of a token's row: for each the window's region, the address for token 0, the width and the
+    dtype.
+    """
     if STATUSES[at.status] != "MXFP8 rows":
         return [("rows", at.x, at.width, dtype)]
     assert at.width % 128 == 0 and at.x % 16 == 0 and at.x_scale % 4 == 0
@@ -165,7 +171,7 @@ def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, tor
 
 
 def _store_tokens(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """The table to all ranks, -1 after the last token; rows to those that have an expert."""
+    """Store the table of choices to all ranks, -1 after the last token, and tokens to the ranks of their experts."""
     if at.weights or not at.tokens:
         for rank in range(at.world):
             operation.region("ids", rank, at.world, at.most, at.k, dtype=I32)[at.rank] = -1
@@ -198,7 +204,7 @@ def send_tokens(spec: LayerSpec, at: Any) -> None:
 
 
 def _sums(at: Any, rows: slice, row_of: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, H] of the tokens at these places, whose rows are `row_of`."""
+    """Return the sums [n, H] for the tokens of these rows of the window. row_of: the rows of their choices."""
     places = at.world * at.most
     if at.is_summed:
         return memory(at.y, places, at.width, dtype=dtype)[rows]
@@ -207,7 +213,9 @@ def _sums(at: Any, rows: slice, row_of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store_sums(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
-    """Of every token that came and has a row here, to its own rank."""
+    """For each received token that has rows on this rank, store the sum of its rows into the window of the rank it came
+    from; also its weight gradients if given.
+    """
     counts = memory(at.handle, 1 + at.world, dtype=I64)[1:].tolist()
     every = memory(at.row_of, at.world, at.most, at.k, dtype=I32)
     for rank, count in enumerate(counts):
@@ -223,7 +231,7 @@ def _store_sums(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
 
 
 def _invalidate(at: Any) -> None:
-    """What adds up sums reads NaN."""
+    """Set all places of sums to an entry that holds NaN, as after a failed operation."""
     places = at.world * at.most
     if at.tokens:
         memory(at.sum_rows, at.tokens, at.world, dtype=I32).fill_(places)

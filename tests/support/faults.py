@@ -1,4 +1,6 @@
-"""Faults at every place where the host path takes memory or launches, found by a run that counts them."""
+"""Injection of faults at every place where the host path allocates memory or launches; a first run counts the
+places.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ PACKAGE = "/glulam/"
 
 
 def _line() -> str:
-    """The line of the library that is being run; "" where only a test is."""
+    """Return the line of the library that is running; "" if only test code is."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -41,10 +43,10 @@ def _line() -> str:
 
 
 class Memory(TorchFunctionMode):
-    """Counts calls of torch that return new memory; the one of a number raises instead.
+    """Counts calls of torch that return new memory; the call of number `fail_at` raises instead.
 
     Attributes:
-        at: by lines of the library, the first of those calls among all calls of torch.
+        at: by line of the library, the number of the first such call there.
     """
 
     def __init__(self, fail_at: int | None = None) -> None:
@@ -65,7 +67,7 @@ class Memory(TorchFunctionMode):
 
 
 class Launches:
-    """Counts launches; the one of a number raises instead of running."""
+    """Counts launches; the launch of number `fail_at` raises instead of running."""
 
     def __init__(self, fail_at: int | None = None, error: Exception | None = None) -> None:
         self.count, self.fail_at = 0, fail_at
@@ -96,14 +98,16 @@ class Launches:
 
 @contextlib.contextmanager
 def inline() -> Iterator[None]:
-    """Let what is kept be allocated on the calling thread, whose calls of torch are counted."""
+    """Context in which kept memory is allocated on the calling thread, so that these calls of torch are counted,
+    too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "on_own_thread", lambda make: make())
         yield
 
 
 def forget_everything() -> None:
-    """Leave nothing that calls keep: as in a process that has made none."""
+    """Clear all caches, as in a process that has not called the library yet."""
     forget_plans()
     workspace.forget()
     tickets.forget()
@@ -112,7 +116,11 @@ def forget_everything() -> None:
 
 
 def places(call: Callable[[], Any], is_warm: bool = False) -> tuple[list[int], int]:
-    """Return at which calls of torch a call takes memory, and how often it launches. is_warm: at its second run."""
+    """Return the numbers of the torch calls in which `call` allocates memory, and its number of launches.
+
+    Args:
+        is_warm: count in the second run of the call.
+    """
     with Launches().installed() as launches, inline():
         forget_everything()
         if is_warm:

@@ -1,4 +1,4 @@
-"""Fixtures, as a plugin: a test module that wants them says `pytest_plugins = ["support.fixtures"]`."""
+"""Fixtures as a pytest plugin: a test module uses them by `pytest_plugins = ["support.fixtures"]`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .fake_gpu import SM_COUNT, FakeGpu, install
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """For the length of a test, CPU tensors are on a GPU."""
+    """Send CPU tensors to a fake GPU during a test."""
     yield install(monkeypatch)
     forget_plans()
 
 
 @pytest.fixture
 def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A stand-in for an A100, on which nothing is preferred."""
+    """Fake GPU that is an A100; no preferences are known."""
     monkeypatch.setattr(device, "gpu", lambda _: device.Gpu("fake", "sm_80", SM_COUNT))
     known.forget()
     yield fake_gpu
@@ -34,9 +34,9 @@ def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu
 
 @pytest.fixture
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The path of the only tuned table, on a machine whose cache is empty.
+    """Path of the only tuned table, on a machine with an empty cache.
 
-    Every kernel is said to be there; no library may be opened.
+    Every kernel counts as loadable; opening a library fails the test.
     """
     table = tmp_path / "tuned.json"
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
@@ -50,5 +50,5 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
 @pytest.fixture(params=["cpu", "gpu"])
 def anywhere(request: pytest.FixtureRequest) -> Any:
-    """On the CPU, and on the stand-in of a GPU."""
+    """Run the test on the CPU reference and on the fake GPU."""
     return request.getfixturevalue("fake_gpu") if request.param == "gpu" else None

@@ -1,7 +1,7 @@
-"""FP8 with block scales, from the definition: float64, and no code of ours.
+"""FP8 with block scales by its definition, in float64, without any code under test.
 
-A weight's element w[e, n, k] is data[e, n, k] * scale[e, g, k // 128]. In a gated w1 whose halves lie one after the
-other ("concat") each half of I rows has a grid of ceil(I / 128) rows of its own; else g is n // 128.
+A weight's element w[e, n, k] is data[e, n, k] * scale[e, g, k // 128]. In a gated w1 of layout "concat" each half of I
+rows has its own grid of ceil(I / 128) rows; otherwise g is n // 128.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def blocks_of(size: int) -> int:
 
 
 def grid_rows(rows: int, layout: str = "") -> Tensor:
-    """int64 [rows], the grid row of each weight row. `layout`: of a gated w1."""
+    """Return the scale grid's row for each weight row, int64 [rows]. `layout`: the gate layout of a gated w1."""
     number = torch.arange(rows)
     if layout == "concat":
         half = rows // 2
@@ -30,7 +30,7 @@ def grid_rows(rows: int, layout: str = "") -> Tensor:
 
 
 def halves(rows: int, layout: str) -> tuple[Tensor, Tensor]:
-    """int64 [rows / 2] each, the weight rows of the activated and of the linear half."""
+    """Return the rows of the gate's half and of the up-projection's half, int64 [rows / 2] each."""
     number = torch.arange(rows // 2)
     if layout == "concat":
         return number, number + rows // 2
@@ -41,39 +41,41 @@ def halves(rows: int, layout: str) -> tuple[Tensor, Tensor]:
 
 
 class Weights(NamedTuple):
-    """data: E4M3 [E, N, K]; scale: float32 [E, grid rows, ceil(K / 128)]; layout: of a gated w1, or ""."""
+    """Quantised weights: data E4M3 [E, N, K]; scale float32 [E, grid rows, ceil(K / 128)]; layout: of a gated w1, or
+    "".
+    """
 
     data: Tensor
     scale: Tensor
     layout: str = ""
 
     def scales(self) -> Tensor:
-        """Each element's scale, float32 [E, N, K]."""
+        """Return the scale of each element, float32 [E, N, K]."""
         rows, k = self.data.shape[1:]
         return self.scale[:, grid_rows(rows, self.layout)][:, :, torch.arange(k) // BLOCK]
 
     def values(self) -> Tensor:
-        """float64."""
+        """Return the values in float64."""
         return self.data.double() * self.scales().double()
 
     def in_bfloat16(self) -> Tensor:
-        """Each element's float32 product, rounded."""
+        """Return each element times its scale, rounded to bfloat16."""
         return (self.data.float() * self.scales()).bfloat16()
 
 
 class Rows(NamedTuple):
-    """data: E4M3 [T, K]; scale: float32 [T, ceil(K / 128)]."""
+    """Quantised rows: data E4M3 [T, K]; scale float32 [T, ceil(K / 128)]."""
 
     data: Tensor
     scale: Tensor
 
     def values(self) -> Tensor:
-        """float64."""
+        """Return the values in float64."""
         return self.data.double() * self.scale[:, torch.arange(self.data.shape[1]) // BLOCK].double()
 
 
 def quantized_rows(x: Tensor) -> Rows:
-    """float32 [T, C], with a scale for each 128 of a row."""
+    """Quantise float32 [T, C] with one scale for each 128 elements of a row."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     amax = padded.abs().amax(2)  # NaN where one is
@@ -88,12 +90,12 @@ def integers(random: np.random.Generator, *shape: int, most: int = 3) -> Tensor:
 
 
 def powers(random: np.random.Generator, *shape: int, most: int = 2) -> Tensor:
-    """Powers of two, float32."""
+    """Return random powers of two, float32, from 2^-most to 2^most."""
     return torch.from_numpy(np.ldexp(np.float32(1.0), random.integers(-most, most + 1, shape)))
 
 
 def exact_weights(random: np.random.Generator, experts: int, rows: int, k: int, layout: str = "") -> Weights:
-    """Small integers by powers of two, which differ by expert and block."""
+    """Return weights of small integers times powers of two that differ by expert and block, so that sums are exact."""
     grid = int(grid_rows(rows, layout).max()) + 1
     return Weights(
         integers(random, experts, rows, k).to(E4M3), powers(random, experts, grid, blocks_of(k)), layout
@@ -105,7 +107,7 @@ def exact_rows(random: np.random.Generator, rows: int, k: int) -> Rows:
 
 
 def any_weights(random: np.random.Generator, experts: int, rows: int, k: int, layout: str = "") -> Weights:
-    """Every finite E4M3 number, by scales of any float32 in some binades."""
+    """Return weights of random finite E4M3 numbers, with random float32 scales over several binades."""
     grid = int(grid_rows(rows, layout).max()) + 1
     codes = random.integers(0, 127, (experts, rows, k)) | random.integers(0, 2, (experts, rows, k)) << 7
     data = torch.from_numpy(codes.astype(np.uint8)).view(E4M3)
@@ -116,7 +118,7 @@ def any_weights(random: np.random.Generator, experts: int, rows: int, k: int, la
 
 
 def product(x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """float64: rows of x times the transpose of their experts' w; NaN after the last group."""
+    """Return rows of x times the transposes of their experts' w, float64; NaN after the last group."""
     result = torch.full((x.shape[0], w.shape[1]), torch.nan, dtype=torch.float64)
     first = 0
     for expert, size in enumerate(sizes):

@@ -1,6 +1,6 @@
-"""Gradients through frozen quantised weights: calls in every recipe, and what float64 and torch make of them.
+"""Gradients through frozen quantised weights: calls in every recipe, and the expected gradients by float64 and torch.
 
-`device`: CPU tensors may be a GPU's, as of `support.fake_gpu`, or those of a real one.
+`device`: the CPU, which may be a fake GPU (`support.fake_gpu`), or a real GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .criterion import assert_close
 from .inputs import Case, gradient
 
 LIMIT = 1e4
-"""Of clamped activations: not reached, since a rounding moves a value across it."""
+"""Clamp limit of activations, too large to be reached: a rounding error could move a value across a smaller one."""
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.freezes_weights)
 BF16 = torch.bfloat16
 ADDENDS = ("b1", "b2", "row_scale")
 
 
 def quantised(w: Tensor, recipe: str) -> Any:
-    """A weight in the recipe's format, with other scales in each expert, row and block."""
+    """Return a weight quantised to the recipe's format; scales differ by expert, row and block."""
     e, n, k = w.shape
     powers = torch.exp2(((torch.arange(e * n * (k // 16)) * 7) % 5 - 2).float()).view(e, n, k // 16)
     spread = w.float() * powers.repeat_interleave(16, dim=2).to(w.device)
@@ -35,14 +35,16 @@ def quantised(w: Tensor, recipe: str) -> Any:
 
 
 def in_halves(w1: NVFP4Tensor) -> NVFP4Tensor:
-    """An NVFP4 w1 whose halves have global scales of their own."""
+    """Return an NVFP4 w1 with different global scales of its two halves."""
     experts = w1.shape[0]
     each = w1.global_scale.expand(experts) if w1.global_scale.dim() < 2 else w1.global_scale[:, 0]
     return NVFP4Tensor(w1.data, w1.scale, torch.stack([each, 1.5 * each], dim=1).contiguous())
 
 
 def exact_values(w: Any) -> Tensor:
-    """A quantised weight as kernels multiply it: float64 numbers; FP8 blocks are rounded to bfloat16."""
+    """Return a quantised weight's values as kernels multiply them, in float64; those of FP8 blocks are rounded to
+    bfloat16.
+    """
     if isinstance(w, glulam.FP8BlockTensor):
         return w.dequantize(BF16).double()
     return w.dequantize(torch.float32).double()
@@ -52,12 +54,12 @@ Leaves = dict[str, Tensor]
 
 
 def leaves(c: Case, addends: tuple[str, ...] = ADDENDS) -> Leaves:
-    """What is trained: x and addends."""
+    """Return the trained tensors of a case: x and the addends."""
     return {name: getattr(c, name).detach().clone().requires_grad_() for name in ("x", *addends)}
 
 
 def check_gradients(c: Case, got: Leaves, weights: tuple[Any, Any], form: tuple[str, str], dy: Tensor) -> None:
-    """Gradients of grouped_mlp against float64 of the dequantised weights, and torch's own error in bfloat16."""
+    """Check gradients of grouped_mlp against float64 with dequantised weights, within torch's own error in bfloat16."""
     exact, same = (_expected(c, got, weights, form, dy, dtype) for dtype in (torch.float64, c.x.dtype))
     filled = [expert for expert, size in enumerate(c.sizes) if size]
     for name, leaf in got.items():
@@ -94,7 +96,11 @@ def _expected(
 def run_mlp(
     c: Case, weights: tuple[Any, Any], recipe: str, form: tuple[str, str], **options: Any
 ) -> tuple[Leaves, Tensor]:
-    """The leaves of a grouped_mlp with their gradients, and the incoming gradient, NaN after the last group."""
+    """Run forward and backward of grouped_mlp.
+
+    Returns:
+        The leaves with their gradients; the incoming gradient, whose rows after the last group are NaN.
+    """
     given, dy = leaves(c), gradient(c)
     with torch.enable_grad():
         y = glulam.grouped_mlp(
@@ -106,7 +112,7 @@ def run_mlp(
 
 
 def saved_bytes(call: Callable[[], Any]) -> int:
-    """Bytes of distinct storages that a call keeps for its backward."""
+    """Return the bytes of the distinct storages that a call saves for backward."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

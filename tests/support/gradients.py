@@ -1,4 +1,4 @@
-"""Whether the gradients of a grouped_mlp are right: all six, against the oracle differentiated by torch."""
+"""Checks of all six gradients of a grouped_mlp against the oracle, which torch differentiates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def inputs(c: Case) -> dict[str, Tensor]:
 
 
 def leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:
-    """Fresh inputs of a grouped_mlp, those in `wanted` requiring a gradient."""
+    """Return new input tensors of a grouped_mlp; those in `wanted` require a gradient."""
     scale = c.row_scale.double() if c.x.dtype == F64 else c.row_scale
     values = {**inputs(c), "row_scale": scale}
     return {name: value.detach().clone().requires_grad_(name in wanted) for name, value in values.items()}
 
 
 def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:
-    """The same with weights [E, H, 2I or I] and [E, I, H]."""
+    """Return `leaves` with transposed weights, [E, H, 2I or I] and [E, I, H]."""
     given = leaves(c, wanted)
     for name in ("w1", "w2"):
         given[name] = given[name].detach().mT.contiguous().requires_grad_(name in wanted)
@@ -33,12 +33,14 @@ def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Te
 
 
 def transposed_back(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of `transposed_leaves`, with weights' gradients as `check_gradients` has them."""
+    """Return gradients of `transposed_leaves` with the weights' gradients transposed to the layout of
+    `check_gradients`.
+    """
     return {name: value.mT if name in ("w1", "w2") else value for name, value in gradients.items()}
 
 
 def check_gradients(c: Case, dy: Tensor, got: dict[str, Tensor], form: tuple[str, str] = ("swiglu", "concat")) -> None:
-    """By the criterion, against float64 and the same by torch in the dtype of x."""
+    """Check gradients by the criterion, against float64 and against torch in x's dtype."""
     if not c.rows:
         assert not any(bool(value.any()) for value in got.values())
         return
@@ -68,9 +70,10 @@ def oracle_gradients(c: Case, dy: Tensor, dtype: torch.dtype, form: tuple[str, s
 
 
 def _mlp(given: dict[str, Tensor], c: Case, form: tuple[str, str], dtype: torch.dtype) -> Tensor:
-    """The MLP, differentiated at the 16-bit preactivation that a forward saves.
+    """Compute the MLP with h replaced by the 16-bit preactivation that a forward saves.
 
-    Derivatives jump at clamps and at relu's kink: rounding decides on which side a value lies, so all must round alike.
+    Derivatives jump at clamps and at relu's kink, where rounding decides on which side a value lies, so all
+    computations must use the same rounded h.
     """
     h = oracle.grouped_mm(given["x"], given["w1"], c.ends, bias=given["b1"], dtype=dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Recipes that the fake GPU, a Hopper, serves."""
+"""Recipes that the fake GPU, a Hopper, supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Inputs on which mistakes show: every row, expert and block of K has a scale of its own; tails are NaN."""
+"""Inputs that expose mistakes: every row, expert and block of K has another scale; rows after the last group are
+NaN.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ K_BLOCK = 32
 
 
 def _powers(count: int, spread: int, step: int, device: str) -> Tensor:
-    """Powers of two from 2^-spread to 2^spread, neighbours far apart."""
+    """Return `count` powers of two from 2^-spread to 2^spread; neighbours differ much."""
     exponents = (torch.arange(count) * step) % (2 * spread + 1) - spread
     return torch.exp2(exponents.double()).to(device)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """[rows, columns], scales differing over rows (2^-3 .. 2) and over blocks of K_BLOCK columns (2^-1 .. 2).
+    """Return random [rows, columns]; scales differ over rows (2^-3 .. 2) and over blocks of K_BLOCK columns (2^-1 ..
+    2).
 
-    float16 bounds the range: squared, weighted and summed twice, the largest must stay below 65504.
+    float16 bounds the range: squared, weighted and summed twice, the largest value must stay below 65504.
     """
     values = _normal((rows, columns), device, seed)
     by_block = _powers(-(-columns // K_BLOCK), 1, 2, device).repeat_interleave(K_BLOCK)[:columns]
@@ -32,7 +35,9 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) 
 
 
 def experts(count: int, rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """[count, rows, columns] / sqrt(columns), each expert of another scale than its neighbours (2^-1 .. 2)."""
+    """Return random weights [count, rows, columns] / sqrt(columns); each expert has another scale than its neighbours
+    (2^-1 .. 2).
+    """
     values = _normal((count, rows, columns), device, seed) / math.sqrt(columns)
     return (values * _powers(count, 1, 2, device)[:, None, None]).to(dtype)
 
@@ -44,7 +49,7 @@ def _normal(shape: tuple[int, ...], device: str, seed: int) -> Tensor:
 
 @dataclasses.dataclass
 class Case:
-    """Tensors of one MLP. Rows from `rows` on are a tail: NaN in x and row_scale."""
+    """Tensors of one MLP. Rows from `rows` on belong to no group: they are NaN in x and row_scale."""
 
     x: Tensor
     w1: Tensor
@@ -91,26 +96,30 @@ def make_case(
 
 
 def gradient(c: Case, columns: int | None = None, seed: int = 77) -> Tensor:
-    """A gradient dy [T, columns], H columns by default, its tail NaN."""
+    """Return an incoming gradient dy [T, columns], by default H columns; rows after the last group are NaN."""
     dy = matrix(c.x.shape[0], c.x.shape[1] if columns is None else columns, c.x.dtype, str(c.x.device), seed)
     dy[c.rows :] = math.nan
     return dy
 
 
 def preactivation(c: Case) -> Tensor:
-    """x w1_e^T as a forward would have saved it, its tail NaN."""
+    """Return x w1_e^T in x's dtype, as a forward saves it; rows after the last group are NaN."""
     h = oracle.grouped_mm(c.x, c.w1, c.ends)
     return h.to(c.x.dtype)
 
 
 def transposed(c: Case) -> tuple[Tensor, Tensor]:
-    """w1 [E, H, 2I or I] and w2 [E, I, H], as a model that multiplies x w keeps them."""
+    """Return w1 [E, H, 2I or I] and w2 [E, I, H], as models store them that compute x w."""
     return c.w1.mT.contiguous(), c.w2.mT.contiguous()
 
 
 def apart(w1: Tensor, upside_down: bool = False, gap: int = 16) -> tuple[Tensor, Tensor]:
-    """w1's halves [E, I, H], of glu_layout "concat", so many elements apart, the second one in front where they are
-    `upside_down`."""
+    """Return the two halves [E, I, H] of a w1 of layout "concat" as views of one buffer.
+
+    Args:
+        gap: number of elements between the two halves.
+        upside_down: the second half lies first in memory.
+    """
     halves = [half.contiguous() for half in w1.detach().chunk(2, dim=1)]
     size = halves[0].numel()
     memory = torch.empty(8 + 2 * size + gap, dtype=w1.dtype, device=w1.device)
@@ -120,7 +129,7 @@ def apart(w1: Tensor, upside_down: bool = False, gap: int = 16) -> tuple[Tensor,
 
 
 def scattered(packed: Tensor) -> list[Tensor]:
-    """Each expert in an allocation of its own, their addresses in no order, with odd gaps between them."""
+    """Return each expert in a separate allocation, with addresses in no order and odd gaps between them."""
     count, size = packed.shape[0], packed[0].numel()
     blocks = [torch.empty(size + 8 * (3 + e % 5), dtype=packed.dtype, device=packed.device) for e in range(count)]
     order = sorted(range(count), key=lambda e: (e * 5 + 3) % count)
@@ -131,11 +140,11 @@ def scattered(packed: Tensor) -> list[Tensor]:
 
 
 def poisoned(rows: int, columns: int, like: Tensor, padding: int = 0) -> Tensor:
-    """An output buffer full of NaN, with `padding` columns between its rows."""
+    """Return an output buffer full of NaN, with `padding` columns between its rows."""
     return torch.full((rows, columns + padding), math.nan, dtype=like.dtype, device=like.device)[:, :columns]
 
 
 def poison_allocator(device: str, num_bytes: int = 64 << 20) -> None:
-    """Fill memory that the next allocations will reuse with NaN."""
+    """Fill the memory that the next allocations will reuse with NaN."""
     blocks: list[Any] = [torch.full((size // 4,), math.nan, device=device) for size in (num_bytes, 1 << 20, 1 << 16)]
     del blocks

@@ -1,4 +1,4 @@
-"""Exported functions called by name, without the front."""
+"""Calls of exported functions by argument names, without the operators' host code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def sm_count() -> int:
 
 
 def launch(spec: Spec, **given: Any) -> None:
-    """Calls a spec's function. A tensor given for an address is its address, None is 0; num_sms is the GPU's."""
+    """Call a spec's function. Tensors given for address arguments are passed as addresses, None as 0; num_sms is the
+    GPU's.
+    """
     signature, named = signature_of(spec), dict(given)
     if "num_sms" in signature.names:
         named.setdefault("num_sms", sm_count())

@@ -1,4 +1,6 @@
-"""Adapters of experts: what float64 makes of weights that they are added to, and torch of the products apart."""
+"""Adapters of experts, and expected results: in float64 by weights with merged adapters, in torch by separate
+products.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Leaves = dict[str, Tensor]
 
 
 def matrices(c: Case, rank: int, layers: str = "12") -> Leaves:
-    """Of either layer or both, every expert's of another scale than its neighbours'."""
+    """Return adapter matrices for the layers in `layers` ("1", "2" or "12"); experts differ in scale."""
     count, rows, hidden = c.w1.shape
     out, width = c.w2.shape[1:]
     shapes = {"a1": (rank, hidden), "b1": (rows, rank), "a2": (rank, width), "b2": (out, rank)}
@@ -37,7 +39,9 @@ def adapter(given: Leaves) -> glulam.ExpertLora:
 
 
 def trained(c: Case, rank: int, layers: str = "12", addends: tuple[str, ...] = ("b1", "b2", "row_scale")) -> Leaves:
-    """x, matrices and addends, the biases as bias1 and bias2, that require gradients."""
+    """Return leaves that require gradients: x, the adapter matrices and the addends; biases are named bias1 and
+    bias2.
+    """
     scale = c.row_scale.to(torch.promote_types(c.x.dtype, torch.float32))
     found = {"x": c.x, **matrices(c, rank, layers)}
     found.update({f"bias{name[1]}" if name != "row_scale" else name: getattr(c, name) for name in addends})
@@ -59,7 +63,7 @@ def _added(given: Leaves, layer: int, w: Tensor) -> Tensor:
 
 
 def merged(c: Case, given: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str]) -> Tensor:
-    """By weights with the adapters in them."""
+    """Compute the MLP with the adapters added to the weights."""
     return oracle.grouped_mlp(
         given["x"], _added(given, 1, w1), _added(given, 2, w2), c.ends, b1=given.get("bias1"), b2=given.get("bias2"),
         row_scale=given.get("row_scale"), form=form, dtype=given["x"].dtype,
@@ -67,7 +71,7 @@ def merged(c: Case, given: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str]
 
 
 def apart(c: Case, given: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str]) -> Tensor:
-    """By products of few columns, as a user of torch would write it."""
+    """Compute the MLP with separate low-rank products, as in plain torch."""
     dtype = given["x"].dtype
 
     def narrow(x: Tensor, layer: int) -> Tensor | float:
@@ -86,7 +90,12 @@ def apart(c: Case, given: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str])
 def expected(
     formula: Any, c: Case, leaves: Leaves, w1: Tensor, w2: Tensor, form: tuple[str, str], dy: Tensor, dtype: Any
 ) -> tuple[Tensor, Leaves]:  # fmt: skip
-    """The result of rows in groups, and the gradients of all leaves."""
+    """Return the result of the rows in groups, and the gradients of all leaves, by a formula in `dtype`.
+
+    Args:
+        formula: `merged` or `apart`.
+        dy: the incoming gradient.
+    """
     cut = {name: one.detach()[: c.rows] if name in BY_ROW else one.detach() for name, one in leaves.items()}
     given = {name: one.to(dtype).requires_grad_() for name, one in cut.items()}
     with torch.enable_grad():
@@ -99,7 +108,11 @@ def check(
     c: Case, leaves: Leaves, y: Tensor, dy: Tensor, w1: Tensor, w2: Tensor,
     form: tuple[str, str] = ("swiglu", "concat"),
 ) -> None:  # fmt: skip
-    """y, and the gradients that leaves have, by the criterion. w1, w2: [E, N, K], in numbers that x's dtype has."""
+    """Check y and the gradients in `leaves` by the criterion.
+
+    Args:
+        w1, w2: weights [E, N, K], exact in x's dtype.
+    """
     exact = expected(merged, c, leaves, w1, w2, form, dy, torch.float64)
     same = expected(apart, c, leaves, w1, w2, form, dy, c.x.dtype)
     assert_close(y.detach()[: c.rows], exact[0], same[0], c.rows)

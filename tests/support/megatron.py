@@ -1,4 +1,4 @@
-"""Megatron-Core without a GPU."""
+"""Helpers to run Megatron-Core without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Megatron asks of CUDA, answered by the CPU. Of numbers of rows on a GPU its dispatcher makes arrays."""
+    """Replace the CUDA functions that Megatron calls by functions of the CPU.
+
+    Its dispatcher converts numbers of rows on a GPU to arrays.
+    """
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     stream = MagicMock()

@@ -1,4 +1,4 @@
-"""Memory of the CPU by address, as functions of a GPU that is played by it read and write."""
+"""Access to CPU memory by address, for the fake GPU's functions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FORMS = {code: getattr(torch, name) for name, code in PARAM_FORMS.items()}
 
 
 def memory(address: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """The memory itself, to be written."""
+    """Return the memory at an address as a writable tensor of this shape and dtype; nothing is copied."""
     assert address and address % dtype.itemsize == 0
     whole = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(whole, dtype=dtype).view(shape)
 
 
 def optional(address: int, *shape: int, dtype: torch.dtype) -> Tensor | None:
-    """The same; None at 0."""
+    """Return the memory at an address as in `memory`; None for address 0."""
     return memory(address, *shape, dtype=dtype) if address else None
 
 
@@ -30,5 +30,5 @@ def read(address: int, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_in(forms: int, place: int) -> torch.dtype:
-    """Of the parameter at a place of `forms`."""
+    """Return the dtype of parameter number `place` in `forms`, which packs two bits for each parameter."""
     return FORMS[forms >> 2 * place & 3]

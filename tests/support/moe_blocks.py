@@ -1,6 +1,6 @@
-"""MoE blocks of other libraries: state dicts of random tensors, and what the blocks compute, in plain torch.
+"""MoE blocks of other libraries: random state dicts, and the blocks' forward in plain torch.
 
-Written apart from the library, from the formulas of each model, in whatever dtype the tensors are.
+The forwards are written from each model's formulas, independently of the library, and compute in the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ HIDDEN, INTER, SHARED, EXPERTS = 24, 32, 64, 8
 
 
 class Family(NamedTuple):
-    """`options`: an `nn.MoE`'s. `gate`: the router's weight. `expert(state, e, x)`: rows of an expert."""
+    """A family of models.
+
+    `options`: options of the equivalent `nn.MoE`. `gate`: key of the router's weight. `expert(state, e, x)`: function
+    that computes rows of expert e.
+    """
 
     options: dict[str, Any]
     shapes: Callable[[], dict[str, tuple[int, ...]]]
@@ -115,7 +119,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def some_state(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> State:
-    """Experts differ in scale, so that one in another's place is found; biases are large enough to be missed."""
+    """Return a random state dict. Experts differ in scale, so that swapped experts are noticed; biases are large."""
     generator = torch.Generator().manual_seed(len(name))
     state = {}
     for index, (key, shape) in enumerate(FAMILIES[name].shapes().items()):
@@ -127,7 +131,11 @@ def some_state(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu
 
 
 def block(name: str, state: State, x: Tensor, ids: Tensor | None = None) -> Tensor:
-    """What a block makes of tokens x [N, H]; of experts `ids` [N, K] where they are given. Differentiable."""
+    """Return a block's result for tokens x [N, H]. Differentiable.
+
+    Args:
+        ids: the chosen experts [N, K]. None: the block's router chooses.
+    """
     family, options = FAMILIES[name], FAMILIES[name].options
     logits = x @ state[family.gate].T + state.get("router.bias", 0)
     choice = {key: options[key] for key in ("score", "num_groups", "top_groups") if key in options}

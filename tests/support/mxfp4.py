@@ -1,6 +1,6 @@
-"""MXFP4 by its definition, in float64: what the reference and the kernels are compared with, bit for bit.
+"""MXFP4 by its definition, in float64; the reference and the kernels must match it bit for bit.
 
-Nothing here is shared with the code under test.
+No code under test is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORD = 0xFFFFFFFF
 
 
 def number(code: int) -> float:
-    """The E2M1 number of four bits: a sign, two bits of exponent with a bias of 1, one of significand."""
+    """Return the E2M1 number of a 4-bit code: a sign, two bits of exponent with a bias of 1, one bit of significand."""
     sign, exponent, significand = code >> 3, code >> 1 & 3, code & 1
     magnitude = (1 + significand / 2) * 2.0 ** (exponent - 1) if exponent else significand / 2
     return -magnitude if sign else magnitude
@@ -26,7 +26,7 @@ NUMBERS = torch.tensor([number(code) for code in range(16)], dtype=torch.float64
 
 
 def values(data: Tensor, scale: Tensor) -> Tensor:
-    """float64 [..., K] of bytes [..., K/2] and E8M0 bytes [..., K/32]."""
+    """Return the values, float64 [..., K], of bytes [..., K/2] with E8M0 bytes [..., K/32]."""
     data, scale = data.cpu().long(), scale.cpu().view(torch.uint8).long()
     halves = torch.stack((data % 16, data // 16), dim=-1).flatten(-2)
     powers = torch.where(scale == NAN_SCALE, torch.nan, torch.exp2(scale.double() - 127))
@@ -34,7 +34,9 @@ def values(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def bytes_of_word(word: int) -> list[int]:
-    """What a word of kernels holds: four bytes of a checkpoint, as bits of the bfloat16 numbers that it becomes."""
+    """Return the four checkpoint bytes in a kernel's word, read from the bits of the bfloat16 numbers that it decodes
+    to.
+    """
     turned = (word << 10 | word >> 22) & WORD
     pairs = word, word << 4 & WORD, word >> 4 ^ turned, word >> 4 ^ (word << 6 & WORD)
     codes = [[(half >> 15 & 1) << 3 | half >> 6 & 7 for half in (pair & 0xFFFF, pair >> 16)] for pair in pairs]
@@ -42,8 +44,10 @@ def bytes_of_word(word: int) -> list[int]:
 
 
 def bytes_of_words(words: Tensor) -> Tensor:
-    """uint8 [..., K/2] of words [..., K/8]: word j of a block has bytes j, 4 + j, 8 + j and 12 + j; in blocks 2 and 3
-    of each four the last two of these come first.
+    """Return the checkpoint bytes, uint8 [..., K/2], of words [..., K/8].
+
+    Word j of a block has bytes j, 4 + j, 8 + j and 12 + j; in blocks 2 and 3 of each four, the last two of these come
+    first.
     """
     *lead, count = words.shape
     result = torch.empty(*lead, count // 4, 4, 4, dtype=torch.uint8)
@@ -56,7 +60,7 @@ def bytes_of_words(words: Tensor) -> Tensor:
 
 
 def quantized_block(block: list[float]) -> tuple[list[int], int]:
-    """Codes and the scale byte of 32 finite numbers: the nearest E2M1 number, of two the one with an even code."""
+    """Return codes and the scale byte of 32 finite numbers: the nearest E2M1 numbers, ties to even codes."""
     amax = max(map(abs, block))
     byte = min(max(math.frexp(amax)[1] - 1 - 2 + 127, 0), 254) if amax else 0
     codes = []

@@ -1,7 +1,7 @@
-"""MXFP8 by its definition, in float64: what the reference and the kernels are compared with, bit for bit.
+"""MXFP8 by its definition, in float64; the reference and the kernels must match it bit for bit.
 
-A scale is the least power of two not below fl32(amax * fl32(1/448)); an element is the nearest E4M3 number, the one
-with an even mantissa of two. Nothing here is shared with the code under test.
+A scale is the least power of two not below fl32(amax * fl32(1/448)); an element is the nearest E4M3 number, ties to
+even mantissas. No code under test is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ NAN, INF_SCALE, NAN_SCALE = 0x7F, 0xFE, 0xFF
 
 
 class Quantized(NamedTuple):
-    """One copy as bytes: data [T, K]; scales [outer, blocks]; the rows of data, and of plain scales, that it writes."""
+    """One quantised copy of a matrix as bytes: data [T, K]; scales [outer, blocks]; the axis of blocks.
+
+    `rows`: number of rows of data, and of plain scales, that the quantiser writes.
+    """
 
     data: Tensor
     scales: Tensor
@@ -28,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 def _magnitudes() -> Tensor:
-    """The E4M3 number of each byte from 0 to 0x7E."""
+    """Return the E4M3 numbers of the bytes from 0 to 0x7E."""
     byte = torch.arange(NAN, dtype=torch.float64)
     exponent, mantissa = byte // 8, byte % 8
     return torch.where(exponent > 0, (1 + mantissa / 8) * torch.exp2(exponent - 7), mantissa / 8 * 2.0**-6)
@@ -38,7 +41,7 @@ MAGNITUDES = _magnitudes()
 
 
 def exponents(amax: Tensor) -> Tensor:
-    """Scale bytes (int64) of float32 maxima."""
+    """Return scale bytes, int64, for the float32 maxima of blocks."""
     quotient = (amax * torch.tensor(1 / 448, dtype=torch.float32)).double()
     mantissa, power = torch.frexp(torch.where(quotient.isfinite(), quotient, 1.0))
     least = power - (mantissa == 0.5).long()
@@ -47,10 +50,10 @@ def exponents(amax: Tensor) -> Tensor:
 
 
 def elements(values: Tensor) -> Tensor:
-    """E4M3 bytes of float64 values.
+    """Return E4M3 bytes of float64 values.
 
-    From 2^e on, numbers are 2^(e-3) apart, and below 2^-6 as from there on. `round` takes the even one of two. A table
-    of all midpoints tells the same (`tests/test_mxfp8.py`), in seven times as long.
+    Numbers from 2^e on are 2^(e-3) apart; below 2^-6 the distance stays the same. `round` breaks ties to even. A table
+    of all midpoints gives the same bytes (`tests/test_mxfp8.py`), but takes seven times as long.
     """
     magnitude = values.abs().nan_to_num(0).clamp(max=448)
     _, power = torch.frexp(magnitude.clamp(min=2.0**-6))  # e + 1
@@ -59,7 +62,7 @@ def elements(values: Tensor) -> Tensor:
 
 
 def quantized_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks of `size` along rows: data [R, C] and scale bytes [R, ceil(C/32)]."""
+    """Quantise x [R, C] in blocks of `size` along rows: return data [R, C] and scale bytes [R, ceil(C/32)]."""
     rows, columns = x.shape
     blocks = -(-columns // size)
     byte = exponents(pad(x.float().abs(), (0, blocks * size - columns)).reshape(rows, blocks, size).amax(dim=2))
@@ -70,13 +73,16 @@ def quantized_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def numbers(data: Tensor) -> Tensor:
-    """float64 values of E4M3 bytes that are no NaN."""
+    """Return the float64 values of E4M3 bytes; there must be no NaN."""
     magnitudes = MAGNITUDES[(data & 0x7F).long()]
     return torch.where(data >= 128, -magnitudes, magnitudes)
 
 
 def folded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Finite rows in blocks of 32, then on the least scale that takes the row's largest element: data, scale bytes."""
+    """Quantise finite rows in blocks of 32, then fold: return data and one scale byte for each row.
+
+    A row's scale is the least with which its largest element fits.
+    """
     data, scales = quantized_rows(x, BLOCK)
     powers = torch.exp2(scales.double() - 127).repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]]
     values = numbers(data) * powers
@@ -86,7 +92,7 @@ def folded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped(x: Tensor, ends: list[int]) -> Tensor:
-    """Rows up to the end of the last tile that a group reaches, the tails of groups as zeros."""
+    """Return rows up to the end of the last 128-row tile that a group reaches; rows between groups are zeros."""
     result = torch.zeros_like(x)
     begin = last = 0
     for end in ends:
@@ -98,7 +104,14 @@ def grouped(x: Tensor, ends: list[int]) -> Tensor:
 
 
 def quantized(x: Tensor, axis: str, size: int, ends: list[int] | None = None, padded: bool = True) -> Quantized:
-    """One copy. `ends`: of groups that begin at multiples of 128 rows, if `padded`; else only the last counts."""
+    """Return one quantised copy of x.
+
+    Args:
+        axis: "row" or "col".
+        size: elements that share a scale.
+        ends: group ends. None: all rows are quantised.
+        padded: groups begin at multiples of 128 rows. False: only the last end counts.
+    """
     if ends is not None:
         x = grouped(x, ends) if padded else x[: ends[-1]]
     if axis == "row":
@@ -113,7 +126,7 @@ def swizzled_index(i: int, j: int, blocks: int) -> int:
 
 
 def store(wanted: Quantized, data: Tensor, swizzled: bool, scale_memory: Callable[[int], Tensor]) -> None:
-    """Into flat memory of a whole result, as a kernel would."""
+    """Write the expected bytes into the flat memory of a whole result, as a kernel would."""
     columns = wanted.data.shape[1]
     rows = data.numel() // columns
     data.view(rows, columns)[: wanted.rows] = wanted.data

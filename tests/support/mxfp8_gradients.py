@@ -1,7 +1,7 @@
-"""The gradients of a grouped_mlp in MXFP8 by their definition, in float64, and whether others are as good.
+"""Gradients of a grouped_mlp in MXFP8 by their definition, in float64, and a check of other gradients against them.
 
-Of the data path: dy in MXFP8 meets w2 folded along its columns; what is stored of h's gradient is quantised again, and
-meets w1 folded likewise. Gradients of weights are of what is stored in 16 bits.
+Data path: dy in MXFP8 is multiplied by w2 folded along its columns; the stored gradient of h is quantised again, and
+multiplied by w1 folded along its columns. Weight gradients multiply the tensors stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from .inputs import Case
 
 BLOCK = 128
 TOLERANCE = {"cpu": 6e-3, "cuda": 1.2e-2}
-"""In norm, of a row or an expert, root mean square. A result's own rounding to bfloat16 is 1.7e-3; and an element in
-some tens of h's gradient, on tensor cores in fewer, rounds to the other of two E4M3 numbers. What is not quantised that
-should be, or along another axis, errs by 2.6e-2 and more."""
+"""Allowed relative error in norm: root mean square over rows or experts, by device.
+
+Rounding a result to bfloat16 gives 1.7e-3. In addition one in some tens of elements of h's gradient, on tensor cores
+one in fewer, rounds to the neighbouring E4M3 number. A missing quantisation, or one along the wrong axis, gives at
+least 2.6e-2."""
 WORST = 0.3
-"""Of a single row or expert."""
+"""Allowed relative error in norm of a single row or expert."""
 
 
 def folded(w: Tensor, axis: str) -> Tensor:
-    """[E, N, K]: the values of a weight that is folded along an axis."""
+    """Return the values [E, N, K] of a weight folded along an axis."""
     return glulam.prepare_mxfp8_weight(w.detach(), axis=axis).dequantize().double().cpu()
 
 
@@ -36,7 +38,7 @@ def expected(
     form: tuple[str, str] = ("swiglu", "concat"),
     params: oracle.Params = oracle.DEFAULTS,
 ) -> dict[str, Tensor]:
-    """Of all six inputs, on the CPU. Rows after the last group are zero."""
+    """Return the expected gradients of all six inputs, on the CPU. Rows after the last group are zero."""
     x, b1, b2, s, dtype = c.x.cpu(), c.b1.cpu(), c.b2.cpu(), torch.nan_to_num(c.row_scale.cpu()), c.x.dtype
     dy = torch.nan_to_num(dy.cpu())
     weights = {(name, axis): folded(getattr(c, name), axis) for name in ("w1", "w2") for axis in ("row", "col")}
@@ -59,7 +61,7 @@ def expected(
 
 
 def check(c: Case, dy: Tensor, got: dict[str, Tensor], *form: Any, **params: Any) -> None:
-    """Every gradient in `got`, against the definition; zeros after the last group and for experts without rows."""
+    """Check every gradient in `got` against its definition: zeros after the last group and for experts without rows."""
     exact = expected(c, dy, *form, **params)
     filled = [e for e, size in enumerate(c.sizes) if size]
     for name, value in got.items():

@@ -1,4 +1,4 @@
-"""Matrices on which a quantiser's mistakes show."""
+"""Matrices that expose mistakes of a quantiser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def spread(rows: int, columns: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    """Normal numbers, neighbouring blocks of 16 x 16 up to 2^20 apart."""
+    """Return normal numbers [rows, columns]; scales of neighbouring blocks of 16 x 16 differ by up to 2^20."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-10, 11, (-(-rows // 16), -(-columns // 16)), generator=generator)
     by_element = powers.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
@@ -17,7 +17,7 @@ def spread(rows: int, columns: int, dtype: torch.dtype = BF16, seed: int = 0) ->
 
 
 def every_bfloat16() -> Tensor:
-    """[65536, 32]: each row has another bfloat16 somewhere, and no greater magnitude besides it."""
+    """Return [65536, 32]: row i contains bfloat16 number i, and no number of greater magnitude."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
     share = torch.rand(2**16, 32, generator=torch.Generator().manual_seed(3)) * 2 - 1
     x = (patterns.float()[:, None] * share).to(BF16)
@@ -26,7 +26,7 @@ def every_bfloat16() -> Tensor:
 
 
 def random_float32(rows: int = 4096) -> Tensor:
-    """[rows, 32] of random bits, NaN and Inf left out, down to subnormal blocks."""
+    """Return [rows, 32] of random finite float32 bits, including blocks of subnormal numbers."""
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31, (rows, 32), generator=generator, dtype=torch.int64)
     x = bits.to(torch.int32).view(F32)
@@ -36,7 +36,7 @@ def random_float32(rows: int = 4096) -> Tensor:
 
 
 def special_blocks(dtype: torch.dtype) -> Tensor:
-    """[rows, 128] with zeros, NaN, Inf, both, negative zeros, the smallest and the largest numbers."""
+    """Return [rows, 128] with zeros, NaN, Inf, both, negative zeros, the smallest and the largest numbers."""
     inf, nan, big = torch.inf, torch.nan, torch.finfo(dtype).max
     least, normal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
     rows = [
@@ -49,7 +49,9 @@ def special_blocks(dtype: torch.dtype) -> Tensor:
 
 
 def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tensor, list[int]]:
-    """A buffer whose groups begin at multiples of 128 rows, NaN between and behind them, and the groups' ends."""
+    """Return a buffer whose groups begin at multiples of 128 rows, with NaN between and after them, and the groups'
+    ends.
+    """
     ends: list[int] = []
     for size in sizes:
         ends.append((-(-ends[-1] // 128) * 128 if ends else 0) + size)
@@ -60,7 +62,9 @@ def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tenso
 
 
 def folding_cases(n: int = 64, k: int = 96) -> list[Tensor]:
-    """Finite weights [E, n, k] of every dtype: a massive channel, a huge row, zeros, subnormals, and a wide spread."""
+    """Return finite weights [E, n, k] of every dtype with a massive channel, a huge row, zeros, subnormals, and a wide
+    spread.
+    """
     generator = torch.Generator().manual_seed(11)
     w = torch.randn(3, n, k, generator=generator) * 0.05
     w[0, :, 5] *= 2.0**12

@@ -1,4 +1,4 @@
-"""An MLP in MXFP8 by the definition of each recipe, in float64, and inputs in every form that recipes take."""
+"""An MLP in MXFP8 by the definition of each recipe, in float64, and weights in every format that recipes take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ by 1.4. tests/gpu/test_mxfp8_kernels.py looks closer."""
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
-    """float64 of E4M3 and E8M0 bytes [..., C] and [..., ceil(C / 32)]."""
+    """Return the values, float64, of E4M3 bytes [..., C] with E8M0 bytes [..., ceil(C / 32)]."""
     data, scales = data.cpu().view(torch.uint8).long(), scales.cpu().view(torch.uint8)
     magnitude = torch.cat((mxfp8.MAGNITUDES, torch.tensor([torch.nan], dtype=torch.float64)))[data % 128]
     powers = torch.where(scales == mxfp8.NAN_SCALE, torch.nan, torch.exp2(scales.double() - 127))
@@ -38,14 +38,16 @@ def values(data: Tensor, scales: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: int | None) -> Tensor:
-    """Rows [T, C] as they are multiplied, float64; `size` elements share a scale."""
+    """Return rows [T, C], float64, rounded as a recipe multiplies them. size: elements that share a scale; None: not
+    rounded.
+    """
     if size is None:
         return x.double().cpu()
     return values(*mxfp8.quantized_rows(x.float().cpu(), size))
 
 
 def prepared(w: Tensor, recipe: str) -> Any:
-    """A weight [E, N, K] as a recipe takes it."""
+    """Return a weight [E, N, K] in the format that a recipe takes."""
     if recipe == "mxfp8":
         return glulam.prepare_mxfp8_weight(w)
     if recipe == "mxfp4":
@@ -57,7 +59,7 @@ def prepared(w: Tensor, recipe: str) -> Any:
 
 
 def weight_values(weight: FoldedWeight | MXFP8Tensor | MXFP4Tensor | RebasedWeight) -> Tensor:
-    """[E, N, K], float64."""
+    """Return the values of a quantised weight, float64 [E, N, K]."""
     if isinstance(weight, (MXFP4Tensor, RebasedWeight)):
         return mxfp4.values(weight.data.view(torch.uint8), weight.scale)
     data, scale = weight.data, weight.scale
@@ -71,7 +73,11 @@ def expected(
     b2: Any = None, row_scale: Tensor | None = None, params: oracle.Params = oracle.DEFAULTS,
     fc2_dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """y [T, H] on the CPU. `fc2_dtype`: FC2 as a user of torch would compute it, on the same quantised operands."""
+    """Return y [T, H] on the CPU, by the recipe's definition.
+
+    Args:
+        fc2_dtype: dtype in which FC2 multiplies the quantised operands: float64, or the dtype of a plain torch user.
+    """
     block = X_BLOCK[recipe]
     w1, w2 = (weight_values(w) for w in weights)
     x = rounded(torch.nan_to_num(c.x), block)
@@ -83,11 +89,11 @@ def expected(
 
 
 def check(c: Case, y: Tensor, recipe: str, weights: tuple[Any, Any], **options: Any) -> None:
-    """Against the recipe's own float64, row by row, by the measure of one GEMM in the same dtype.
+    """Check y against the recipe's float64 result, row by row, within the error of one GEMM in the same dtype.
 
-    But a few activations may have rounded to the other of two neighbours, since sums are in another order: such a one
-    moves one term of a sum over I by WORST_FLIP, and three of them in a row of results are allowed for. FP8 tensor
-    cores make more of them: TENSOR_CORE_RMS.
+    Kernels sum in another order, so a few activations may round to the neighbouring number: such a flip changes one
+    term of a sum over I by WORST_FLIP, and three flips in a row of results are allowed. FP8 tensor cores cause more
+    flips: TENSOR_CORE_RMS.
     """
     exact, same = (expected(c, recipe, weights, fc2_dtype=dtype, **options) for dtype in (torch.float64, y.dtype))
     assert y.shape == exact.shape

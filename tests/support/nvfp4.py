@@ -1,4 +1,4 @@
-"""NVFP4 by its definition, in float64, and weights in it. Nothing here is shared with the code under test."""
+"""NVFP4 by its definition, in float64, and weights in this format. No code under test is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ELEMENTS, SCALES = 16, 127
 
 
 def scale(byte: int) -> float:
-    """The E4M3 number of a byte without sign: four bits of exponent with a bias of 7, three of significand."""
+    """Return the E4M3 number of a byte without sign: four bits of exponent with a bias of 7, three bits of
+    significand.
+    """
     exponent, significand = byte >> 3, byte & 7
     if byte == NAN_SCALE:
         return math.nan
@@ -29,7 +31,9 @@ NUMBERS = torch.tensor([scale(byte) for byte in range(128)] + [math.nan] * 128, 
 
 
 def values(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """float64 [..., N, K] of bytes [..., N, K/2], E4M3 bytes [..., N, K/16] and global scales of any shape."""
+    """Return the values, float64 [..., N, K], of bytes [..., N, K/2], E4M3 bytes [..., N, K/16] and global scales of
+    any shape.
+    """
     data, scale, factor = data.cpu().long(), scale.cpu().view(torch.uint8).long(), global_scale.cpu().double()
     halves = torch.stack((data % 16, data // 16), dim=-1).flatten(-2)
     elements = mxfp4.NUMBERS[halves] * NUMBERS[scale].repeat_interleave(BLOCK, dim=-1)
@@ -41,25 +45,27 @@ def values(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """Experts' weights: codes uint8 [E,N,K], scale bytes uint8 [E,N,K/16]."""
+    """Experts' weights: codes uint8 [E, N, K], scale bytes uint8 [E, N, K/16]."""
 
     codes: Tensor
     scale: Tensor
 
     @property
     def bytes(self) -> Tensor:
-        """uint8 [E,N,K/2], as checkpoints have them: the even element in the lower half."""
+        """Return the elements as in checkpoints, uint8 [E, N, K/2]: the even element in the lower half."""
         low, high = self.codes.unflatten(-1, (-1, 2)).unbind(-1)
         return low | high << 4
 
     @property
     def values(self) -> Tensor:
-        """float64 [E,N,K], without global scales."""
+        """Return the values, float64 [E, N, K], without global scales."""
         return mxfp4.NUMBERS[self.codes.long()] * NUMBERS[self.scale.long()].repeat_interleave(BLOCK, dim=-1)
 
 
 def of_every_scale(experts: int, rows: int, columns: int) -> Weights:
-    """Blocks of all 16 elements, each block in an order of its own, with all scales in turn."""
+    """Return weights whose blocks contain all 16 codes, shuffled in each block, and whose scales cycle through all
+    numbers.
+    """
     blocks = experts * rows * (columns // BLOCK)
     assert blocks >= SCALES
     generator = torch.Generator().manual_seed(1)
@@ -69,7 +75,7 @@ def of_every_scale(experts: int, rows: int, columns: int) -> Weights:
 
 
 def of_exact_sums(experts: int, rows: int, columns: int, seed: int = 0) -> Weights:
-    """Scales from 1/4 to 7.5, so that sums with whole numbers of three bits are float32 numbers in any order."""
+    """Return weights with scales from 1/4 to 7.5, so that sums of products with 3-bit integers are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(16, (experts, rows, columns), dtype=torch.uint8, generator=generator)
     scales = torch.randint(5 << 3, 10 << 3, (experts, rows, columns // BLOCK), generator=generator)

@@ -1,6 +1,6 @@
-"""What operators should compute, in float64, written apart from the library's own reference.
+"""Expected results of the operators in float64, written independently of the library's own reference.
 
-`dtype` computes the same in another precision as a user of torch would: the yardstick for errors.
+With another `dtype` the functions compute as a user of torch would in this dtype, which gives the yardstick for errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULTS: Params = {"limit": 7.0, "alpha": 1.702, "offset": 1.0, "gate_cap": 4.0
 
 
 def params_of(name: str, floats: Sequence[float]) -> Params:
-    """The numbers among a kernel's floats."""
+    """Return an activation's numbers by name, from the floats that a kernel takes."""
     return dict(zip(PLACES.get(name, ()), floats, strict=False))
 
 
@@ -42,7 +42,7 @@ def _positive(z: Tensor) -> Tensor:
 
 
 def _at_most(z: Tensor, bound: float) -> Tensor:
-    """Its gradient at the bound itself is 1, like torch.clamp's; torch.minimum's would be a half."""
+    """Return min(z, bound), whose gradient at the bound is 1, like torch.clamp's; torch.minimum's would be 0.5."""
     return torch.where(z > bound, torch.full_like(z, bound), z)
 
 
@@ -53,7 +53,7 @@ def _capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
-    """The formulas, spelled out."""
+    """Compute an activation, with the formula written out."""
     p = SimpleNamespace(**{**DEFAULTS, **params})
     if name in ("srelu", "silu", "gelu", "none"):
         return {
@@ -78,7 +78,7 @@ def activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> 
 
 
 def torch_activation(h: Tensor, name: str, layout: str, params: Params = DEFAULTS) -> Tensor:
-    """What a user of torch would write, in h's dtype: few operators, so few roundings."""
+    """Compute an activation as a user of torch would, in h's dtype: few operators, so few roundings."""
     p = SimpleNamespace(**{**DEFAULTS, **params})
     if name in ("srelu", "silu", "gelu", "none"):
         return {"srelu": lambda: F.relu(h).square(), "silu": lambda: F.silu(h), "gelu": lambda: F.gelu(h)}.get(
@@ -96,7 +96,7 @@ def torch_activation(h: Tensor, name: str, layout: str, params: Params = DEFAULT
 
 
 def halves(h: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Column by column, from the layout's definition."""
+    """Split h into (gate, up-projection), column by column, by the layout's definition."""
     width = h.shape[1] // 2
     of_a, of_u = [], []
     for i in range(width):
@@ -121,7 +121,7 @@ def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], *, bias: Any = None, bias_scale: Tensor | None = None,
     transpose_w: bool = False, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Rows after the last group are NaN in what comes back."""
+    """Return the expected result of grouped_mm; rows after the last group are NaN."""
     width = w[0].shape[1 if transpose_w else 0]
     y = torch.full((x.shape[0], width), math.nan, dtype=dtype, device=x.device)
     for e, lo, hi in _groups(ends):
@@ -139,7 +139,7 @@ def grouped_glu(
     form: tuple[str, str] = ("swiglu", "concat"), params: Params = DEFAULTS,
     transpose_w: bool = False, dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(act, preact)."""
+    """Return the expected (act, preact) of grouped_glu."""
     h = grouped_mm(x, w1, ends, bias=bias, transpose_w=transpose_w, dtype=dtype)
     act = (activation if dtype == torch.float64 else torch_activation)(h, *form, params)
     return (act if row_scale is None else act * row_scale[:, None].to(dtype)), h
@@ -155,7 +155,7 @@ def grouped_mlp(
 
 
 def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[E, N, K]; zeros for an expert without rows."""
+    """Return the expected weight gradients [E, N, K]; zeros for an expert without rows."""
     dw = torch.zeros(len(ends), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
     for e, lo, hi in _groups(ends):
         dw[e] = dy[lo:hi].to(dtype).T @ x[lo:hi].to(dtype)
@@ -165,7 +165,7 @@ def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], *, dtype: torch.dt
 def grouped_bias_grad(
     dy: Tensor, ends: Sequence[int], *, row_scale: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """[E, N]; zeros for an expert without rows."""
+    """Return the expected bias gradients [E, N]; zeros for an expert without rows."""
     db = torch.zeros(len(ends), dy.shape[1], dtype=dtype, device=dy.device)
     for e, lo, hi in _groups(ends):
         rows = dy[lo:hi].to(dtype)
@@ -178,7 +178,7 @@ def grouped_dglu(
     form: tuple[str, str] = ("swiglu", "concat"), params: Params = DEFAULTS,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dpreact, act, d_row_scale), differentiated by torch. Rows after the last group are NaN."""
+    """Return the expected (dpreact, act, d_row_scale), differentiated by torch. Rows after the last group are NaN."""
     rows = ends[-1] if ends else 0
     formula = activation if dtype == torch.float64 else torch_activation
     h = preact[:rows].to(dtype).detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""The pages of the documentation, parsed: their code blocks and their inline code."""
+"""Parsed pages of the documentation: their code blocks and their inline code."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ PAGES = [page for pattern in ("*.md", "docs/**/*.md", "perf/README.md") for page
 
 
 def each(pages: list[Path]) -> Any:
-    """Run a test once for each of `pages`."""
+    """Return a decorator that runs a test once for each of `pages`."""
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
 class Block(NamedTuple):
-    """A code block, or the setup of one.
+    """A code block of a page, or the setup code of one.
 
     Attributes:
-        line: where its text begins. info: what its fence says, such as "python" or "pycon"; empty without.
+        line: line number at which its text begins.
+        info: the word after the fence, such as "python" or "pycon"; empty: none.
     """
 
     text: str
@@ -63,6 +64,6 @@ def blocks(page: Path) -> list[Block]:
 
 @functools.cache
 def spans(page: Path) -> list[str]:
-    """The inline code of a page."""
+    """Return the inline code of a page."""
     children = itertools.chain.from_iterable(token.children or () for token in tokens(page))
     return [token.content for token in children if token.type == "code_inline"]

@@ -1,6 +1,6 @@
-"""A GPU played by the CPU for perf's suites: what they put on "cuda" is on the CPU, and time stands still.
+"""A fake GPU for perf's suites: tensors on "cuda" are on the CPU, and time does not advance.
 
-Operators compute their references; events, streams and graphs do nothing, and a graph's replay is its run.
+Operators compute their references; events, streams and graphs do nothing, and replaying a graph runs its call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors that are made on "cuda" are made on the CPU."""
+    """Mode in which tensors requested on "cuda" are made on the CPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in (kwargs or {}).items()})
@@ -45,7 +45,7 @@ class Generator:
 
 
 def install(patch: pytest.MonkeyPatch) -> TorchFunctionMode:
-    """Until `patch` is undone, suites run on the CPU within the mode that this returns."""
+    """Replace torch's CUDA functions until `patch` is undone; return the mode in which suites must run."""
 
     def nothing(*arguments):
         return None

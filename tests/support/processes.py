@@ -1,4 +1,4 @@
-"""What a process that tries a function may do."""
+"""Targets for the child processes of `glulam validate` in tests: processes that end in various ways."""
 
 from __future__ import annotations
 

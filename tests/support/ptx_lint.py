@@ -45,7 +45,7 @@ INSTRUCTIONS = {
     f"{LD}.sync.aligned.32x32b.x32.b32",
     f"{WAIT_LD}.sync.aligned",
 }
-"""Without their `cta_group`."""
+"""Known tcgen05 instructions, without their `cta_group`."""
 MOST_COLUMNS = 512
 SIZES = {32, 64, 128, 256, MOST_COLUMNS}
 _GROUP = re.compile(r"\.cta_group::(\d)")
@@ -67,7 +67,7 @@ def lint(kernel: Kernel) -> list[Finding]:
 
 
 def _is(ins: Ins, name: str) -> bool:
-    """Return whether an instruction is `name`, with any modifiers."""
+    """Return True if an instruction is `name`, with any modifiers."""
     return f"{ins.op}.".startswith(f"{name}.")
 
 
@@ -112,13 +112,13 @@ def _allocations(kernel: Kernel) -> Iterator[Finding]:
 
 
 def _columns(ins: Ins, constants: dict[int, int]) -> int | None:
-    """Return the operand of an alloc or a dealloc; None if it is no constant."""
+    """Return the number of columns of an alloc or a dealloc; None if it is not constant."""
     operand = ins.args[1]
     return int(operand.value) if isinstance(operand, Imm) else constants.get(operand.index)
 
 
 def _note_constant(ins: Ins, constants: dict[int, int]) -> None:
-    """Keep `constants`, the numbers in 32-bit registers, as they are after an instruction."""
+    """Update `constants`, the known values of 32-bit registers, after an instruction."""
     for register in _written(ins):
         if register.cls == "b32":
             constants.pop(register.index, None)
@@ -127,7 +127,7 @@ def _note_constant(ins: Ins, constants: dict[int, int]) -> None:
 
 
 def _written(ins: Ins) -> list[Reg]:
-    """Return the registers among an instruction's first operand, which is the result of most instructions."""
+    """Return the registers in an instruction's first operand, which for most instructions is the result."""
     first = ins.args[0] if ins.args else None
     return [each for each in (first if isinstance(first, list) else [first]) if isinstance(each, Reg)]
 
@@ -145,7 +145,9 @@ def _waits(kernel: Kernel) -> Iterator[Finding]:
 
 
 def _threads(kernel: Kernel) -> Iterator[Finding]:
-    """Yield instructions of one thread that more execute, and of whole warps that one executes."""
+    """Yield single-thread instructions that several threads execute, and whole-warp instructions that a single thread
+    executes.
+    """
     elected = False  # straight-line code after a branch that all threads but the elected one take
     leaders: set[int] = set()  # predicate registers that are true for the elected thread alone
     others: set[int] = set()  # predicate registers that are false for the elected thread alone
@@ -171,7 +173,7 @@ def _threads(kernel: Kernel) -> Iterator[Finding]:
 
 
 def _commits(kernel: Kernel) -> Iterator[Finding]:
-    """Yield all commits if they are not the two that a kernel needs; if there are none, an mma or the last line."""
+    """Yield all commits if they are not the two required ones; if there are none, yield an mma or the last line."""
     commits = [at for at, ins in enumerate(kernel.code) if _is(ins, COMMIT)]
     mmas = [at for at, ins in enumerate(kernel.code) if _is(ins, MMA)]
     if not commits:
@@ -181,7 +183,7 @@ def _commits(kernel: Kernel) -> Iterator[Finding]:
 
 
 def _are_of_loop_and_after(kernel: Kernel, mmas: list[int], stages: int, accumulators: int) -> bool:
-    """Return whether the first commit is in the loop of the mmas, the second one after it, for another mbarrier."""
+    """Return True if the first commit is in the loop of the mmas, and the second after it, for another mbarrier."""
     returns = (at for at, ins in enumerate(kernel.code) if at > mmas[-1] and _is(ins, "bra") and ins.args[0] <= mmas[0])
     one, other = (kernel.code[at].args[0] for at in (stages, accumulators))
     return bool(mmas[-1] < stages < next(returns, -1) < accumulators and one != other)

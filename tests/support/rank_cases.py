@@ -1,4 +1,4 @@
-"""Many cases in one group of ranks, since starting the ranks takes longer than a case does."""
+"""Runs many cases in one group of ranks, since starting the ranks takes longer than a case."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ class RankCases:
         self.functions: dict[str, Callable[[], None]] = {}
 
     def __call__(self, case: Case) -> Case:
-        """Decorator of a case."""
+        """Add a case; used as a decorator."""
         self.functions[case.__name__] = case
         return case
 
     def run(self, world: int, folder: Path) -> dict[str, str]:
-        """Return what each case raised, of the first rank that raised something; "" if nothing."""
+        """Run all cases on `world` ranks.
+
+        Returns:
+            For each case, the traceback from the first rank that raised; "" if none did.
+        """
         try:
             run_ranks(world, _run, self.module, str(folder))
         except Exception:

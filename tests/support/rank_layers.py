@@ -1,4 +1,4 @@
-"""A layer on several virtual ranks, and alone: its inputs, results and gradients."""
+"""A layer on several virtual ranks and on one: its inputs, results and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def choices(tokens: int, seed: int, kind: str = "all") -> Tensor:
-    """ids [tokens, K], each token's different."""
+    """Return ids [tokens, K]. kind: "all": random experts; "one": expert E - 1 and invalid ids; "none": only invalid
+    ids.
+    """
     ids = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :TOP_K].int()
     if kind == "one":
         ids[:] = torch.tensor([EXPERTS - 1, -1, EXPERTS + 7])
@@ -48,7 +50,7 @@ def weights_of() -> list[Tensor]:
 
 
 def inputs(tokens: int, rank: int, kind: str, seed: int = 0) -> list[Tensor]:
-    """x, ids, weights of choices, residual, and what results are weighed with. Tokens differ in scale."""
+    """Return x, ids, weights of choices, residual, and the incoming gradient. Tokens differ in scale."""
     scale = torch.logspace(-1, 1, max(tokens, 1))[:tokens, None]
     x = (some(tokens, HIDDEN, seed=seed + 10 + rank).float() * scale).to(BF16)
     weights = some(tokens, TOP_K, seed=seed + 20 + rank, dtype=torch.float32).abs() + 0.1
@@ -58,7 +60,7 @@ def inputs(tokens: int, rank: int, kind: str, seed: int = 0) -> list[Tensor]:
 
 @torch.enable_grad()
 def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> list[Tensor]:
-    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
+    """Return a layer's result, and the gradients of x, the choices' weights, the residual, w1 and w2."""
     x, ids, weights, residual, mix = given
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
     routing = Routing.from_topk(ids, leaves[1], EXPERTS)
@@ -71,7 +73,9 @@ def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> 
 def in_steps(
     given: list[Tensor], w1: Tensor, w2: Tensor, ep: ExpertParallel, form: str, summed: bool | None = None
 ) -> list[Tensor]:  # fmt: skip
-    """`layer` by dispatch, own experts and combine of their results in a form: "sums" or "rows"."""
+    """Compute `layer` by dispatch, the rank's own experts, and combine. form: "sums" or "rows", the argument of
+    combine.
+    """
     x, ids, weights, residual, mix = given
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
     y = _in_steps(leaves, ids, ep, form, summed)
@@ -83,7 +87,7 @@ def in_steps(
 def forward_in_steps(
     given: list[Tensor], w1: Tensor, w2: Tensor, ep: ExpertParallel, form: str, summed: bool | None = None
 ) -> Tensor:  # fmt: skip
-    """The result of `in_steps` alone."""
+    """Return only the result of `in_steps`."""
     x, ids, weights, residual, _ = given
     return _in_steps([x, weights, residual, w1, w2], ids, ep, form, summed)
 
@@ -100,17 +104,17 @@ def _in_steps(leaves: list[Tensor], ids: Tensor, ep: ExpertParallel, form: str, 
 
 
 def near(one: Tensor, other: Tensor) -> bool:
-    """Results of the same sums in 16 bits, whose products other kernels may have made."""
+    """Return True if two 16-bit results agree up to the rounding of different kernels."""
     return bool((one.double() - other.double()).norm() <= 0.02 * other.double().norm())
 
 
 def ways_of(k: int) -> list[tuple[str, bool | None]]:
-    """What `combine` can be given of tokens with k choices: a form, and `summed`."""
+    """Return the valid arguments (form, summed) of `combine` for tokens with k choices."""
     return [("sums", None), ("rows", None)] if k > 1 else [("sums", None), ("sums", True), ("rows", False)]
 
 
 def with_choices(given: list[Tensor], k: int) -> list[Tensor]:
-    """Inputs whose tokens have their first k choices alone."""
+    """Return inputs that keep only the first k choices of each token."""
     x, ids, weights, *rest = given
     return [x, ids[:, :k].contiguous(), weights[:, :k].contiguous(), *rest]
 
@@ -121,7 +125,9 @@ def ranks_of(world: int, dtype: torch.dtype = BF16, k: int = TOP_K, **options: A
 
 @torch.no_grad()
 def forward(given: list[Any], w1: Any, w2: Any, ep: Any, recipe: str = "bf16") -> Tensor:
-    """The result alone, of this rank's experts: the weights of all, or by rank what was made of its own."""
+    """Return the result of this rank's layer. w1, w2: weights of all experts, or a list with each rank's prepared
+    weights.
+    """
     x, ids, weights, residual, _ = given
     routing = Routing.from_topk(ids, weights, EXPERTS)
     own = [w[ep.own] if isinstance(w, Tensor) else w[ep.rank] for w in (w1, w2)]
@@ -129,18 +135,20 @@ def forward(given: list[Any], w1: Any, w2: Any, ep: Any, recipe: str = "bf16") -
 
 
 def folded(ranks: list[VirtualRank], w: Tensor) -> list[Any]:
-    """Each rank's own weights as recipe "mxfp8" reads them: folding them would wait for a kernel that waits."""
+    """Return each rank's weights folded for recipe "mxfp8", since folding during a test would wait for a waiting
+    kernel.
+    """
     return [glulam.prepare_mxfp8_weight(w[ep.own]) for ep in ranks]
 
 
 def cast(given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Inputs of another 16-bit dtype."""
+    """Return the inputs cast to another 16-bit dtype."""
     return [t.to(dtype) if t.dtype is BF16 else t for t in given]
 
 
 @contextlib.contextmanager
 def in_16_bits() -> Iterator[None]:
-    """Tokens travel as they are, whatever the recipe."""
+    """Context in which tokens are sent in 16 bits, whatever the recipe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "quantizes", lambda *_: False)
         yield
@@ -151,12 +159,12 @@ def layers(ranks: list[VirtualRank], tokens: list[list[Tensor]], w1: Tensor, w2:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """On the CPU; numbers that are not integers in float64."""
+    """Return a tensor on the CPU, floating-point numbers in float64."""
     return tensor.to("cpu", F64 if tensor.is_floating_point() else None)
 
 
 def assert_like_one(made: list[list[Tensor]], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> None:
-    """Of all ranks together, the layer of all tokens and experts."""
+    """Check that the ranks' results together equal those of one layer with all tokens and experts."""
     whole = [torch.cat(parts) for parts in zip(*tokens, strict=True)]
     exact = layer([wide(t) for t in whole], wide(w1), wide(w2))
     alone = layer(whole, w1, w2)

@@ -1,4 +1,4 @@
-"""Functions that run in several processes, which are the ranks of a group."""
+"""Runs functions in several processes, the ranks of a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def _rank(
 
 
 def run_ranks(world: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo") -> None:
-    """Call a function of a module in `world` new processes; raises what the first of them raises. They are forks of one
-    process that has imported what takes longest, and has no threads. With NCCL each has a GPU.
+    """Call a module-level function in `world` new processes; raise the first error of any process.
+
+    The processes are forks of one thread-free process that has imported torch and Glulam. With NCCL each has its own
+    GPU.
     """
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "glulam", "numpy"])
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Quantised tensors, copied in every way in which they are kept, and compared to the bit."""
+"""Copies of quantised tensors by every way of storing them, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAYS = ("copy", "pickle", "torch", "pytree", "checkpoint")
 
 
 def same(one: Stored, other: Stored) -> bool:
-    """Return whether two tensors have the same parts."""
+    """Return True if two tensors have equal parts."""
     pairs = zip(one.parts, other.parts, strict=True)
     return all(
         a is b is None or (a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
@@ -25,7 +25,7 @@ def same(one: Stored, other: Stored) -> bool:
 
 
 def round_trip(q: Any, way: str) -> Any:
-    """A copy of q, made in one of WAYS."""
+    """Return a copy of q, made in one of WAYS."""
     if way == "copy":
         return copy.deepcopy(q)
     if way == "pickle":

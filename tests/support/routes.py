@@ -1,4 +1,4 @@
-"""Routings by plain loops in float64, which the layer's results are held to, and inputs that find them out."""
+"""Routings by plain loops in float64, with which the layer's results are compared, and inputs that expose mistakes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F64 = torch.float64
 
 
 def _best(values: list[float], count: int) -> list[int]:
-    """Places of the largest: NaN first, then by value, of equal ones the first."""
+    """Return the indices of the `count` largest values: NaN first, then by value, ties by index."""
     return sorted(range(len(values)), key=lambda e: (not math.isnan(values[e]), -values[e], e))[:count]
 
 
@@ -28,7 +28,7 @@ def route(
     logits: Tensor, k: int, score: str = "softmax", bias: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ids and weights."""
+    """Return the expected ids and weights of `glulam.route`."""
     ids, weights = torch.full((len(logits), k), -1), torch.zeros(len(logits), k, dtype=F64)
     for n, row in enumerate(logits.to(F64)[:num_tokens]):
         scores = row.sigmoid() if score == "sigmoid" else row
@@ -43,7 +43,9 @@ def route(
 
 
 def check_rows(routing: Any, ids: Tensor, weights: Tensor, experts: int) -> None:
-    """Check that a routing has the choices in `ids` as rows, counted from 0: stable, complete, with their weights."""
+    """Check that a routing has a row for each choice in `ids` (local expert numbers), in stable order, with its
+    weight.
+    """
     choices = [(int(e), i) for i, e in enumerate(ids.view(-1).tolist()) if 0 <= e < experts]
     order = [i for _, i in sorted(choices)]
     ends = torch.tensor([sum(e <= last for e, _ in choices) for last in range(experts)])
@@ -58,7 +60,7 @@ def check_rows(routing: Any, ids: Tensor, weights: Tensor, experts: int) -> None
 
 
 def some_logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Of a scale that differs from token to token, some of them equal, and none so large that sigmoids become one."""
+    """Return logits whose scale differs by token, with some ties, and none so large that a sigmoid rounds to 1."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, experts, generator=generator) * torch.logspace(-1, 1, max(tokens, 1))[:tokens, None]
     logits[::3] = (logits[::3] * 2).round() / 2
@@ -79,7 +81,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def options_of(rule: str, experts: int) -> dict[str, Any]:
-    """Of a rule that `experts` allow, with its bias."""
+    """Return the options of a rule of RULES, with its bias, for this number of experts."""
     options = dict(RULES[rule])
     generator = torch.Generator().manual_seed(experts)
     if options.pop("biased", False):

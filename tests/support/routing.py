@@ -1,4 +1,4 @@
-"""Group sizes as life and malice make them."""
+"""Group sizes, from usual to extreme."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 
 
 def spread(rows: int, experts: int) -> list[int]:
-    """As even as it goes."""
+    """Return group sizes as even as possible."""
     return [rows // experts + (e < rows % experts) for e in range(experts)]
 
 
 def zipf(rows: int, experts: int, seed: int = 0) -> list[int]:
-    """Popularity 1/rank, ranks shuffled."""
+    """Return random group sizes for popularity 1/rank, with shuffled ranks."""
     chance = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(experts)]
     chance.shuffle(weights)
@@ -25,13 +25,15 @@ def one_takes_all(rows: int, experts: int, winner: int) -> list[int]:
 
 
 def with_empty(rows: int, experts: int, empty: set[int]) -> list[int]:
-    """Even over all but the `empty` experts."""
+    """Return even group sizes over all experts except those in `empty`."""
     sizes = iter(spread(rows, experts - len(empty)))
     return [0 if e in empty else next(sizes) for e in range(experts)]
 
 
 def catalogue(rows: int, experts: int) -> dict[str, list[int]]:
-    """Every routing that an operator must survive, by name. At least 4 experts. Sums are at most `rows`."""
+    """Return all routings that operators must handle, by name. Sums are at most `rows`; there are at least 4
+    experts.
+    """
     return {
         "uniform": spread(rows, experts),
         "zipf": zipf(rows, experts),

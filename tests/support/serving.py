@@ -1,6 +1,6 @@
-"""Experts as serving engines hold them, random and by the definition of each format, and the layer in float64.
+"""Experts' weights as serving engines store them, random, by the definition of each format, and the layer in float64.
 
-Nothing here is shared with the code under test. w13 [E, 2I, H] is gate over up, or interleaved, or [E, I, H].
+No code under test is used. w13 is [E, 2I, H], gate rows first or interleaved, or [E, I, H] without a gate.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _stacked(experts: int, make: Callable[[], tuple[dict[str, Tensor], Tensor]])
 
 
 def held(kind: str, experts: int, rows: int, columns: int, seed: int = 0, halves: int = 1) -> Held:
-    """A weight in a format.
+    """Return a random weight in a format.
 
     Args:
         kind: "bf16", "fp8_block", "mxfp8", "mxfp8_wide" (which cannot be folded), "mxfp4", "mxfp4_fp8" (whose scales
-            are a few binades apart), "mxfp4_fp8_wide" (whose are not) or "nvfp4".
-        halves: how many projections the rows are, one over the other, each with parts of its own.
+            are a few binades apart), "mxfp4_fp8_wide" (whose scales are further apart) or "nvfp4".
+        halves: number of projections among the rows, each with its own parts.
     """
     random, shape = np.random.default_rng(seed), (rows // halves, columns)
     make = {
@@ -62,7 +62,7 @@ def _in_16_bits(random: np.random.Generator, shape: tuple[int, int]) -> tuple[di
 
 
 def _narrow_mxfp8(random: np.random.Generator, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Numbers of few binades, whose scales fold exactly."""
+    """Return an MXFP8 weight of few binades, whose scales fold exactly."""
     data = torch.from_numpy(random.normal(0, 16, shape)).to(torch.float8_e4m3fn)
     scale = torch.from_numpy(random.integers(112, 115, (shape[0], shape[1] // 32)).astype(np.uint8))
     wide = checkpoints.spread(torch.exp2(scale.double() - 127), shape, (1, 32))
@@ -70,20 +70,20 @@ def _narrow_mxfp8(random: np.random.Generator, shape: tuple[int, int]) -> tuple[
 
 
 def interleaved(w13: Tensor) -> Tensor:
-    """Rows of gate over up as g0, u0, g1, u1, ..."""
+    """Return w13 with rows g0, u0, g1, u1, ... instead of gate rows first."""
     gate, up = w13.chunk(2, dim=1)
     return torch.stack((gate, up), dim=2).flatten(1, 2).contiguous()
 
 
 def rounding(recipe: str) -> Rounding | None:
-    """How a recipe rounds rows before a GEMM; None: not at all."""
+    """Return the function by which a recipe rounds rows before a GEMM; None: it does not round."""
     if recipe == "fp8_block":
         return lambda x: fp8_block.quantized_rows(x.float()).values()
     return (lambda x: mxfp8_mlp.rounded(x, 128)) if recipe in ("mxfp8", "mxfp4") else None
 
 
 class Layer(NamedTuple):
-    """Experts' values in float64, and the activation between FC1 and FC2."""
+    """Values of experts' weights in float64, and the activation between FC1 and FC2."""
 
     w1: Tensor
     w2: Tensor
@@ -97,7 +97,7 @@ class Layer(NamedTuple):
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype = torch.float64, on_rows: bool = False
     ) -> Tensor:
-        """[N, H], choice by choice; ids outside 0 .. E - 1 add nothing."""
+        """Return the layer's result [N, H], computed choice by choice; ids outside 0 .. E - 1 add nothing."""
         out = torch.zeros(len(x), self.w2.shape[1], dtype=torch.float64)
         formula = oracle.activation if dtype == torch.float64 else oracle.torch_activation
         for expert in range(len(self.w2)):
@@ -118,7 +118,7 @@ class Layer(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """x [N, H] and choices [N, K]; the last `padding` tokens are NaN and have ids of -1."""
+    """Tokens x [N, H] and choices [N, K]; the last `padding` tokens are NaN and have ids of -1."""
 
     x: Tensor
     ids: Tensor
@@ -127,7 +127,9 @@ class Tokens(NamedTuple):
 
 
 def tokens(count: int, hidden: int, experts: int, k: int, padding: int = 3, seed: int = 1) -> Tokens:
-    """Expert 1 gets nothing, and in every third token one choice is another rank's."""
+    """Return tokens among whose choices expert 1 never occurs, and in every third token one choice is another
+    rank's.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count + padding, hidden, generator=generator)
     x = (x * torch.exp2(torch.arange(count + padding) % 5 - 2.0)[:, None]).to(BF16)

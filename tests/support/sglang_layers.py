@@ -1,6 +1,6 @@
-"""SGLang's own MoE layers on the CPU: its configuration, its FusedMoE, its weight loaders.
+"""SGLang's own MoE layers on the CPU: its configurations, FusedMoE layers and weight loaders.
 
-Imported by a fixture, since it imports SGLang.
+A fixture imports this module, since it imports SGLang.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HELD = {"deepseek_v4": "mxfp4", "gpt_oss": "mxfp4"}
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """SGLang's state of a process of one rank that was started with --moe-runner-backend glulam."""
+    """Context with SGLang's state of a one-rank process that was started with --moe-runner-backend glulam."""
     arguments = get_context().override_server_args(moe_runner_backend="glulam")
     with arguments, get_parallel().override(**ONE_RANK), running("glulam"):
         yield
@@ -57,7 +57,7 @@ def running(backend: str, a2a: str = "none") -> Iterator[None]:
 
 
 def config_of(kind: str) -> Any:
-    """The quantisation that SGLang reads of such a checkpoint's configuration."""
+    """Return SGLang's quantisation configuration for a kind of checkpoint."""
     if kind in ("gpt_oss", "mxfp4"):
         return Mxfp4Config(is_checkpoint_mxfp4_serialized=True)
     if kind == "nvfp4":
@@ -72,7 +72,7 @@ def config_of(kind: str) -> Any:
 
 
 def layer_of(kind: str, *, quant_config: Any = None, **options: Any) -> FusedMoE:
-    """A layer of the engine, without weights."""
+    """Return an MoE layer of the engine without loaded weights."""
     given = {
         "num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": WIDTH, "layer_id": 0, "top_k": 3,
         "params_dtype": BF16, "prefix": "model.layers.0.mlp.experts",
@@ -83,10 +83,10 @@ def layer_of(kind: str, *, quant_config: Any = None, **options: Any) -> FusedMoE
 
 
 class Weights:
-    """A layer's weights as a checkpoint has them, and their values in float64."""
+    """A layer's weights as a checkpoint stores them, and their values in float64."""
 
     def __init__(self, kind: str, gated: bool = True, width: int = WIDTH, form: str = "") -> None:
-        """form: of `serving.held`, where it is not the kind's."""
+        """Make random weights. form: the format for `serving.held`. Empty: the usual one of `kind`."""
         halves, form = (2 if gated else 1), form or HELD.get(kind, kind)
         self.kind, self.gated = kind, gated
         self.w13 = held(form, EXPERTS, halves * width, HIDDEN, seed=1, halves=halves)
@@ -99,7 +99,7 @@ class Weights:
             self.b2 = torch.randn(EXPERTS, HIDDEN, generator=generator).to(BF16)
 
     def load(self, layer: FusedMoE, experts: range | None = None) -> None:
-        """By the engine's own loader, then its own call after loading."""
+        """Load the weights by the engine's own loader, then run its own call after loading."""
         if self.kind == "gpt_oss":
             self._load_whole(layer)
         else:
@@ -108,7 +108,7 @@ class Weights:
         layer.quant_method.process_weights_after_loading(layer)
 
     def _load_whole(self, layer: FusedMoE) -> None:
-        """All experts of a tensor at once."""
+        """Load tensors that hold all experts."""
         for name, weight, bias in (("w13", self.w13, self.b13), ("w2", self.w2, self.b2)):
             for suffix, part in zip(PARTS[self.kind], weight.parts, strict=True):
                 self._give(layer, f"{name}_weight{suffix}", _bytes(part), "", None)

@@ -1,6 +1,5 @@
-"""Fixtures of tests of the plugin of SGLang, which import SGLang where the first of them is asked for.
-
-Tests that ask for one are skipped where SGLang is not installed.
+"""Fixtures for tests of the SGLang plugin; they import SGLang when first used, and skip tests if it is not
+installed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .engine_plugin import installed
 
 @pytest.fixture(scope="session")
 def sglang() -> Iterator[ModuleType]:
-    """`sglang_layers`, with the plugin registered as SGLang does it."""
+    """Module `sglang_layers`, with the plugin registered as SGLang registers it."""
     with installed("sglang"):
         importlib.import_module("glulam_sglang").register()
         importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()

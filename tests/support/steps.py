@@ -1,4 +1,4 @@
-"""What the steps of a chain take."""
+"""Arguments of a chain's steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from cute_kernels.chains import Of, Position, Step
 
 
 def taken(step: Step, named: dict[str, Any], position: int) -> dict[str, Any]:
-    """A step's arguments by name, from the chain's arguments. `position`: how many were taken before."""
+    """Return the arguments that a step passes to its stage, by name.
+
+    Args:
+        named: the chain's arguments.
+        position: number of steps that ran before this one.
+    """
 
     def value(source: Any) -> Any:
         if isinstance(source, Of):

@@ -1,4 +1,6 @@
-"""Operators that torchvision for CUDA expects of torch, and a torch for the CPU lacks: engines import torchvision."""
+"""Definitions of operators that torchvision for CUDA needs and a torch for the CPU lacks; engines import
+torchvision.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def define() -> None:
-    """Define the operators, without kernels, where torchvision is installed and they are not there."""
+    """Define the missing operators, without kernels, if torchvision is installed."""
     missing = [op for op in TORCHVISION_OPS if not hasattr(torch.ops.torchvision, op.partition("(")[0])]
     if missing and importlib.util.find_spec("torchvision") is not None:
         _libraries.append(torch.library.Library("torchvision", "FRAGMENT"))

@@ -1,4 +1,4 @@
-"""Small models of transformers with mixtures of experts, by the first part of their classes' names."""
+"""Small mixture-of-experts models of transformers, by the first part of their class names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of `glulam validate` on CPU tensors that an installed GPU serves."""
+"""Runs the trials of `glulam validate` on the fake GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def try_out(trial: Trial) -> Sequence[Tensor]:
         The results; rows after the last group hold canaries.
 
     Raises:
-        Wrong: a result is not as it should be; the message names the trial.
+        Wrong: a result is wrong; the message names the trial.
     """
     try:
         with Guards() as guards:

@@ -1,5 +1,7 @@
-"""Several ranks of the symmetric transport in one process, on one GPU: a window and a stream each. A rank that waits
-takes one CTA, so that all go on. On the stand-in of a GPU (`support.fake_gpu`) each has a thread in place of a stream.
+"""Several ranks of the symmetric transport in one process on one GPU, each with its own window and stream.
+
+A waiting rank occupies one CTA, so all ranks make progress. On the fake GPU (`support.fake_gpu`) each has a thread
+instead of a stream.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from glulam.distributed.window import Sizes, Window
 
 
 class VirtualRank(ExpertParallel):
-    """An ExpertParallel without a group. `stream`: what it does is in order there; None: on the CPU."""
+    """An ExpertParallel without a process group. `stream`: the stream of all its work; None: on the CPU."""
 
     def __init__(self, way: Symmetric, rank: int, num_experts: int) -> None:
         sizes = way.sizes
@@ -31,7 +33,7 @@ class VirtualRank(ExpertParallel):
 
 
 def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0, device: str = "cuda") -> list[VirtualRank]:
-    """Whose windows hold NaN, of any dtype, until something comes."""
+    """Return ranks whose windows initially hold NaN in every dtype."""
     size = sizes.offsets()[""]
     buffers = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for _ in range(sizes.world)]
     bases = [buffer.data_ptr() for buffer in buffers]
@@ -46,7 +48,7 @@ def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0, device:
 
 
 def each(ranks: list[VirtualRank], function: Callable[[VirtualRank], Any]) -> list[Any]:
-    """What a function of every rank makes on its stream; all are launched before the host waits for one."""
+    """Call a function for each rank on the rank's stream, all before the host waits for one; return the results."""
     if ranks[0].stream is None:
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(function, ranks))

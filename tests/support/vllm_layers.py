@@ -1,6 +1,6 @@
-"""Layers of vLLM's own classes on the CPU: made, loaded by a checkpoint's names, prepared and called as vLLM does it.
+"""MoE layers of vLLM's own classes on the CPU: created, loaded from checkpoints, prepared and called as by vLLM.
 
-Imports vLLM, so tests import this module in a fixture. One process is one rank.
+A fixture imports this module, since it imports vLLM. One process is one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECOND_OF_TWO = dataclasses.replace(ALONE, ep_size=2, ep_rank=1, use_ep=True)
 
 @contextlib.contextmanager
 def engine() -> Iterator[None]:
-    """vLLM's state of a process: its configuration, and a group of one rank."""
+    """Context with vLLM's state of a process: its configuration, and a group of one rank."""
     with (
         tempfile.TemporaryDirectory() as folder,
         set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))),
@@ -52,7 +52,7 @@ def engine() -> Iterator[None]:
 
 
 def compressed(weights: dict[str, Any], rows: dict[str, Any] | None, format: str) -> dict[str, Any]:
-    """A configuration of compressed-tensors."""
+    """Return a configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows, "format": format}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": []}
 
@@ -67,11 +67,13 @@ _SCALES = {"scale_dtype": "torch.uint8"}
 
 
 class Checkpoint(NamedTuple):
-    """How a checkpoint holds experts.
+    """A checkpoint's format of experts.
 
     Attributes:
-        kind: as `serving.held` knows it. parts: names of a weight's tensors, after a projection's name.
-        method: vLLM's name of the configuration, "" for none. config: as in config.json.
+        kind: the format, see `serving.held`.
+        parts: names of a weight's tensors, after the projection's name.
+        method: vLLM's name of the quantisation method; "": none.
+        config: the configuration as in config.json.
     """
 
     kind: str
@@ -148,7 +150,7 @@ def layer_of(
     quant_config: Any, width: int = WIDTH, k: int = K, *, parallel: FusedMoEParallelConfig = ALONE,
     on_input: bool = False, numbers: dict[str, float] | None = None, **options: Any,
 ) -> RoutedExperts:  # fmt: skip
-    """A layer that is not loaded. numbers: swiglu_limit and so on, which the layer and its configuration have."""
+    """Return an unloaded layer. numbers: swiglu_limit and so on, set on the layer and its configuration."""
     numbers = numbers or {}
     manager = ExpertMapManager(64, k, EXPERTS, 0, 2, parallel, "round_robin", False)
     moe = moe_config(width, k, parallel=parallel, **options, **numbers)
@@ -162,12 +164,12 @@ def layer_of(
 
 
 def empty(name: str, width: int | None = None, k: int = K, **options: Any) -> RoutedExperts:
-    """A layer for one of CHECKPOINTS, not loaded."""
+    """Return an unloaded layer for one of CHECKPOINTS."""
     return layer_of(config_of(CHECKPOINTS[name]), width or WIDTHS.get(name, WIDTH), k, **options)
 
 
 def weights_of(name: str, gated: bool = True, seed: int = 1) -> tuple[Held, Held]:
-    """w13 and w2 of one of CHECKPOINTS."""
+    """Return random w13 and w2 for one of CHECKPOINTS."""
     kind, width, halves = CHECKPOINTS[name].kind, WIDTHS.get(name, WIDTH), 2 if gated else 1
     return (
         held(kind, EXPERTS, halves * width, HIDDEN, seed=seed, halves=halves),
@@ -176,7 +178,7 @@ def weights_of(name: str, gated: bool = True, seed: int = 1) -> tuple[Held, Held
 
 
 def tensors_of(checkpoint: Checkpoint, w13: Held, w2: Held) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors, expert by expert, by their names after the layer's."""
+    """Yield a checkpoint's tensors, expert by expert, with their names relative to the layer."""
     of_gates = len(w13.values[0]) != w2.values.shape[2]
     for expert in range(len(w2.values)):
         for part, first, second in zip(checkpoint.parts, w13.parts, w2.parts, strict=True):
@@ -189,14 +191,14 @@ def tensors_of(checkpoint: Checkpoint, w13: Held, w2: Held) -> Iterator[tuple[st
 
 
 def _as_compressed(part: str, tensor: Tensor) -> Tensor:
-    """Global scales divide there, and E8M0 is stored as bytes."""
+    """Return a part as compressed-tensors stores it: reciprocals of global scales, and E8M0 scales as bytes."""
     if part == "weight_global_scale":
         return 1.0 / tensor
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
 
 
 def load(layer: RoutedExperts, name: str, w13: Held, w2: Held) -> RoutedExperts:
-    """Load weights as one of CHECKPOINTS names them, and prepare them."""
+    """Load weights under the names of one of CHECKPOINTS, and prepare them."""
     checkpoint = CHECKPOINTS[name]
     with torch.no_grad():
         loaded = set(layer.load_weights(tensors_of(checkpoint, w13, w2)))
@@ -211,7 +213,7 @@ def forward(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Te
 
 
 def run(name: str, w13: Held, w2: Held, x: Tensor, logits: Tensor) -> Tensor:
-    """A layer's forward with vLLM's router and runner, as a model makes and calls it."""
+    """Run a layer with vLLM's router and runner, as a model creates and calls it."""
     config = get_current_vllm_config()
     runner = FusedMoEFactory(
         num_experts=EXPERTS, top_k=K, hidden_size=HIDDEN, intermediate_size=WIDTHS.get(name, WIDTH), params_dtype=BF16,

@@ -1,7 +1,4 @@
-"""Fixtures of tests of the plugin of vLLM, which import vLLM where the first of them is asked for.
-
-Tests that ask for one are skipped where vLLM is not installed.
-"""
+"""Fixtures for tests of the vLLM plugin; they import vLLM when first used, and skip tests if it is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from .engine_plugin import installed
 
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[ModuleType]:
-    """`vllm_layers`, with the plugin registered; the environment stays as it was."""
+    """Module `vllm_layers`, with the plugin registered; environment variables are restored at the end."""
     with installed("vllm") as patch:
         patch.setenv("VLLM_TARGET_DEVICE", "cpu")  # else vLLM knows no platform
         patch.setenv("GLULAM_VLLM", "1")

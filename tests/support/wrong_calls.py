@@ -1,9 +1,9 @@
-"""Wrong calls: each argument of each public function, broken in every way that a caller may break one.
+"""Wrong calls: for each argument of each public function, every kind of wrong value that a caller may pass.
 
-A call must end in an exception that names the argument, or in the right result, whether it is the first of its kind or
-meets a plan that good calls made. Good calls are made from the functions' own parameters: a value for each name
-(`values`), those of some functions besides (`OWN`), and wrong values of options (`WRONG`). `unswept` names the
-parameters for which there is neither, so a new operator or parameter is swept or fails the tests.
+A call must raise an error that names the argument, or return the right result, whether it is the first of its kind or
+finds a plan made by good calls. Good calls are made from the functions' own parameters: a value for each parameter name
+(`values`), further values for some functions (`OWN`), and wrong values of options (`WRONG`). `unswept` returns the
+parameters that have neither, so a new operator or parameter is covered or fails the tests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Arguments = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A public function: `good(device)` makes arguments of a call that is right; `outputs` names its buffers.
+    """A public function: `good(device)` returns arguments of a right call; `outputs` names its output buffers.
 
-    `wrong`: for arguments that are no tensors, values that are wrong. `legal`: words of changes after which groups
-    end elsewhere than x, which only the device can know.
+    `wrong`: for arguments that are not tensors, wrong values. `legal`: by argument, the changes (words) that only the
+    device could notice, since they move the groups' end.
     """
 
     name: str
@@ -78,7 +78,7 @@ def _routing(device: str) -> Routing:
 
 
 def values(device: str) -> Arguments:
-    """A right value for each parameter of this name, of T rows, N tokens, E experts and widths of 128."""
+    """Return a right value for each parameter name, for T rows, N tokens, E experts and widths of 128."""
     return {
         "x": _numbers(device, 0, ROWS, HIDDEN),
         "dy": _numbers(device, 1, ROWS, HIDDEN),
@@ -113,7 +113,7 @@ def values(device: str) -> Arguments:
 
 
 def _layer(device: str) -> Arguments:
-    """Of tokens in place of rows."""
+    """Return right values for a layer's arguments, which have rows of tokens."""
     tokens = {name: _numbers(device, seed, TOKENS, HIDDEN) for seed, name in enumerate(("x", "residual", "out"), 30)}
     return {**tokens, "y": values(device)["y"]}
 
@@ -123,7 +123,7 @@ def _streams(device: str) -> Arguments:
 
 
 def _coefficients(device: str) -> tuple[Tensor, ...]:
-    """Buffers of h_pre, h_post and the logits."""
+    """Return buffers for h_pre, h_post and the logits."""
     shapes = (STREAMS,), (STREAMS,), (STREAMS, STREAMS)
     return tuple(_numbers(device, 42 + place, TOKENS, *shape, dtype=F32) for place, shape in enumerate(shapes))
 
@@ -225,7 +225,9 @@ def _in_halves(good: Arguments) -> Arguments:
 
 
 def _by_index(*names: str) -> Callable[[Arguments], Arguments]:
-    """`names`: the operand that indices are of, and the parameter that takes them."""
+    """Return a function that changes good arguments to a call with indices. names: the indexed operand, the index
+    parameter.
+    """
     of, rows = names
 
     def changed(good: Arguments) -> Arguments:
@@ -324,7 +326,7 @@ VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
 
 
 def _public() -> dict[str, Callable[..., Any]]:
-    """Public functions that take tensors."""
+    """Return the public functions that take tensors, by name."""
     everything = {name: getattr(module, name) for module in (glulam, mhc) for name in module.__all__}
     functions = {name: f for name, f in everything.items() if inspect.isfunction(f)}
     functions["Routing.from_topk"] = Routing.from_topk
@@ -333,7 +335,9 @@ def _public() -> dict[str, Callable[..., Any]]:
 
 
 def _takes_tensors(function: Callable[..., Any]) -> bool:
-    """Not those of a checkpoint, whose names tests/test_checkpoints.py exchanges and leaves out."""
+    """Return True if a function takes tensors. Checkpoint loaders do not count: tests/test_checkpoints.py sweeps
+    them.
+    """
     hints = typing.get_type_hints(function)
     kinds = [str(hint) for name, hint in hints.items() if name != "return"]
     return any(("Tensor" in kind or "Routing" in kind) and "Mapping" not in kind for kind in kinds)
@@ -347,7 +351,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _operations(name: str, function: Callable[..., Any]) -> Iterator[Operation]:
-    """One function's, as its parameters tell, and its variants."""
+    """Yield the operations of one function, derived from its parameters, and its variants."""
     parameters = _parameters(function)
     outputs = tuple(parameter for parameter in parameters if parameter == "out")
     wrong = {parameter: WRONG[parameter] for parameter in parameters if parameter in WRONG}
@@ -366,7 +370,7 @@ OPERATIONS = tuple(operation for name, function in PUBLIC.items() for operation 
 
 
 def unswept() -> list[str]:
-    """Parameters of public functions that no good call has, and of which no wrong value is known."""
+    """Return the parameters of public functions that occur in no good call and have no known wrong value."""
     swept: dict[Any, set[str]] = {}
     for operation in OPERATIONS:
         swept.setdefault(operation.call, set()).update(operation.good("cpu"), operation.wrong)
@@ -375,11 +379,11 @@ def unswept() -> list[str]:
 
 
 class Plain(Tensor):
-    """A subclass that is nothing but data."""
+    """Subclass of Tensor without additional behaviour."""
 
 
 class Wrapper(Tensor):
-    """A subclass without memory, which no kernel can read."""
+    """Subclass of Tensor without memory, which no kernel can read."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
@@ -395,7 +399,7 @@ class Wrapper(Tensor):
 
 
 def _freed(t: Tensor, begin: int = 0) -> Tensor:
-    """A tensor whose storage is gone, `begin` elements behind the beginning of it."""
+    """Return a tensor whose storage was freed; it begins `begin` elements after the start of the storage."""
     storage = t.new_empty(begin + t.numel())
     view = storage[begin:].view(t.shape)
     storage.untyped_storage().resize_(0)
@@ -403,20 +407,20 @@ def _freed(t: Tensor, begin: int = 0) -> Tensor:
 
 
 def _cut(t: Tensor) -> Tensor:
-    """A tensor whose storage has half of its bytes."""
+    """Return a tensor whose storage has only half of the tensor's bytes."""
     whole = t.clone()
     cut_short(whole)
     return whole
 
 
 def cut_short(t: Tensor) -> None:
-    """Leave a tensor's storage half of the bytes that it has, in place."""
+    """Shrink a tensor's storage to half of its bytes, in place."""
     storage = t.untyped_storage()
     storage.resize_(storage.nbytes() // 2)
 
 
 def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
-    """What a caller may give in place of a tensor, with a word for it."""
+    """Yield (word, value): wrong values for a tensor argument, with a word for each."""
     for word, make in _BREAKS.items():
         try:
             made = make(t)
@@ -462,7 +466,9 @@ _BREAKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def parts_of(value: Any) -> dict[Any, Tensor]:
-    """The tensors of an argument, by what `with_part` takes: of a list or tuple the second, of others all."""
+    """Return the tensors of an argument, by the name that `with_part` takes; for a list or tuple only the second
+    tensor.
+    """
     if isinstance(value, Tensor):
         return {"": value}
     if isinstance(value, GateUp):
@@ -475,7 +481,7 @@ def parts_of(value: Any) -> dict[Any, Tensor]:
 
 
 def with_part(value: Any, name: Any, part: Any) -> Any:
-    """An argument one of whose tensors is another."""
+    """Return an argument in which one tensor is replaced by `part`."""
     if isinstance(value, Tensor):
         return part
     if isinstance(value, GateUp):
@@ -486,7 +492,7 @@ def with_part(value: Any, name: Any, part: Any) -> Any:
 
 
 def overlaps(good: Arguments, out: str) -> Iterator[tuple[str, Arguments]]:
-    """Calls with an output tensor whose first bytes are the last ones of an argument's."""
+    """Yield calls in which an output begins at the last bytes of an input."""
     for its_part, target in parts_of(good[out]).items():
         for name, value in good.items():
             for part, source in parts_of(value).items() if name != out else ():
@@ -499,7 +505,7 @@ def overlaps(good: Arguments, out: str) -> Iterator[tuple[str, Arguments]]:
 
 
 def wrong_calls(operation: Operation, good: Arguments) -> Iterator[tuple[str, str, Arguments]]:
-    """The argument's name, a word for what is wrong, and all arguments."""
+    """Yield (argument name, word for the mistake, all arguments)."""
     for name, value in good.items():
         for part, tensor in parts_of(value).items():
             for word, wrong in wrong_tensors(tensor):
@@ -527,7 +533,7 @@ DISAGREE = ("dtype", "meta", "CPU", "less", "rank", "scalar", "empty")
 
 
 def _flat(result: Any) -> list[Tensor]:
-    """The tensors of a result, quantised ones as the numbers that they stand for."""
+    """Return the tensors of a result; quantised tensors are dequantised."""
     if hasattr(result, "dequantize") and not isinstance(result, Tensor):
         return [result.dequantize()]
     if isinstance(result, Routing):
@@ -538,7 +544,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """What a value says, as plain memory on the CPU; itself where it has none."""
+    """Return a value's content as plain CPU tensors; a value without memory is returned unchanged."""
     if isinstance(value, (list, tuple)):
         made = [_on_cpu(one) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -572,9 +578,11 @@ def _difference(one: Tensor, right: Tensor) -> str:
 
 
 def complaint(operation: Operation, name: str, word: str, arguments: Arguments, reference: Callable[..., Any]) -> str:
-    """What is wrong with how a call ends; empty where it is an error that names the argument, or the right result.
+    """Return text on how a call ended wrongly; empty: it raised an error that names the argument, or its result is
+    right.
 
-    `reference`: calls a function with arguments on the CPU, where the CPU is not the GPU.
+    Args:
+        reference: calls a function with arguments on the CPU reference.
     """
     plain = {key: _on_cpu(value) for key, value in arguments.items()}
     try:
@@ -594,7 +602,7 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
 
 
 COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
-"""What was called before: nothing, good calls, or good calls with fewer rows."""
+"""Calls made before the wrong one: none, valid calls, or valid calls with fewer rows."""
 
 
 def _fewer_rows(value: Any) -> Any:
@@ -617,9 +625,9 @@ def _with_fewer_rows(arguments: Arguments) -> Arguments:
 
 
 def complaints(operation: Operation, device: str, reference: Callable[..., Any], before: str) -> list[str]:
-    """One line for each wrong call that ends wrongly. `before`: one of BEFORE.
+    """Return one line for each wrong call that ends wrongly. `before`: one of BEFORE, the calls made beforehand.
 
-    Good calls behind them must be right, as if nothing had happened.
+    Good calls after the wrong ones must be right.
     """
     good = operation.good(device)
     for _ in range(0 if before == COLD else 3):
@@ -632,7 +640,7 @@ def complaints(operation: Operation, device: str, reference: Callable[..., Any],
 
 
 def _with_own_storages(value: Any) -> Any:
-    """An argument of which each tensor, of a list too, has a storage of its own."""
+    """Return an argument in which each tensor, also in a list, has its own storage."""
     if isinstance(value, list):
         return [one.clone() for one in value]
     for name, part in parts_of(value).items():
@@ -650,7 +658,7 @@ UNREAD = {
 
 
 def complaints_of_cuts(operation: Operation, device: str) -> list[str]:
-    """One line for each tensor whose storage is cut short after good calls with it, and which is then not refused."""
+    """Return a line for each tensor that is accepted although its storage was cut short after good calls with it."""
     lines = []
     for name, value in operation.good(device).items():
         unread = UNREAD.get(operation.call.__name__, set()) if name == "routing" else set()
@@ -689,7 +697,7 @@ STEPS = [(operation, name) for operation in OPERATIONS for name in TRAINED.get(o
 
 
 def trained(operation: Operation, device: str) -> tuple[Arguments, list[Tensor]]:
-    """Arguments, of which matrices require a gradient, and the results of a call."""
+    """Return arguments whose matrices require a gradient, and the results of a call."""
     arguments = {name: value for name, value in operation.good(device).items() if name not in operation.outputs}
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
@@ -698,7 +706,7 @@ def trained(operation: Operation, device: str) -> tuple[Arguments, list[Tensor]]
 
 
 def complaint_of_a_step(operation: Operation, name: str, device: str) -> str:
-    """What is wrong with how a backward ends, before which the storage of an argument was freed."""
+    """Return text on how a backward ended wrongly after the storage of an argument was freed; empty: it ended right."""
     arguments, results = trained(operation, device)
     gradients = [torch.ones_like(result) for result in results]
     arguments[name].untyped_storage().resize_(0)
@@ -710,7 +718,7 @@ def complaint_of_a_step(operation: Operation, name: str, device: str) -> str:
 
 
 def gradients_of(operation: Operation, device: str, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The gradients of a step whose incoming gradients are changed."""
+    """Return the gradients of a step whose incoming gradients are transformed by `change`."""
     arguments, results = trained(operation, device)
     incoming = [change(torch.linspace(-1, 1, r.numel(), device=device).view(r.shape).to(r.dtype)) for r in results]
     torch.autograd.backward(results, incoming)

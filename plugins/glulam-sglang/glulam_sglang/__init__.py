@@ -12,10 +12,10 @@ if importlib.util.find_spec("sglang") is None:
 
 
 def register() -> None:
-    """Add the backend to SGLang's command line, its registry of MoE runners and its MoE methods; once a process.
+    """Add the backend to SGLang's command line, MoE runner registry and MoE methods; called once per process.
 
-    SGLang logs what a plugin raises and goes on without the plugin. So this never raises for a version of SGLang that
-    lacks something: the first layer that is to run on this backend does, with one message.
+    Never raises: SGLang would log the error and continue without the plugin. If this version of SGLang lacks something
+    that the plugin needs, the first layer that would run on the backend raises one error that says so.
     """
     from .registration import register as register_all
 

@@ -1,5 +1,7 @@
-"""Hooks on SGLang's functions. Each is called with the original, then with its arguments, and does nothing unless this
-backend was chosen.
+"""Hooks on SGLang's functions.
+
+A hook is called with the original function, followed by the call's arguments. It only calls the original unless the
+engine was started with this backend.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from .runner import GlulamQuantInfo, is_chosen, running_as
 
 Hook = Callable[..., Any]
 MIN_CAPABILITY = 80
-"""The lowest compute capability, times ten, with kernels of Glulam, and of SGLang for FP8."""
+"""The lowest compute capability (times ten) for which Glulam has kernels, and SGLang has FP8 kernels."""
 HAS_MXFP8_LINEAR = 100
-"""The compute capability from which SGLang has kernels for linear layers in MXFP8; on others it converts them."""
+"""The lowest compute capability for which SGLang has kernels for linear layers in MXFP8; on older GPUs it converts
+these layers.
+"""
 
 
 def create_moe_runner(method: Method) -> Hook:
-    """Decide which backend runs a layer: this one, or the engine's own."""
+    """Return a hook on `create_moe_runner` that decides whether Glulam or one of the engine's own backends runs the
+    layer.
+    """
 
     def hook(original: Hook, self: Any, layer: Any, moe_runner_config: Any) -> None:
         if not is_chosen():
@@ -45,7 +51,7 @@ def create_moe_runner(method: Method) -> Hook:
 
 
 def process_weights_after_loading(original: Hook, self: Any, layer: Any) -> None:
-    """Make a layer's experts of its loaded tensors."""
+    """Prepare a layer's experts from its loaded tensors, or call the original if the engine runs the layer."""
     if (mine := _taken(self)) is not None:
         mine.prepare(layer)
     else:
@@ -53,7 +59,7 @@ def process_weights_after_loading(original: Hook, self: Any, layer: Any) -> None
 
 
 def apply(original: Hook, self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Run a layer."""
+    """Run a layer by Glulam, or call the original if the engine runs the layer."""
     if (mine := _taken(self)) is None:
         return _as_left(original, self, layer, dispatch_output)
     return self.runner.run(dispatch_output, GlulamQuantInfo(mine.experts(layer)))
@@ -65,7 +71,9 @@ def _taken(method: Any) -> Taken | None:
 
 
 def _as_left(original: Hook, self: Any, *arguments: Any) -> Any:
-    """Call the engine's own function, as the backend that a layer was left to."""
+    """Call the original function with --moe-runner-backend set to the backend that runs this layer instead of
+    Glulam.
+    """
     backend = getattr(self, "glulam_left_to", None)
     if backend is None:
         return original(self, *arguments)
@@ -74,7 +82,9 @@ def _as_left(original: Hook, self: Any, *arguments: Any) -> Any:
 
 
 def make_nvfp4_method(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Make a method as for Marlin: before Blackwell SGLang accepts no other name for NVFP4."""
+    """Construct the NVFP4 method under the backend name "marlin": before Blackwell, SGLang refuses NVFP4 under other
+    names.
+    """
     if not is_chosen():
         return original(self, *arguments, **named)
     with running_as("marlin"):
@@ -82,16 +92,18 @@ def make_nvfp4_method(original: Hook, self: Any, *arguments: Any, **named: Any) 
 
 
 def create_fp8_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Keep MXFP4 scales of DeepSeek-V4 as E8M0, a quarter of the bytes of SGLang's float32."""
+    """Create weights with DeepSeek-V4's MXFP4 scales in E8M0 instead of SGLang's float32, which takes four times the
+    memory.
+    """
     if is_chosen() and self.is_fp4_expert:
         named.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
     return original(self, *arguments, **named)
 
 
 def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Pad a rank's I to whole blocks by zeros, since SGLang shards gpt-oss by blocks.
+    """Round a rank's I up to whole blocks of 32, padded with zeros: SGLang splits gpt-oss over ranks in whole blocks.
 
-    SGLang itself makes room for them where its own kernels want that.
+    SGLang itself pads only for its own kernels.
     """
     if is_chosen() and (width := named.get("intermediate_size_per_partition", 0)) % MXFP4_BLOCK:
         named["intermediate_size_per_partition"] = width + -width % MXFP4_BLOCK
@@ -99,14 +111,16 @@ def create_mxfp4_weights(original: Hook, self: Any, *arguments: Any, **named: An
 
 
 def make_fp8_config(original: Hook, self: Any, *arguments: Any, **named: Any) -> None:
-    """Let SGLang convert MXFP8 linear layers to FP8 blocks on GPUs where it has no kernels for MXFP8."""
+    """Make SGLang convert MXFP8 linear layers to FP8 blocks on GPUs for which it has no MXFP8 kernels."""
     original(self, *arguments, **named)
     if is_chosen() and self.use_mxfp8 and self.convert_mxfp8_to_block_fp8 is None and not _has_mxfp8_linear():
         self.convert_mxfp8_to_block_fp8 = True
 
 
 def get_min_capability(original: Hook, self: Any) -> int:
-    """Accept MXFP8 checkpoints on every GPU that Glulam has kernels for."""
+    """Return the lowest compute capability for an FP8 checkpoint: for MXFP8, the lowest for which Glulam has
+    kernels.
+    """
     least: int = original(self)
     return min(least, MIN_CAPABILITY) if is_chosen() and self.use_mxfp8 else least
 
@@ -125,7 +139,7 @@ HOOKS: dict[str, tuple[Hook, tuple[str, ...]]] = {
     f"{QUANTIZATION}.fp8.Fp8Config.__init__": (make_fp8_config, ()),
     f"{QUANTIZATION}.fp8.Fp8Config.get_min_capability": (get_min_capability, ()),
 }
-"""By path: the hook, and the parameters after self that it names."""
+"""By the path of SGLang's function: the hook, and the parameters, without self, that the function must have."""
 for _method in METHODS:
     HOOKS |= {
         f"{_method.path}.create_moe_runner": (create_moe_runner(_method), ("layer", "moe_runner_config")),

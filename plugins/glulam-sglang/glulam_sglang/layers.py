@@ -1,4 +1,6 @@
-"""Layers taken over: what is known of one before its weights load, and its experts after that."""
+"""Layers that run on Glulam instead of SGLang's own backends: the decision before weights load, and their experts after
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from .methods import Method
 from .reasons import check_layer, gate_of_config
 
 VIEWS = ("bf16", "fp8_block")
-"""Formats whose experts are views of the layer's tensors, so that they can be made again at any time."""
+"""Formats whose ServedExperts are views of the layer's tensors, so that they can be recreated at any time."""
 SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 """Copies of NVFP4 scales that SGLang makes for its own kernels."""
 _log = logging.getLogger(__name__)
@@ -25,10 +27,13 @@ _told: set[str] = set()
 
 
 class Taken:
-    """A layer that runs on Glulam. Its method keeps this as `glulam_taken`.
+    """A layer that runs on Glulam; its MoE method keeps this object as `glulam_taken`.
 
     Attributes:
-        method: the row of METHODS. kind: the format of its weights. gate, dtype: of rows between and before the GEMMs.
+        method: the layer's entry of METHODS.
+        kind: the format of its weights, a constructor of ServedExperts.
+        gate: the activation between FC1 and FC2.
+        dtype: dtype of the layer's rows.
     """
 
     def __init__(self, method: Method, kind: str, gate: Activation, dtype: torch.dtype) -> None:
@@ -38,9 +43,9 @@ class Taken:
         self._sample: Tensor | None = None
 
     def prepare(self, layer: Any) -> None:
-        """Make the layer's experts of its tensors, after each time that these were loaded.
+        """Create the layer's ServedExperts from its tensors. Called after each load of weights.
 
-        Weights that were prepared in place and not loaded again since are left alone.
+        Weights that were already prepared in place, and were not loaded again since, stay unchanged.
         """
         if getattr(layer, "inference_moe_w13_interleaved", False):
             raise NotServed("NVFP4 weights whose gates and up-projections are interleaved")
@@ -62,7 +67,7 @@ class Taken:
         return torch.equal(self._sample, sample_of(self.method.tensors(layer)))
 
     def _are_in_place(self, layer: Any) -> bool:
-        """Return True if the layer's elements lie where they were prepared."""
+        """Return True if the layer's weight elements are at the same addresses as when they were prepared."""
         return [one.data_ptr() for one in self._elements] == [one.data_ptr() for one in _elements_of(layer)]
 
     def experts(self, layer: Any) -> ServedExperts:
@@ -87,10 +92,16 @@ def _elements_of(layer: Any) -> tuple[Tensor, ...]:
 
 
 def taken(method: Method, own: Any, layer: Any, config: Any) -> Taken:
-    """Return a layer as this backend runs it. own: the layer's MoE method, whose weights exist but are not loaded.
+    """Return the Taken object of a layer that Glulam can run.
+
+    Args:
+        method: the entry of METHODS for the layer's MoE method.
+        own: the layer's MoE method. The layer's weights are allocated, but not loaded yet.
+        layer: the layer.
+        config: its MoeRunnerConfig.
 
     Raises:
-        NotServed: it does not; one line says why.
+        NotServed: Glulam does not run the layer; the message is one line.
     """
     if type(own).__name__ != method.class_name:
         raise NotServed(f"{type(own).__name__} has its own way to hold weights")
@@ -106,13 +117,13 @@ def taken(method: Method, own: Any, layer: Any, config: Any) -> Taken:
 
 
 def left_to(method: Method, own: Any, layer: Any, why: NotServed) -> str:
-    """Log once why a layer is not served, and return the backend of the engine that runs it.
+    """Log once why Glulam does not run a layer, and return the name of the SGLang backend that runs it.
 
     Raises:
-        ValueError: the engine has none for these weights.
+        ValueError: no SGLang backend runs a layer with such weights.
     """
     told = f"glulam: layers of {type(own).__name__} are not served: {why}"
-    # With an all-to-all SGLang chooses a runner where it reads its arguments, and not here.
+    # With an all-to-all, SGLang chooses the runner when it parses its arguments, so it cannot be chosen here.
     is_known = type(own).__name__ == method.class_name and get_moe_a2a_backend().is_none()
     fallback = method.fallback(own) if is_known else ""
     if not fallback:

@@ -1,4 +1,6 @@
-"""SGLang's MoE methods that this plugin has hooks on: how each holds experts, and what runs layers not served."""
+"""SGLang's MoE methods that this plugin hooks: how each stores experts, and which backend runs layers that Glulam does
+not.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ FP8_PARTS, MXFP4_PARTS = ("", "_scale_inv"), ("", "_scale")
 
 
 class Method(NamedTuple):
-    """A class of MoE methods.
+    """A class of SGLang's MoE methods.
 
     Attributes:
-        path: of the class.
-        format_of: names the format of a method's weights, as a constructor of ServedExperts; raises NotServed.
-        parts: suffixes of a weight's tensors, after `w13_weight` and `w2_weight`.
-        fallback: the --moe-runner-backend that runs a method's layers that are not served; "" where none can.
+        path: import path of the class.
+        format_of: function of a method object that returns the format of its weights, the name of a constructor of
+            ServedExperts; raises NotServed.
+        parts: suffixes of the names of a weight's tensors, after `w13_weight` and `w2_weight`.
+        fallback: function of a method object that returns the --moe-runner-backend for layers that Glulam does not run;
+            "": there is none.
     """
 
     path: str
@@ -34,7 +38,7 @@ class Method(NamedTuple):
         return self.path.rpartition(".")[2]
 
     def tensors(self, layer: Any) -> list[torch.Tensor]:
-        """The tensors of w13 and of w2, in the order of ServedExperts' constructors."""
+        """Return the tensors of w13, then of w2, in the order that ServedExperts' constructors take."""
         return [getattr(layer, f"{name}_weight{part}") for name in ("w13", "w2") for part in self.parts]
 
 
@@ -54,7 +58,9 @@ def _fp8_format(method: Any) -> str:
 
 
 def _fp8_fallback(method: Any) -> str:
-    """Triton has kernels for FP8 alone, which MXFP8 may be converted to while it loads."""
+    """Return "triton", which runs FP8 weights, also MXFP8 that SGLang converts to FP8 at load; "" for MXFP4 and other
+    MXFP8.
+    """
     if method.is_fp4_expert or (method.use_mxfp8 and not method.convert_mxfp8_to_block):
         return ""
     return "triton"

@@ -1,4 +1,6 @@
-"""Which layers of SGLang are served: everything that would change the result is asked for here, before weights load."""
+"""Reasons for which Glulam does not run a layer of SGLang: all conditions that would change the result, checked before
+load.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ from glulam.activations import Activation
 from glulam.integrations.serving import NotServed, gate_of
 
 SITU_GATE_CAP = 4.0
-"""SGLang's, where a model names none."""
+"""SGLang's default if a model's configuration has no cap."""
 
 
 class Reason(NamedTuple):
-    """Why a layer is not served. applies: a function of the MoE method, the layer and its MoeRunnerConfig."""
+    """A reason for which Glulam does not run a layer.
+
+    Attributes:
+        why: the reason, as text.
+        applies: function (MoE method, layer, MoeRunnerConfig) -> True if the reason applies.
+    """
 
     why: str
     applies: Callable[[Any, Any, Any], bool]
@@ -54,14 +61,14 @@ REASONS = (
 
 
 def check_layer(method: Any, layer: Any, config: Any) -> None:
-    """Raises NotServed with the first reason that applies."""
+    """Raise NotServed with the first reason that applies to the layer."""
     for reason in REASONS:
         if reason.applies(method, layer, config):
             raise NotServed(reason.why)
 
 
 def gate_of_config(config: Any) -> Activation:
-    """Return a layer's activation. Raises NotServed where Glulam has none that computes it."""
+    """Return a layer's activation. Raises NotServed if Glulam has no such activation."""
     name, numbers = config.activation, {}
     if name == "situ":
         cap = SITU_GATE_CAP if config.gemm1_alpha is None else config.gemm1_alpha

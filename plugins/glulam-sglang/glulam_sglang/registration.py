@@ -1,4 +1,6 @@
-"""Registration: names on the command line, the runner, the hooks, and a check of everything that these rely on."""
+"""Registration of the backend with SGLang: its command-line name, runner and hooks, after checking that SGLang has all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from . import NAME
 
 TESTED = ("0.5.23",)
-"""Versions of SGLang that this was tested with."""
+"""Versions of SGLang with which this plugin was tested."""
 FIELDS = (
     "activation", "apply_router_weight_on_input", "gate_up_interleaved", "gemm1_alpha", "gemm1_beta",
     "gemm1_clamp_limit", "hidden_size", "is_gated", "layer", "no_combine", "params_dtype", "routed_scaling_factor",
@@ -31,7 +33,7 @@ _registered = False
 
 
 def register() -> None:
-    """See `glulam_sglang.register`."""
+    """Register the backend; see `glulam_sglang.register`."""
     global _registered
     if _registered:
         return
@@ -57,7 +59,9 @@ def register() -> None:
 
 
 def missing_of(hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[str]:
-    """Name in words what hooks and the runner rely on and SGLang lacks."""
+    """Yield the name of each function, parameter or field that the hooks or the runner use and this version of SGLang
+    lacks.
+    """
     for path, (_, names) in hooks.items():
         try:
             found = inspect.signature(pkgutil.resolve_name(path)).parameters
@@ -70,7 +74,7 @@ def missing_of(hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> 
 
 
 def _refuse(message: str) -> None:
-    """Let the first layer of a model that asks for this backend raise RuntimeError with a message."""
+    """Register a backend whose first layer raises RuntimeError(message), instead of the real one."""
     _log.error(message)
 
     def core(config: Any) -> NoReturn:

@@ -1,4 +1,6 @@
-"""The runner of this backend: SGLang's dispatched tokens and choices into one call of Glulam."""
+"""The backend's runner: it computes an MoE layer, from SGLang's dispatched tokens and choices, by one call of
+Glulam.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from . import NAME
 
 
 def is_chosen() -> bool:
-    """Return True if the engine was started with this backend."""
+    """Return True if the engine was started with --moe-runner-backend glulam."""
     return get_moe_runner_backend().value == NAME
 
 
 @contextmanager
 def running_as(backend: str) -> Iterator[None]:
-    """Let the engine's own code see another --moe-runner-backend."""
+    """Context in which the engine's own code sees `backend` as the value of --moe-runner-backend."""
     flags = get_flags().moe
     kept = flags.runner_backend
     flags.runner_backend = resolve_moe_runner_backend(backend)
@@ -44,13 +46,16 @@ def running_as(backend: str) -> Iterator[None]:
 
 @dataclass
 class GlulamQuantInfo(MoeQuantInfo):
-    """The experts of a layer, as the runner takes them."""
+    """A layer's experts in the type that SGLang passes to a runner."""
 
     experts: ServedExperts
 
 
 class GlulamRunnerCore(DispatchMoeRunnerCore):
-    """Tokens [N, H] and their choices [N, K] of experts here into weighted sums [N, H]."""
+    """Runner that computes weighted sums [N, H] of experts' results from tokens [N, H] and their choices [N, K].
+
+    Choices are experts of this rank.
+    """
 
     @property
     def runner_backend(self) -> Any:
@@ -59,7 +64,11 @@ class GlulamRunnerCore(DispatchMoeRunnerCore):
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig, hooks: Any = None
     ) -> StandardCombineInput:
-        """Run one layer. Raises RuntimeError for what a layer that was taken over should never get."""
+        """Compute one layer.
+
+        Raises:
+            RuntimeError: an argument that the checks of the layer (`layers.taken`) should have excluded, such as LoRA.
+        """
         if not isinstance(quant_info, GlulamQuantInfo):
             raise RuntimeError(f"glulam: {type(quant_info).__name__} of a MoE method that this plugin has no hook on")
         if hooks is not None:
@@ -77,9 +86,9 @@ class GlulamRunnerCore(DispatchMoeRunnerCore):
 
 
 def _choices(topk: Any, config: MoeRunnerConfig) -> Any:
-    """A layer's choices as tensors of ids and weights."""
+    """Return a layer's choices in SGLang's standard format, which has tensors of ids and weights."""
     if TopKOutputChecker.format_is_bypassed(topk):
-        if config.layer is not None and config.moe_ep_size > 1:  # whose ids nobody made local
+        if config.layer is not None and config.moe_ep_size > 1:  # ids would be global
             raise RuntimeError("glulam: router logits instead of choices, with expert parallelism")
         topk = topk.to_standard()
     if not TopKOutputChecker.format_is_standard(topk):
@@ -88,20 +97,22 @@ def _choices(topk: Any, config: MoeRunnerConfig) -> Any:
 
 
 def _scale(config: MoeRunnerConfig) -> float:
-    """The factor of routed experts, unless the choices' weights have it."""
+    """Return the factor of the routed experts' weights; 1 if there is none, or if the weights include it already."""
     is_in_weights = getattr(config.layer, "should_fuse_routed_scaling_factor_in_topk", False)
     factor = config.routed_scaling_factor
     return 1.0 if factor is None or is_in_weights else factor
 
 
 def _world_experts(config: MoeRunnerConfig) -> int | None:
-    """Experts of all ranks, if this rank has a part of them."""
+    """Return the number of experts on all ranks; None: this rank has all of them."""
     here, world = config.num_local_experts, config.num_experts
     return world if here is not None and world is not None and world > here else None
 
 
 def _symmetric_result(x: Tensor) -> Tensor | None:
-    """Memory that NCCL's symmetric all-reduce reads; None where the engine does not ask for it."""
+    """Return a result buffer in NCCL's symmetric memory, which the all-reduce reads; None: the engine does not use
+    it.
+    """
     if not is_symmetric_memory_enabled() or not is_allocation_symmetric():
         return None
     with use_symmetric_memory(get_parallel().tp_group):

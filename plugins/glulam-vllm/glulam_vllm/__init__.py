@@ -1,6 +1,7 @@
-"""Plugin of vLLM: mixture-of-experts layers on Glulam's kernels, where the environment variable GLULAM_VLLM says so.
+"""Plugin of vLLM: runs mixture-of-experts layers by Glulam's kernels, in the formats that the variable GLULAM_VLLM
+selects.
 
-vLLM calls `register`, an entry point of group `vllm.general_plugins`, in each of its processes.
+vLLM calls `register`, an entry point of the group `vllm.general_plugins`, in each of its processes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ if importlib.util.find_spec("vllm") is None:
     raise ImportError("glulam_vllm is a plugin of vLLM, which is not installed; install vllm 0.33, or use glulam alone")
 
 KNOWN_VERSIONS = ("0.33",)
-"""Minor versions of vLLM that this was tested with."""
+"""Minor versions of vLLM with which this plugin was tested."""
 
 
 def register() -> None:
-    """Let vLLM ask Glulam for experts of the formats that GLULAM_VLLM names. May be called repeatedly.
+    """Register Glulam's experts with vLLM for the formats that GLULAM_VLLM selects. May be called repeatedly.
 
     Raises:
-        ValueError: GLULAM_VLLM names a format that there is none.
+        ValueError: GLULAM_VLLM contains an unknown format.
     """
     from .choice import BF16, chosen
 

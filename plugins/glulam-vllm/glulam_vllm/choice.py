@@ -1,4 +1,6 @@
-"""GLULAM_VLLM: the formats of experts' weights that Glulam computes in vLLM. Imports nothing of vLLM."""
+"""GLULAM_VLLM: the environment variable that selects the weight formats which Glulam runs in vLLM. Does not import
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import os
 
 ENV = "GLULAM_VLLM"
 BF16, FP8, MXFP8, MXFP4, NVFP4 = FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
-"""bf16: weights in 16 bits; fp8: blocks of 128 x 128."""
+"""Formats of weights. bf16: 16 bits; fp8: E4M3 with a scale for each block of 128 x 128."""
 
 
 def chosen() -> frozenset[str]:
-    """Return the formats that GLULAM_VLLM names: all for "1", none for "0" or where it is not set.
+    """Return the formats that GLULAM_VLLM selects: all for "1"; none for "0" or if it is not set.
 
     Raises:
-        ValueError: it names something else.
+        ValueError: its value contains an unknown format.
     """
     value = os.environ.get(ENV, "").strip().lower()
     if value in ("", "0"):

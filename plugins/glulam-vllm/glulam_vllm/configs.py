@@ -1,6 +1,6 @@
-"""vLLM's configurations of quantised checkpoints, each with Glulam's methods for the experts that Glulam computes.
+"""Subclasses of vLLM's quantisation configurations that create Glulam's MoE methods for layers that Glulam runs.
 
-All else is as in the classes that vLLM has under these names, which other plugins may have replaced before.
+Each subclass extends the class that vLLM has under the same name at import, which another plugin may have replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ CompressedBase: Any = get_quantization_config("compressed-tensors")
 def served(
     config: Any, method: type[methods.Served], moe: Any, *given: Any, reason: str | None = None
 ) -> FusedMoEMethodBase | None:
-    """Make a method for a layer's experts; None: vLLM keeps the layer.
+    """Return Glulam's MoE method for a layer's experts; None: vLLM runs the layer.
 
     Args:
-        config: the model's configuration.
-        given: what the method takes besides moe. reason: why vLLM keeps the layer, if the caller knows.
+        config: the model's quantisation configuration.
+        method: the class of the method.
+        moe: the layer's FusedMoEConfig.
+        given: further arguments of the method's constructor.
+        reason: a reason known to the caller why vLLM must run the layer. None: no such reason.
     """
     if config.online_quantization_config is not None:
         reason = "--quantization asks for another format than the checkpoint's"
@@ -43,13 +46,15 @@ def served(
 
 
 def served_fp8(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """The same for FP8 experts; own: their configuration, which may be a part of the model's."""
+    """Return Glulam's MoE method for FP8 experts; None: vLLM runs the layer. own: the experts' own FP8
+    configuration.
+    """
     reason = _against_blocks(own.weight_block_size, moe)
     return served(config, methods.GlulamFp8MoEMethod, moe, own, reason=reason)
 
 
 def _against_blocks(block: list[int] | None, moe: Any) -> str | None:
-    """Return why Glulam does not read FP8 experts with scales of such blocks; None: it does."""
+    """Return the reason why Glulam does not run FP8 experts with scales of these blocks; None: it does."""
     width = moe.intermediate_size_per_partition
     if block != BLOCK:
         return f"blocks of scales are {block or 'whole tensors or rows'}; served are {BLOCK}"
@@ -57,7 +62,9 @@ def _against_blocks(block: list[int] | None, moe: Any) -> str | None:
 
 
 def served_nvfp4(config: Any, moe: Any, own: Any) -> FusedMoEMethodBase | None:
-    """The same for NVFP4 experts."""
+    """Return Glulam's MoE method for NVFP4 experts; None: vLLM runs the layer. own: the experts' own NVFP4
+    configuration.
+    """
     override = own.moe_activation_override
     reason = f"activations are to be quantised as {override}" if override else None
     return served(config, methods.GlulamModelOptNvFp4FusedMoE, moe, own, reason=reason)
@@ -86,7 +93,10 @@ class GlulamNvFp4Config(NvFp4Base):
 
 
 class ByLayer(QuantizationConfig):
-    """A configuration that tells experts' format by layer: `_served` makes a method, or returns None for vLLM's."""
+    """Base of configurations in which the experts' format depends on the layer.
+
+    Subclasses define `_served`, which returns Glulam's method for a layer, or None if vLLM runs it.
+    """
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         made = self._served(layer, prefix) if isinstance(layer, RoutedExperts) else None
@@ -181,11 +191,11 @@ CONFIGS: dict[str, type] = {
     "modelopt_mixed": GlulamModelOptMixedConfig,
     "compressed-tensors": GlulamCompressedTensorsConfig,
 }
-"""By vLLM's names of quantisation methods."""
+"""Glulam's configurations, by vLLM's names of quantisation methods."""
 
 
 def register() -> None:
-    """Have vLLM find these configurations by name. Called again, it changes nothing."""
+    """Register these configurations under vLLM's own names. Further calls change nothing."""
     for name, config in CONFIGS.items():
         if get_quantization_config(name) is not config:
             register_quantization_config(name)(config)

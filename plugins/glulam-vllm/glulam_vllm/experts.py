@@ -1,4 +1,4 @@
-"""GlulamExperts: what vLLM's modular kernel calls between its prepare and finalize steps."""
+"""GlulamExperts: the experts class that vLLM's modular MoE kernel calls between its prepare and finalize steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEIGHT_KEYS = {FP8: kFp8Static128BlockSym, MXFP8: kMxfp8Static, MXFP4: kMxfp4Sta
 
 
 def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Activation:
-    """Return the activation of a layer as Glulam has it, with the layer's numbers that vLLM's own kernels use.
+    """Return Glulam's activation for a layer, with the same numbers (limit, alpha, ...) that vLLM's own kernels use.
 
     Raises:
         NotServed: Glulam has no such activation.
@@ -53,7 +53,7 @@ def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Act
 
 
 def reason_against(moe: FusedMoEConfig) -> str | None:
-    """Return why Glulam does not compute a layer, where vLLM's own checks do not say it; None: no such reason."""
+    """Return the reason, besides those of vLLM's own checks, why Glulam does not run a layer; None: no such reason."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"another backend is asked for (--moe-backend {moe.moe_backend})"
@@ -81,11 +81,11 @@ def _is_offloaded() -> bool:
 
 
 class GlulamExperts(mk.FusedMoEExpertsModular):
-    """A layer's experts: FC1 with its activation, FC2, and the weighted sum of each token's experts.
+    """vLLM's interface to a layer's experts on Glulam: FC1 with its activation, FC2, and the weighted sum of each
+    token's experts.
 
     Attributes:
-        held: quantised experts as they were prepared after loading; None: weights in 16 bits, read where vLLM keeps
-            them at each call.
+        held: quantised experts, prepared after loading. None: weights are in 16 bits, and are passed at each call.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
@@ -125,7 +125,9 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Rows keep 16 bits or are quantised here, whatever activation_key says."""
+        """Return True if Glulam reads weights with this key. Any activation_key is accepted: Glulam itself decides how
+        to quantise rows.
+        """
         return weight_key is None or weight_key in WEIGHT_KEYS.values()
 
     @staticmethod
@@ -140,7 +142,7 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
         expert_tokens_meta: Any, activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-        """No workspace of vLLM's: Glulam's own belong to a thread and a stream, or to the graph being captured."""
+        """Return vLLM's two workspaces as empty, since Glulam has its own memory, and the shape of the result."""
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
@@ -152,8 +154,9 @@ class GlulamExperts(mk.FusedMoEExpertsModular):
         a2_scale: Tensor | None, workspace13: Tensor | None, workspace2: Tensor | None, expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
-        """Write the experts' weighted sums into output. The prepare step has multiplied hidden_states by the router's
-        weights where apply_router_weight_on_input is set.
+        """Write the experts' weighted sums into output.
+
+        With apply_router_weight_on_input the prepare step has already multiplied hidden_states by the router's weights.
         """
         experts = self.held
         if experts is None:

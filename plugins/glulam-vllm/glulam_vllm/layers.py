@@ -1,4 +1,6 @@
-"""Which layers Glulam computes: asked before a layer has weights, and answered in vLLM's log, once for each answer."""
+"""Selection of the layers that Glulam runs, before their weights are allocated; each reason is logged once in vLLM's
+log.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,25 @@ _log = init_logger(f"vllm.{__name__}")
 
 
 def constructor_of(format: str, rows: str = "bf16") -> str:
-    """Return the constructor of ServedExperts for a format. rows: what a checkpoint of MXFP4 says of activations."""
+    """Return the name of ServedExperts' constructor for a format.
+
+    Args:
+        format: one of `choice.FORMATS`.
+        rows: dtype of rows that an MXFP4 checkpoint asks for, "bf16" or "fp8".
+    """
     if format == MXFP4:
         return mxfp4_kind(rows)
     return "fp8_block" if format == FP8 else format
 
 
 def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multiple: int = 1) -> bool:
-    """Return True if Glulam computes a layer's experts, and log the answer where the user chose the format.
+    """Return True if Glulam runs a layer's experts; log the answer if GLULAM_VLLM selects their format.
 
     Args:
         moe: the layer's configuration.
-        format: the format of the layer's weights, of `choice.FORMATS`.
-        reason: why Glulam does not, if the caller knows.
-        multiple: the intermediate size is going to be rounded up to a multiple of this number.
+        format: the format of the layer's weights, one of `choice.FORMATS`.
+        reason: a reason known to the caller why Glulam does not run it. None: no such reason.
+        multiple: the method will round the intermediate size up to a multiple of this number.
     """
     if format not in chosen():
         return False
@@ -42,7 +49,7 @@ def is_served(moe: FusedMoEConfig, format: str, reason: str | None = None, multi
 
 
 def log_left(what: str, reason: str) -> None:
-    """Log, once, that Glulam does not compute these experts."""
+    """Log once that vLLM, not Glulam, runs these experts."""
     _log.warning_once("Glulam leaves %s experts to vLLM: %s", what, reason)
 
 

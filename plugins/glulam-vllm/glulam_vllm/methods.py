@@ -1,8 +1,8 @@
-"""vLLM's methods for quantised experts, with Glulam's experts: parameters and loading are vLLM's, the rest is here.
+"""MoE methods for quantised experts: parameters and loading are those of vLLM's classes, the computation is Glulam's.
 
-A method has the parameters of vLLM's class of the same format, so that checkpoints load as ever. After loading, their
-elements are put into the order of kernels where they lie (`glulam.integrations.serving`). Constructors skip those of
-vLLM's classes, which choose among vLLM's own kernels and raise an error where none fits.
+A method creates the same parameters as vLLM's class of the same format, so checkpoints load unchanged. After loading,
+the elements are reordered in place for Glulam's kernels (`glulam.integrations.serving`). Constructors do not call those
+of vLLM's classes, which would choose one of vLLM's own kernels and raise an error if none fits.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .experts import GlulamExperts
 from .layers import constructor_of
 
 PACKED = "_packed"
-"""How compressed-tensors' names of 4-bit elements end."""
+"""Suffix of compressed-tensors' names of 4-bit elements."""
 IS_PROCESSED = "_already_called_process_weights_after_loading"
-"""vLLM's mark of a layer whose weights are in the order of kernels; vLLM removes it before it loads weights again."""
+"""Attribute by which vLLM marks a layer whose weights are prepared; vLLM removes it before it loads weights again."""
 
 
 class Served(FusedMoEMethodBase):
-    """What the methods below share; each has a second base, vLLM's class, whose parameters and `apply` it keeps.
+    """Base of the MoE methods below. Their second base is vLLM's class, whose parameters and `apply` they keep.
 
     Attributes:
-        format: of `choice.FORMATS`.
-        tensors: names of the parameters that the constructor of ServedExperts takes.
+        format: the format of weights, one of `choice.FORMATS`.
+        tensors: names of the parameters that ServedExperts' constructor takes, in its order.
         multiple: I is rounded up to a multiple of this number, with zeros.
-        rows: of MXFP4 weights, the dtype of rows that the checkpoint asks for.
+        rows: for MXFP4 weights, the dtype of rows that the checkpoint asks for.
     """
 
     format: ClassVar[str]
@@ -69,7 +69,9 @@ class Served(FusedMoEMethodBase):
     moe_kernel: Any
 
     def __init__(self, moe: FusedMoEConfig, **attributes: Any) -> None:
-        """attributes: those that vLLM's class sets and its other functions read."""
+        """Initialise only vLLM's common base class. attributes: those that vLLM's constructor would set and its other
+        methods read.
+        """
         FusedMoEMethodBase.__init__(self, moe)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -80,17 +82,21 @@ class Served(FusedMoEMethodBase):
         return hidden_size, round_up(intermediate_size_per_partition, self.multiple)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Biases and the gate's numbers. No formats: vLLM's prepare step quantises rows of formats that it sees."""
+        """Return a configuration with the biases and the activation's numbers, but without quantised formats.
+
+        vLLM's prepare step would quantise rows of any format that it finds there.
+        """
         numbers = {f"gemm1_{key}": getattr(layer, f"swiglu_{key}", None) for key in ("alpha", "beta")}
         limit = getattr(layer, "swiglu_limit", None)
         return biased_moe_quant_config(*_biases(layer), gemm1_clamp_limit=limit, **numbers)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare weights in place and make the kernel; of weights that are loaded again, keep the tensors and the
-        kernel of the first time, which CUDA graphs read.
+        """Prepare the weights in place, and make the kernel at the first load.
+
+        A later load copies the new weights into the tensors of the first one, because CUDA graphs read these.
 
         Raises:
-            RuntimeError: Glulam does not compute what was loaded.
+            RuntimeError: Glulam does not run the loaded weights.
         """
         if getattr(layer, IS_PROCESSED, False):
             return
@@ -125,10 +131,10 @@ def _biases(layer: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _refill(kept: ServedExperts, new: ServedExperts) -> None:
-    """Copy new experts' tensors into the kept tensors of the same layer.
+    """Copy reloaded experts into the tensors of the same layer's first load.
 
     Raises:
-        RuntimeError: the new ones need another recipe or other shapes, of which captured graphs know nothing.
+        RuntimeError: the new weights need another recipe or other shapes, which captured graphs could not follow.
     """
     pairs = list(zip(_tensors(kept), _tensors(new), strict=True)) if kept.recipe == new.recipe else []
     if not pairs or any(old.shape != made.shape for old, made in pairs):
@@ -156,7 +162,7 @@ class GlulamGptOssMxfp4MoEMethod(Served, GptOssMxfp4MoEMethod):
 
 
 class GlulamMxfp4MoEMethod(Served, Mxfp4MoEMethod):
-    """DeepSeek-V4's experts."""
+    """MoE method for DeepSeek-V4's MXFP4 experts."""
 
     format = MXFP4
 
@@ -165,7 +171,7 @@ class GlulamMxfp4MoEMethod(Served, Mxfp4MoEMethod):
 
 
 class GlulamFp8MoEMethod(Served, Fp8MoEMethod):
-    """Blocks of 128 x 128."""
+    """MoE method for FP8 experts with one scale for each block of 128 x 128."""
 
     format = FP8
     tensors = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -186,7 +192,9 @@ class GlulamModelOptMxFp8FusedMoE(Served, ModelOptMxFp8FusedMoE):
 
 
 class GlulamModelOptNvFp4FusedMoE(Served, ModelOptNvFp4FusedMoE):
-    """Scales of activations in the checkpoint are loaded, and not used: rows keep 16 bits."""
+    """MoE method for modelopt's NVFP4 experts. It loads a checkpoint's activation scales, but does not use them: rows
+    keep 16 bits.
+    """
 
     format = NVFP4
     tensors = (
@@ -202,7 +210,7 @@ class GlulamCompressedTensorsMxfp8MoEMethod(Served, CompressedTensorsW8A8Mxfp8Mo
 
 
 class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMethod):
-    """Blocks of 128 x 128."""
+    """MoE method for compressed-tensors' FP8 experts with one scale for each block of 128 x 128."""
 
     format = FP8
 
@@ -214,7 +222,7 @@ class GlulamCompressedTensorsFp8MoEMethod(Served, CompressedTensorsW8A8Fp8MoEMet
 
 
 class CompressedInBytes(Served):
-    """4-bit experts of compressed-tensors, whose elements are loaded under a name of their own."""
+    """Base of the methods for compressed-tensors' 4-bit experts, which renames their loaded elements (`..._packed`)."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in ("w13_weight", "w2_weight"):  # vLLM's `apply` reads them under this name
@@ -232,7 +240,7 @@ class GlulamCompressedTensorsMxfp4MoEMethod(CompressedInBytes, CompressedTensors
 
 
 class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A8Mxfp4MoEMethod):
-    """The checkpoint asks for rows in 8 bits."""
+    """MoE method for MXFP4 experts whose checkpoint asks for rows in 8 bits."""
 
     format = MXFP4
     rows = "fp8"
@@ -242,7 +250,9 @@ class GlulamCompressedTensorsW4A8Mxfp4MoEMethod(CompressedInBytes, CompressedTen
 
 
 class GlulamCompressedTensorsNvfp4MoEMethod(CompressedInBytes, CompressedTensorsW4A4Nvfp4MoEMethod):
-    """Global scales divide in compressed-tensors, and multiply in Glulam."""
+    """MoE method for compressed-tensors' NVFP4 experts; their global scales, which divide values, are inverted for
+    Glulam.
+    """
 
     format = NVFP4
 

@@ -1,4 +1,4 @@
-"""Experts in 16 bits: a method that vLLM makes in place of its own."""
+"""The MoE method for experts in 16 bits, which replaces vLLM's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = UnquantizedFusedMoEMethod.__name__
 
 
 class GlulamUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's method with Glulam's experts, where they compute the layer."""
+    """vLLM's method for 16-bit experts; it uses Glulam's experts if Glulam runs the layer, else vLLM's."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         if not is_served(moe, BF16):
@@ -29,10 +29,10 @@ class GlulamUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def register() -> None:
-    """Have vLLM make the method above where it would make its own.
+    """Make vLLM create GlulamUnquantizedMoEMethod instead of its own UnquantizedFusedMoEMethod.
 
     Raises:
-        RuntimeError: another plugin did so with a method of its own.
+        RuntimeError: another plugin has already replaced vLLM's method.
     """
     found = op_registry_oot.get(NAME)
     if found is None:

@@ -140,7 +140,7 @@ class DataPath(Path):
         return y, {"preact": preact}
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return whether backward reads an argument, by name; see `Path.reads`."""
+        """Return, by argument, True if backward reads it; see `Path.reads`."""
         needs_act_gradient = not wanted.isdisjoint(self.need_preact)
         again = self.recompute and (needs_act_gradient or "w2" in wanted)
         return {
@@ -191,9 +191,9 @@ class DataPath(Path):
         return (WeightGradientCall, {**options, "step": self.problem}) if self.has_fused_gradients else (kind, options)
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Return True if GEMMs read a copy of each row's token.
+        """Return True if GEMMs read a copy of each row's token instead of tokens by index.
 
-        Without w2, which is saved only if a data gradient is needed, they do not.
+        False if w2 is None: w2 is saved only if a data gradient is needed, and other gradients do not need copies.
         """
         if self.tokens is None or w2 is None:
             return False
@@ -211,9 +211,10 @@ class DataPath(Path):
         return self.is_copied and given.get("w2") is not None
 
     def _gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """Return dy as the GEMMs read it: with a copy of each row's token if they read copies, otherwise unchanged.
+        """Return dy, copied to one row for each of T rows if this step's GEMMs read copies of tokens; otherwise
+        unchanged.
 
-        If they read copies, saved["x"] is also replaced by copies, and saved["rows"] by None.
+        In the first case saved["x"] is also replaced by such copies, and saved["rows"] by None.
         """
         if self.tokens is None or not self.reads_copies(dy, saved):
             return dy

@@ -54,7 +54,9 @@ class Frozen(Path):
     recipe: str
 
     def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
-        """Return the arguments that backward reads (`Path.reads`): of each weight that it reads, also the scales."""
+        """Return, by argument, True if backward reads it (`Path.reads`); a weight's scales are read if the weight
+        is.
+        """
         read = super().reads(wanted)
         return {**read, **{part: read[name] for name in read if name in WEIGHTS for part in part_names(name)}}
 

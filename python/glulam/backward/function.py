@@ -40,7 +40,9 @@ MAX_LAYOUTS = 1024
 
 
 class FlatLayout:
-    """The places of arguments among flat inputs, in which lists and GateUps are spread out.
+    """Maps arguments by name to a flat list of tensors (the inputs of an autograd function) and back.
+
+    A list of tensors takes one input per tensor, a GateUp two, any other argument one.
 
     Args:
         names: the arguments' names.

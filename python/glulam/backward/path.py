@@ -160,7 +160,7 @@ class Path:
         raise NotImplementedError
 
     def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
-        """Return, by argument, whether backward reads it. Arguments that are not in the result are read.
+        """Return, by argument, True if backward reads it. Arguments that are not in the result are read.
 
         Args:
             wanted: names of the arguments that require a gradient.

@@ -26,7 +26,8 @@ def path_of(call: Any) -> DataPath:
         in_halves = isinstance(call.w1, GateUp)
         return DataPath(activation_options=options, transpose_w=call.transpose_w, in_halves=in_halves, **common)
     if call.is_frozen:
-        # In three calls h is rounded before the activation, in one it is not: inference has the bits of one.
+        # Inference computes FC1 and the activation in one call, which does not round h; three calls round h. If the
+        # switch for batch invariance is on, recompute, so that forward has the bits of inference.
         return FrozenPath(
             activation_options=options, recipe=call.recipe, **{**common, "recompute": call.recompute or call.invariant}
         )

@@ -1,7 +1,7 @@
 """Operators whose kernels take only addresses and numbers: hyper-connections' and the layer's.
 
-Fronts, plans and launches are the same as for every operator (`front`, `launch`, `call`). The annotations of the
-parameters define the arguments: "Tensor", "Tensor | None" or a number.
+Public functions, plans and launches are generated as for every operator (`front`, `launch`, `call`). Here the
+annotation of a parameter, not its name, tells what the argument is: "Tensor", "Tensor | None" or a number.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MAX_TOKENS = 2**27
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
 """Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
-would take several times as long: better to pad C than to be slow in silence."""
+would take several times as long, so users pad C instead."""
 
 IS_OPTIONAL = {"Tensor": False, "Tensor | None": True}
-"""The annotations of tensor parameters, and whether the tensor may be None."""
+"""By annotation of a tensor parameter: True if the tensor may be None."""
 
 _SCHEMA_TYPES = {"Numbers": "float[]"}
 """Types in torch's schemas for annotations that are spelled differently."""
@@ -70,7 +70,8 @@ class SingleFunction(kernels.Fixed):
     """The one function that serves calls of all numbers of rows.
 
     Attributes:
-        launches: by number of the lead's row dimensions and presence of a workspace, the launch's shape and code.
+        launches: LaunchShapes and their code, by (number of row dimensions of the leading argument, True if the launch
+            has a workspace).
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -81,9 +82,9 @@ class SingleFunction(kernels.Fixed):
 class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain of kernels, and a reference.
 
-    A subclass defines what its tensors and options mean (`check_inputs`), its results (`likes`), how the CPU computes
-    them (`on_cpu`), and in its `definition` what the kernel takes besides addresses and numeric options. There, the
-    size named "workspace" is the number of float32 elements of scratch memory.
+    A subclass defines checks of its tensors and options (`check_inputs`), its results (`likes`), the CPU's reference
+    (`on_cpu`), and in its `definition` the kernel arguments besides addresses and numeric options. There, the size
+    named "workspace" is the number of float32 elements of scratch memory.
 
     Attributes:
         family, kernel: the spec's family and kernel, which also make the name of torch's operator.
@@ -95,8 +96,9 @@ class AddressedCall(Call):
         saves: names of inputs and results that backward needs.
         integers: names of results that have no gradient.
         when_recorded: by name, options that replace the call's if a gradient is recorded.
-        on_cpu: the reference. It takes inputs and options, except options "of_...", which say which results are wanted.
-        numeric: by option that kernels may take as a number, its type.
+        on_cpu: the reference, a function of the inputs and options. It does not take options named "of_...", which are
+            flags that request results.
+        numeric: for options that kernels may take as a number: by name, its type.
     """
 
     family: ClassVar[str]
@@ -122,7 +124,9 @@ class AddressedCall(Call):
         """
 
     def likes(self) -> Sequence[Like | None]:
-        """Return the shape and dtype of each result; by default those of the input x for a result d_x."""
+        """Return the shape and dtype of each result. By default, a result named d_x has the shape and dtype of the
+        input x.
+        """
         return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
@@ -158,7 +162,7 @@ class AddressedCall(Call):
 
     @classmethod
     def declare(cls, parameters: Any) -> None:
-        """Derive the class's lists of arguments from the parameters' annotations. `parameters`: by name."""
+        """Set the class's lists of argument names from the annotations of `parameters` (inspect.Parameters by name)."""
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of in IS_OPTIONAL]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
@@ -229,7 +233,7 @@ class AddressedCall(Call):
         return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
 
     def without_rows(self, problem: Problem) -> Any:
-        """Return the results for no tokens, filled with zeros: sums over no tokens are zero."""
+        """Return the results for zero tokens, filled with zeros, because a sum over no tokens is zero."""
         return self.returned([None if one is None else one.zero_() for one in self.new_results(problem)])
 
     def reference(self, problem: Problem) -> Any:
@@ -320,7 +324,7 @@ class AddressedCall(Call):
 
 
 class GradientPlan:
-    """Kept instead of a `Plan` for calls whose gradient is recorded; it runs the plan of the call without gradient.
+    """The plan of calls whose gradient is recorded. It runs the `Plan` of the same call without gradient.
 
     Attributes:
         kind: class of the calls.
@@ -388,7 +392,10 @@ def like(tensor: Tensor | None) -> Like | None:
 
 
 def forms(*params: Tensor | None) -> int:
-    """Return the dtypes of parameters as one kernel argument: two bits each, the first parameter's lowest. None: 0."""
+    """Pack the dtypes of parameters into one integer kernel argument.
+
+    Two bits each, the first parameter's lowest. None: 0.
+    """
     codes = (0 if p is None else PARAM_FORMS[dtype_name(p.dtype)] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
 

@@ -1,4 +1,4 @@
-"""The arguments of a call, what their names mean (`roles`), and checks that operators share."""
+"""The arguments of one call, sorted by the roles of their names (`roles`), and checks that operators share."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Arguments:
     Attributes:
         op: the operator's name.
         leads: the argument that determines dtype and device of the others, and T unless `rows` is given.
-        after_groups: the fate of rows after the last group, for the warning that groups do not fill T. Empty: no
-            warning.
+        after_groups: a phrase for the warning that groups do not fill T, saying what happens to rows after the last
+            group. Empty: no warning.
         takes_keywords: the operator's function takes the activation's numbers as separate keywords.
         outputs: names of arguments that are written.
-        gradients: those of `outputs` that are packed or a list, as weights are.
+        gradients: names in `outputs` that are gradients of weights: packed [E, ...] or a list of E tensors.
         labels: by argument, the name in errors if it differs.
         torch_op: the name of torch's operator.
         names: the operator's parameters.
         options: the parameters that are not tensors.
         flags: the options that are True or False.
-        given: the tensor parameters, in the order in which plans are looked up by them.
+        given: the tensor parameters, in the order in which they appear in a plan's key.
         optional: the tensor parameters that may be None.
         reads: the tensor parameters that are read, in order; group sizes as "groups".
         matrices, weights, biases, scales, of_tokens: parts of `reads`, by role; `matrices` may also have the outputs.
@@ -254,7 +254,7 @@ class Arguments:
         return getattr(self, "offs", None) if getattr(self, "splits", None) is None else self.splits
 
     def arguments(self) -> dict[str, Any]:
-        """Return all arguments by name."""
+        """Return all arguments as a dict by name."""
         return {name: getattr(self, name) for name in self.names}
 
     def keywords(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class Arguments:
         return (marked(self._options(), self.invariant), *[described(getattr(self, name)) for name in self._present()])
 
     def _options(self) -> tuple[Any, ...]:
-        """Return the part of a key that is not metadata of tensors."""
+        """Return the part of a plan's key that is not tensor metadata: grad mode, absent arguments and options."""
         return (
             torch.is_grad_enabled(),
             *[getattr(self, name) is None for name in self.optional],

@@ -53,7 +53,7 @@ def without_graph() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Once(torch.autograd.Function):
-    """The identity of gradients, whose own differentiation raises GradientNotSupported."""
+    """Identity of gradients; differentiating through it raises GradientNotSupported."""
 
     @staticmethod
     def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
@@ -69,7 +69,10 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients. Under create_graph=True, differentiating them raises GradientNotSupported."""
+    """Return the gradients unchanged.
+
+    Under create_graph=True, wrap them so that differentiating them raises GradientNotSupported.
+    """
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(_Once.apply(op, torch.ones((), device="cpu", requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

@@ -40,16 +40,17 @@ def checking() -> bool:
 class Call(PlanMaker):
     """A call of an operator.
 
-    A subclass defines what the arguments mean (`check`) and has a `definition`. All else follows from the operator's
-    parameters (`declare`).
+    A subclass checks the arguments (`check`) and has a `definition`. The rest is derived from the operator's parameters
+    (`declare`).
 
     Attributes:
-        explains: `glulam.explain` tells which kernel serves such a call.
+        explains: True if `glulam.explain` accepts this operator.
         public: the function that users call, if it is not the operator itself.
         tabled: names of weights that kernels take as lists of experts. None: all weights.
-        differentiable: the operator has a gradient.
+        differentiable: True if the operator has a gradient.
         beside_weights: names of arguments that hold further parts of weights, such as scales.
-        tokens: for a layer, the functions between tokens and rows (`backward.data_path.TokenFunctions`).
+        tokens: for a layer, the functions that turn tokens into rows and rows into tokens
+            (`backward.data_path.TokenFunctions`).
         operator: the operator's function.
         quantized: class of the operator's calls with quantised arguments. None: there are none.
         with_backward: function that computes a call with a backward, set by `backward.entry`, which imports this
@@ -57,7 +58,7 @@ class Call(PlanMaker):
         torch_types: by argument, its type in torch's schema if that differs from its role's.
         fixed_without_out: arguments that the torch operator without `out` fixes, by name.
         fixed_with_out: arguments that the torch operator with `out` fixes, by name.
-        is_torch_op: the operator is registered with torch.
+        is_torch_op: True if the operator is registered with torch.
         has_torch_out: there are torch operators that write a buffer.
         through_torch: function that calls the torch operator, set by `library`.
     """
@@ -69,8 +70,8 @@ class Call(PlanMaker):
     beside_weights: ClassVar[tuple[str, ...]] = ()
     tokens: ClassVar[Any] = None
     operator: ClassVar[Callable[..., Any]]
-    quantized: ClassVar[Any] = None  # the kind of its calls whose arguments are quantised: a `quantized.Quantized`
-    with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
+    quantized: ClassVar[Any] = None  # a subclass of `quantized.Quantized`
+    with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which imports this module
 
     # The call as an operator of torch, see `library`:
     torch_types: ClassVar[dict[str, str]] = {}
@@ -82,14 +83,17 @@ class Call(PlanMaker):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments from the public function's, by name. Shapes may stand for tensors.
+        """Return a call's arguments as a dict, from those of the public function.
 
-        `public` may be changed.
+        Args:
+            public: the public function's arguments by name; may be modified. Shapes may stand for tensors.
         """
         return public
 
     def served_splits(self) -> tuple[sharding.Split, ...]:
-        """Return the ways, besides replication, in which a dimension of a mesh may split the call's DTensors."""
+        """Return the ways in which a dimension of a device mesh may split the call's DTensors, besides replicating
+        them.
+        """
         return ()
 
     def choice(self, problem: Problem, arch: str, gpu: str) -> Choice:
@@ -146,10 +150,11 @@ class Call(PlanMaker):
         return self.run_without_gradient(key, replacements)
 
     def may_be_unfound(self) -> bool:
-        """Check a call whose look-up of a plan raised an exception, and return True if the call just has no plan.
+        """Find out why the plan look-up raised an exception: return True if this call merely cannot have a plan, as its
+        tensors have no addresses (it is traced) or its group sizes are a list of integers.
 
-        That is so for tensors of traced calls, which have no address, and if group sizes are a list of integers. False:
-        all arguments are right, so the exception has another cause.
+        Otherwise check the arguments: raise their error if one is wrong, else return False (the exception has another
+        cause).
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -164,7 +169,7 @@ class Call(PlanMaker):
         return False
 
     def differentiate(self, key: Hashable = None) -> Any:
-        """Return the result of a call of which an argument requires a gradient. `key`: see `handle_miss`."""
+        """Compute a call in which an argument requires a gradient; record its backward. `key`: see `handle_miss`."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             for name in self.outputs:
                 refuse_out(self.op, getattr(self, name))
@@ -172,7 +177,7 @@ class Call(PlanMaker):
         return self.with_backward(self, key)
 
     def run_without_gradient(self, key: Hashable, replacements: dict[str, Any]) -> Any:
-        """Return the result of a call that needs no gradient. Arguments: see `handle_miss`."""
+        """Compute a call that needs no gradient. Arguments: see `handle_miss`."""
         if key is not None:
             ready = changed(self, **replacements)
             plan = ready.resize_kept_plan(key)
@@ -183,7 +188,7 @@ class Call(PlanMaker):
         return self.execute(key)
 
     def resize_kept_plan(self, key: Hashable) -> Any:
-        """Make and keep a plan, if a call that differs only in its number of rows was checked; return it, or None."""
+        """Make a plan from that of a checked call that differs only in its rows, and keep it; None: no such call."""
         found = self.find_resizable(key, self.plans)
         if found is None:
             return None
@@ -193,9 +198,9 @@ class Call(PlanMaker):
         return plan
 
     def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Return the problem and an old plan to be resized, if a call that differs only in its rows was checked.
+        """Return (problem, old plan) of an already checked call that differs only in its number of rows.
 
-        None otherwise, also for a single row, whose stride torch leaves arbitrary.
+        None: there is no such call, or this call has a single row, whose stride torch leaves arbitrary.
 
         Args:
             key: the key of this call's plan.
@@ -208,7 +213,7 @@ class Call(PlanMaker):
         return None if found is None else (changed(found[0], rows=rows), found[1])
 
     def keep_resizable(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
-        """Let `find_resizable` find this call, which passed all checks, and its plan."""
+        """Store this call, which passed all checks, and its plan, so that `find_resizable` finds them."""
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.per_row)
             gathered = self.gathered_places
@@ -224,7 +229,7 @@ class Call(PlanMaker):
         if not runs_kernels(self.lead):
             if self.invariant and (self.definition.cuts or problem.op in TILED):
                 invariance.refuse_on_cpu(self.op, self.lead.device)
-            with torch.autocast(self.lead.device.type, enabled=False):  # it would round the reference's operands
+            with torch.autocast(self.lead.device.type, enabled=False):  # autocast would round the reference's operands
                 return self.reference(problem)
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
             return result
@@ -243,9 +248,9 @@ class Call(PlanMaker):
         return ready.run(plan)
 
     def prepared(self) -> Any:
-        """Return this call with tables for its lists of experts and group sizes on the device.
+        """Return this call with address tables instead of lists of experts, and with group sizes on the device.
 
-        If nothing is to be changed, this is the call itself.
+        Returns the call itself if nothing has to be changed.
         """
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled
@@ -281,12 +286,12 @@ class Call(PlanMaker):
         return f"{self.torch_op}{variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
-        """Return what the call returns.
+        """Return the call's return value.
 
         Args:
-            returned: what its torch operator returned: the results that are not in a given buffer.
+            returned: the torch operator's return value: all results for which the caller gave no buffer.
         """
-        if isinstance(out := getattr(self, "out", None), (list, tuple)):  # of all results
+        if isinstance(out := getattr(self, "out", None), (list, tuple)):  # buffers for all results
             return out
         fresh = iter(returned if isinstance(returned, (list, tuple)) else (returned,))
 

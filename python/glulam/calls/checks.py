@@ -38,8 +38,9 @@ PLAIN_RECIPE = "bf16"
 """The name of the recipe that quantises nothing."""
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
-"""Experts' tensors: packed, or a sequence with one tensor an expert; an ExpertList is such a sequence after its checks.
-A GateUp is a sequence of two."""
+"""Experts' tensors: packed [E, ...], or a sequence of E tensors. An ExpertList is a sequence that passed its checks; a
+GateUp is a sequence of two packed tensors.
+"""
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -67,7 +68,9 @@ def any_requires_grad(*arguments: Any) -> bool:
 
 
 def refuse_gradients(op: str, **arguments: Any) -> None:
-    """Raise GradientNotSupported if an argument requires a gradient: for operators without one, if grad mode is on."""
+    """Raise GradientNotSupported if grad mode is on and an argument requires a gradient (operators without
+    backward).
+    """
     for name, value in arguments.items():
         if any_requires_grad(value):
             raise GradientNotSupported(
@@ -85,7 +88,9 @@ def refuse_rows(op: str) -> NoReturn:
 
 
 def refuse_out(op: str, out: Any) -> None:
-    """Raise GradientNotSupported if `out` is given: autograd, which will record a gradient, sees no writes to it."""
+    """Raise GradientNotSupported if `out` is given in a call whose gradient is recorded: autograd does not see writes
+    to it.
+    """
     if out is not None:
         raise GradientNotSupported(
             f"{op}: out is given, and an argument requires a gradient; leave out out, or call it under torch.no_grad()"
@@ -156,7 +161,10 @@ def check_like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wid
 
 
 def _remedy(name: str) -> str:
-    """Return the error's advice on how to get a contiguous tensor; for an output, a copy would not be written."""
+    """Return the error's advice on how to get a contiguous tensor.
+
+    An output must be another buffer: the caller would never see results written to a copy.
+    """
     return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
 
 
@@ -263,7 +271,10 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Check that the recipe is PLAIN_RECIPE, for code in 16 bits: calls with other recipes were diverted before."""
+    """Check that the recipe is PLAIN_RECIPE, in code for 16-bit calls.
+
+    Calls with other recipes took another path earlier.
+    """
     check_choice(op, "recipe", recipe, (PLAIN_RECIPE,))
 
 

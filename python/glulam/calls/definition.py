@@ -1,4 +1,5 @@
-"""Definitions of operators: the results, what a launch needs besides the call's arguments, and how the CPU computes.
+"""Definitions of operators: their results, the values that a launch needs besides the call's arguments, and the CPU
+reference.
 
 A definition is data. Operators that are variants of another one (a layer's, a training step's, those with quantised
 weights) extend its definition.
@@ -23,9 +24,9 @@ class PrologueStep(NamedTuple):
     """A line that a launch runs before it calls the kernel's function.
 
     Attributes:
-        line: the line of Python. None: there is none.
+        line: the line of Python. None: no line, only values.
         values: by kernel argument, a Python expression for its value, instead of the call's argument of that name.
-        names: objects that the line and the expressions use, by name.
+        names: objects that the line and the expressions use, by name; they become constants of the plan.
     """
 
     line: Line | None = None

@@ -1,8 +1,8 @@
 """The public function of an operator, generated from its parameters.
 
-A decorated function declares the parameters, their defaults and the docstring; the names of arguments (`arguments`) and
-the `Call` class define the arguments' meaning. The body is generated and compiled when the module is imported: it finds
-the plan of the call (a kept launch) and runs it; if there is none, it leaves the call to `Call.handle_miss`. `text_of`
+A decorated function declares the parameters, their defaults and the docstring; the arguments' roles follow from their
+names (`roles`) and from the `Call` class. The body is generated and compiled when the module is imported: it finds the
+plan of the call (a kept launch) and runs it; without a plan, it passes the call to `Call.handle_miss`. `text_of`
 returns the body.
 """
 
@@ -33,8 +33,7 @@ from .quantized import Quantized
 from .roles import GROUPS
 
 OPERATORS: list[type[Call]] = []
-"""The kinds of calls (subclasses of `Call`) of all operators; a kind with quantised arguments follows its operator's
-kind.
+"""The `Call` subclasses of all operators. An operator's class for quantised arguments follows its plain class.
 """
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,7 +51,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters as its calls have them: **numbers becomes one parameter after `glu_layout`."""
+    """Return a function's parameters as its `Call` has them: **numbers becomes one parameter after `glu_layout`."""
     names: list[str] = []
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
@@ -64,14 +63,14 @@ def _of_calls(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
-    """Return the arguments that may be lists of experts' tensors with a kept table, and the kind of each table."""
+    """Return the kinds of address tables ("weight", ...), by argument that may be a list of experts' tensors."""
     weights = kind.weights if kind.tabled is None else kind.tabled
     of_kinds = {"weight": weights, "bias": kind.biases, "gradient": kind.gradients}
     return {name: what for what, names in of_kinds.items() for name in names}
 
 
 def text_of(kind: type[Call]) -> list[str]:
-    """Return the lines of Python that find the plan of a call and run it, or leave the call to `Call.handle_miss`.
+    """Return the lines of Python that find the plan of a call and run it, or pass the call to `Call.handle_miss`.
 
     The lines use the arguments by the names in `kind.names`.
     """
@@ -146,7 +145,7 @@ def _front(
 ) -> Callable[..., Any]:
     """Compile a function from `lines`.
 
-    `names`, which the lines use, lie in a closure: torch.compile takes globals for the module's.
+    Objects that the lines use (`names`) are closure variables, since torch.compile would look up globals in the module.
     """
     text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
     body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
@@ -221,7 +220,8 @@ def operator(
 
 
 def passed_to(function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorate a function that only calls `function` with its own arguments in order, the numbers as one argument.
+    """Decorate a public function whose generated body calls `function` with the same arguments; **numbers become one
+    argument.
 
     Explicit keywords save a warm call the 0.6 us that Python takes for `**numbers`.
     """

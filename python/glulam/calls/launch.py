@@ -36,10 +36,10 @@ class ResultTensor(NamedTuple):
         name: name of the argument that may be the buffer; if there is none, name of the result.
         kernel: name of the function's argument.
         shape: names of constants (`Problem.dims`), one for each size, or one name for all sizes.
-        like: the argument with the result's device and dtype. Empty: the leading argument.
+        like: the argument whose device and dtype the result gets. Empty: the leading argument.
         dtype: name of a constant with the result's dtype. Empty: the dtype of `like`.
-        zeros: rows after the last group are zero; the function writes them.
-        returned: False for a tensor that only the function needs.
+        zeros: True: rows after the last group are zero; the kernel's function writes the zeros.
+        returned: False: the kernel's function needs the tensor, but the call does not return it.
         when: the call's flag that must be set to make the tensor. Empty: it is always made.
         wanted: False for a result that is None; the function gets 0 for it.
     """
@@ -56,7 +56,7 @@ class ResultTensor(NamedTuple):
 
     @property
     def torch_suffix(self) -> str:
-        """The part of a torch operator's name that says it makes this optional result."""
+        """Suffix of the name of a torch operator that makes this optional result, for example "_preact"."""
         return f"_{self.kernel.removeprefix('d_')}"
 
 
@@ -93,7 +93,8 @@ class Line(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """All that the code of a launch depends on. The code is a Python function, `run`, that calls the kernel's function.
+    """Everything that determines the generated code of a launch: a Python function, `run`, that calls the kernel's
+    function.
 
     Attributes:
         takes: the tensor arguments of `run`.
@@ -107,9 +108,9 @@ class LaunchShape(NamedTuple):
         result_tensors: tensors that the call makes.
         scratch: names of the parts of the plan's memory.
         prologue: lines before the call of the kernel's function.
-        checked: addresses that the plan has not seen are checked.
-        single_gpu: the process sees one GPU.
-        aligned: a matrix may have a single row, with any stride.
+        checked: True: the code checks arguments at addresses that the plan has not seen.
+        single_gpu: True: the process sees one GPU, so the code never switches devices.
+        aligned: True: a matrix may have a single row, whose stride is arbitrary and is replaced (`aligned_row`).
         result: name of a constant that is called with the results. Empty: results are returned as they are.
     """
 
@@ -232,7 +233,7 @@ def _memory_lines(shape: LaunchShape) -> list[str]:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             make = f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})"
-            may_be_given = made.name in shape.takes and not shape.checked  # else the plan's key tells which
+            may_be_given = made.name in shape.takes and not shape.checked  # otherwise the plan's key tells
             lines += [f"if {made.name} is None:", f"    {make}"] if may_be_given else [make]
     if shape.scratch:
         lines.append("".join(f"{name}_memory, " for name in shape.scratch) + "= workspace.take(memory)")
@@ -297,15 +298,16 @@ class Plan:
         constants: the objects that the code uses by name; `run` sees nothing else.
         serving: finds the kernel's function for another number of rows.
         extents, out_extents, seen: see `memory.check_unseen`.
-        look: checks, for arguments at new addresses, properties that metadata does not show.
+        look: function that checks arguments at new addresses for properties that metadata does not show, such as
+            alignment.
     """
 
     def __init__(
         self, op: str, shape: LaunchShape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """Make a plan, which owns `constants` from now on. `code`: that of a plan of the same shape;
-        None: looked up.
+        """Make a plan; it owns `constants` from now on. `code`: compiled code for `shape`, from another plan. None:
+        `code_of(shape)`.
         """
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents

@@ -43,7 +43,9 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield experts [e, N, K] that a kernel can read; experts with a wrong address or strides are copied one by one."""
+    """Yield experts [e, N, K] that a kernel can read; copy, one by one, experts with a misaligned address or wrong
+    strides.
+    """
     for piece in pieces:
         if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
             yield piece
@@ -144,7 +146,7 @@ def check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
 
 
 SPREAD = (ExpertList, GateUp)
-"""Classes of arguments that hold several tensors, each with its own address."""
+"""Classes of arguments that hold several tensors at separate addresses."""
 
 
 class FreedStorage(RuntimeError):

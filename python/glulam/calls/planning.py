@@ -1,4 +1,4 @@
-"""Make the plan (a kept launch, see `launch`) of a checked call."""
+"""Make the plan of a checked call: its launch, kept for later calls of the same kind (see `launch`)."""
 
 from __future__ import annotations
 
@@ -73,11 +73,13 @@ class PlanMaker(Arguments):
         return gpus.gpu(self.lead.get_device())
 
     def constants(self) -> dict[str, Any]:
-        """Return a launch's values by name besides the problem's dimensions, independent of the number of rows."""
+        """Return a launch's constants that do not depend on the number of rows, by name, without the problem's
+        dimensions.
+        """
         return _merged([part(self) for part in self.definition.constants])
 
     def of_rows(self) -> dict[str, Any]:
-        """Return a launch's further values by name, which may depend on the number of rows."""
+        """Return further constants of a launch, by name, that may depend on the number of rows."""
         return _merged([part(self) for part in self.definition.of_rows])
 
     def scratch(self, problem: Problem) -> dict[str, ScratchPart]:
@@ -85,7 +87,7 @@ class PlanMaker(Arguments):
         return _merged([part(self, problem) for part in self.definition.scratch])
 
     def prologue(self, problem: Problem) -> list[PrologueStep]:
-        """Return the steps before the function's call."""
+        """Return the steps that a launch runs before it calls the kernel's function."""
         return [one for part in self.definition.prologue if (one := part(self, problem)) is not None]
 
     def values(
@@ -209,7 +211,10 @@ class PlanMaker(Arguments):
         return like.shape, like.run.__code__
 
     def run(self, plan: Any) -> Any:
-        """Run a plan with this call's arguments. If that raises, check the arguments, whose errors come first."""
+        """Run a plan with this call's arguments.
+
+        If that raises, check the arguments again, and raise if one is the cause.
+        """
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
         except ARGUMENT_ERRORS:
@@ -241,7 +246,7 @@ class PlanMaker(Arguments):
         return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in unpacked_lists))
 
     def _unpacked_lists(self) -> frozenset[str]:
-        """Return the lists that a launch does not read directly: weights that are prepared first."""
+        """Return the names of weights given as plain lists, which a launch does not read: they are prepared first."""
         plain = (list, tuple)
         return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
 
@@ -289,7 +294,7 @@ class PlanMaker(Arguments):
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one dict with the entries of all."""
+    """Merge dicts into one; later entries win."""
     found: dict[str, Any] = {}
     for part in parts:
         found.update(part)

@@ -30,7 +30,7 @@ class Quantized(Call):
         in_parts: names of arguments that are split, with the number of parts of each (see SUFFIXES).
         unwraps: names of the call's arguments that `unwrap` returns, in their order.
         unwrap_takes: names of the public arguments that `unwrap` takes, besides the recipe.
-        uses_up: names of public arguments that `unwrap` uses up: calls do not have them.
+        uses_up: names of public arguments that only `unwrap` uses; the split call does not have them.
         recipes: recipes by name.
         classes: classes of arguments by which the public operator recognises such a call. Empty: not by class.
     """
@@ -106,7 +106,7 @@ class Quantized(Call):
 
     @classmethod
     def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the call's arguments by name, made from the public operator's, by name; absent ones are None."""
+        """Return the split call's arguments by name; absent arguments are None. `public`: the operator's, by name."""
         recipe = cls.on_device(recipe, public.get("x"))
         parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
         known = {**packed(public), **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}

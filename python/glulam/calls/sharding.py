@@ -24,8 +24,8 @@ from .memory import tensors_of
 from .roles import GROUPS
 
 SUM = "sum"
-"""Used instead of a dimension: each rank has an addend of the tensor. Such an argument may also be replicated; then the
-first rank uses it, and the others use zeros.
+"""In place of a dimension: the tensor is the sum of the ranks' local tensors (placement Partial). A replicated argument
+is also accepted: the first rank then uses it, and the others use zeros.
 """
 MODULE = "torch.distributed.tensor"
 
@@ -37,8 +37,8 @@ class Split(NamedTuple):
         dims: by argument, the dimension that is cut, or SUM. For lists of experts, dimensions count as in the
             packed tensor. Arguments that are not listed are replicated.
         result: the dimension in which each result is cut, or SUM. None: results are replicated.
-        multiples: by argument, a number that divides a rank's size of the cut dimension. Default: 1.
-        refusal: the reason why this call cannot be split so. Empty: it can.
+        multiples: by argument, a number by which each rank's share of the cut dimension must be divisible. Default: 1.
+        refusal: the reason why this call cannot be split this way. Empty: it can.
     """
 
     dims: Mapping[str, int | str]

@@ -3,10 +3,10 @@
 A problem (`problem`) is the host's knowledge of a call: operator, sizes, dtype, options. A spec (`cute_kernels.specs`)
 describes one compiled kernel, with the tile on which it computes. A kernel serves a problem if it can compute it.
 
-Read the files in this order. `choose` below tries the sources in turn. `known` has preferences and tuned tables,
-`table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture, else by measured
-times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions of users and
-files. `loadable` finds functions that need no compiling. `records` reads files that anybody may have written.
+Read the files in this order. `choose` below asks the sources one after the other. `known` has preferences and tuned
+tables, `table` their file format. `shipped` chooses among the shipped kernels: by a rule of the architecture, else by
+measured times, else by the cost model; `estimates` has these times. `specs` makes specs from the descriptions of users
+and files. `loadable` finds functions that need no compiling. `records` reads files that anybody may have written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
 
 
 def _expected_in_words(problem: Problem) -> str:
-    """Say how many of a problem's rows are expected, if not all."""
+    """Return text that says how many of a problem's rows are expected on this rank; "" if all are."""
     if problem.expected_rows == problem.rows:
         return ""
     share = f"{problem.experts} of {problem.world_experts} experts are here"

@@ -1,8 +1,8 @@
 """Batch invariance: restrict the choice to kernels that add in one order, so that no row's bits depend on other rows.
 
-A problem has one accumulation order for all numbers of rows, with or without a saved preactivation: the order of its
-widest tile without a preactivation, which serves many rows, as in training. A kernel that adds in another order is left
-out, and the next wider tile in order serves instead.
+A problem has one accumulation order (the order in which a GEMM adds its products) for all numbers of rows: the order of
+its widest tile (largest m) without a saved preactivation, which also serves training. A kernel with another
+accumulation order is left out, and the next wider tile with the right order serves instead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def is_invariant(problem: Problem, arch: str) -> bool:
 
 
 def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
-    """Return the shipped tiles that add in the problem's one order (`order_of`), smallest m first.
+    """Return the shipped tiles that have the problem's accumulation order (`order_of`), smallest m first.
 
     Raises:
-        NotImplementedError: no tile adds in this order.
+        NotImplementedError: no tile has this accumulation order.
     """
     order = order_of(problem, arch)
     found = sorted((t for t, own in orders_by_tile(problem, arch).items() if own == order), key=lambda tile: tile.m)
@@ -60,12 +60,13 @@ def tiles_in_order(problem: Problem, arch: str) -> tuple[TileConfig, ...]:
 
 
 def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
-    """Return `tile`, chosen by a rule, if it adds in the problem's one order; else the next wider tile that does.
+    """Return `tile`, chosen by a rule, if it has the problem's accumulation order; else the next wider tile that has
+    it.
 
-    If no wider tile adds in this order, the widest one that does is returned.
+    If no wider tile has this order, the widest tile that has it is returned.
 
     Raises:
-        NotImplementedError: no tile adds in this order.
+        NotImplementedError: no tile has this accumulation order.
     """
     usable = tiles_in_order(problem, arch)
     if tile in usable:
@@ -74,5 +75,5 @@ def tile_in_order(problem: Problem, arch: str, tile: TileConfig) -> TileConfig:
 
 
 def keeps_order(spec: Spec, problem: Problem, arch: str) -> bool:
-    """Return True if a kernel adds in the problem's one order, or if the problem need not be invariant."""
+    """Return True if a kernel has the problem's accumulation order, or if the problem need not be batch-invariant."""
     return not problem.invariant or accumulations_of(spec) == order_of(problem, arch)

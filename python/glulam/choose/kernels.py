@@ -66,7 +66,7 @@ class FunctionChooser:
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
         self._chooser = Chooser(problem, gpu.arch, gpu.name)
-        self._found: dict[int, tuple[Spec, ServingFunction]] = {}  # by ids of specs, which take 1 us to hash
+        self._found: dict[int, tuple[Spec, ServingFunction]] = {}  # key: id(spec), since hashing a spec takes 1 us
 
     def at(self, rows: int) -> ServingFunction:
         spec = self._chooser.spec(rows)

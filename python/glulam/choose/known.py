@@ -45,7 +45,7 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """Contents of the tables that hold here.
+    """Layers of the tables whose stamp (GPU, versions) matches this machine.
 
     Attributes:
         layers: by `Layer.key`, each layer with its file.
@@ -156,7 +156,7 @@ def read_preferences() -> Held:
     except BundleForeign:
         why = f"the folder {DISTRUSTED}"
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # what is a link is somebody else's
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link is not ours
             return Held({}, ())
         why = str(error.strerror)
     else:
@@ -180,7 +180,7 @@ def read_tables(gpu: str) -> Held:
 
 
 def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> Held:
-    """Read tables, and keep the layers whose stamp holds here.
+    """Read tables, and keep the layers whose stamp matches this machine.
 
     Args:
         paths: the files.
@@ -258,13 +258,13 @@ def _sections(path: Path, dropped: str = "") -> list[Section]:
 
 
 def prefer(spec: Spec, keep: bool = True) -> None:
-    """Let `spec` serve every problem of its family, with any number of rows.
+    """Make `spec` the preferred kernel for every problem of its family, with any number of rows.
 
-    If the preference holds for this process alone, a warning says so, and later processes keep their earlier
-    preference.
+    If the preference cannot be stored, a warning says so, and later processes keep their earlier preference.
 
     Args:
-        keep: let it hold in later processes too. False: its kernel could not be kept on disk.
+        keep: store the preference for later processes. False: its kernel could not be kept on disk, so prefer it only
+            in this process.
     """
     _preferred[family_of(spec)], _loadable[spec] = spec, True
     why_not = "its kernel was not kept"
@@ -277,7 +277,8 @@ def prefer(spec: Spec, keep: bool = True) -> None:
 
 
 def write_preference(spec: Spec) -> None:
-    """Let `spec` serve every problem of its family (its spec without the tiles) in later processes.
+    """Store `spec` as the preferred kernel for every problem of its family (its spec without the tiles), for later
+    processes.
 
     Raises:
         OSError: the preferences cannot be written, and stay as they were.
@@ -432,7 +433,8 @@ def fastest(found: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned
 
 
 def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float]]:
-    """Return the kernels chosen near `average` rows an expert, and the shipped one: (name, microseconds), best first.
+    """Rank the kernels chosen at the points around `average` rows an expert, and the shipped kernel: (name, us), best
+    first.
 
     Empty if the layer has no points near `average` (see `REACH`).
     """
@@ -443,7 +445,8 @@ def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float
     if left is right and not 1 / REACH <= average / left.rows_per_expert <= REACH:
         return []
     times = {name: _between(left, right, name, average) for name in (left.chosen, right.chosen, shipped)}
-    # At a measured number of rows, or beyond all, what was chosen there is chosen again.
+    # At a measured point, or outside the measured range, the point's chosen kernel always ranks first (factor 0).
+    # Between two points # a kernel must beat the shipped one by NOISE.
     handicap = {left.chosen: 0.0} if left is right else {shipped: 1 - NOISE}
     known = [(name, us) for name, us in times.items() if us is not None]
     return sorted(known, key=lambda timed: timed[1] * handicap.get(timed[0], 1.0))

@@ -1,4 +1,4 @@
-"""Choose among the shipped kernels: a pure function of what the host knows, which never reads device data.
+"""Choose among the shipped kernels, from host data alone: sizes, dtypes and options, never values on the device.
 
 Group sizes are not known to the host, so a captured graph replays the kernel that eager mode would choose. The tiles
 that ship, and the rule that chooses among them, are the architecture's (`cute_kernels.arch.ArchPolicy`).
@@ -51,7 +51,7 @@ class Choice:
         spec: the spec.
         why: why it was chosen.
         why_not: why nothing faster was chosen, a line for each reason.
-        is_tuned: a tuned table chose it.
+        is_tuned: True if a tuned table chose the spec.
     """
 
     spec: Spec
@@ -67,7 +67,7 @@ def family_of(spec: Spec) -> Spec:
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
         return spec
     if isinstance(spec, GroupedMmSpec) and spec.transpose_w and OPERANDS[spec.operands].decodes:
-        return spec  # which has one tile
+        return spec  # these kernels have a single tile
     # The operands and the architecture determine depth and schedule.
     if spec.tile.by_warps or spec.tile.in_tensor_memory:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
@@ -90,13 +90,13 @@ def families_of(problem: Problem, arch: str) -> list[Spec]:
 
 
 def families_like(spec: Spec, problem: Problem) -> list[Spec]:
-    """Return the families of the kernels that serve a problem, from one spec that serves it; see `families_of`."""
+    """Return the families of the kernels that serve a problem, given one spec that serves it; see `families_of`."""
     if isinstance(spec, GroupedMlpSpec):
         return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
         return [family_of(spec)]
     layouts = [problem.glu_layout]
-    if spec.gated and not spec.transpose_w:  # else a kernel has one
+    if spec.gated and not spec.transpose_w:  # other kernels serve a single layout
         layouts = _serving(LAYOUT_FORMS, problem.glu_layout)
     return [
         family_of(replace(spec, activation=activation, glu_layout=layout))
@@ -107,11 +107,11 @@ def families_like(spec: Spec, problem: Problem) -> list[Spec]:
 
 
 def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
-    """Return the forms (sets for which a kernel is compiled) that have the activation or layout `name`, the smallest
-    first.
+    """Return the names in `forms` whose set contains `name`, smallest set first.
 
     Args:
-        forms: for each form, the activations or layouts that it serves.
+        forms: sets of activations, or of gate layouts, for which one kernel is compiled, by the set's name.
+        name: an activation or gate layout.
     """
     return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
 

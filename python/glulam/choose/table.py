@@ -33,7 +33,7 @@ ALIGNMENT = 8
 LARGEST_SIZE = 2**31 - 1
 MOST_ROWS = 2.0**26
 
-Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
+Us = dict[str, dict[str, float]]  # [kernel's name][routing's name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Point:
 
     Attributes:
         rows_per_expert: the number of rows an expert.
-        chosen, shipped: names of kernels.
+        chosen, shipped: names of the fastest kernel and of the kernel that ships for this problem.
         gain: the shipped kernel's time over the chosen one's, in a run of the two alone.
         us: microseconds of every kernel that took part, by the kernel's name and the routing's.
     """

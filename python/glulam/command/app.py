@@ -52,7 +52,7 @@ app = typer.Typer(
     cls=_OneLineErrors,
     add_completion=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of every command
+    context_settings={"help_option_names": ["-h", "--help"]},  # for every command
     help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
 )
 cache_app = typer.Typer(

@@ -71,7 +71,9 @@ class Gpu(NamedTuple):
 
     @property
     def passed_over(self) -> str:
-        """See `host.device.passed_over`."""
+        """The better architecture whose untried kernels were passed over; empty: none. See
+        `host.device.passed_over`.
+        """
         return passed_over(self.capability, self.arch, self.name) if self.arch else ""
 
 
@@ -146,7 +148,7 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
 
 
 def _check_untried(gpu: Gpu) -> Finding:
-    """Report the better kernels that are passed over since they were never run on this GPU."""
+    """Report better kernels for this GPU that do not serve it because they were never run on it."""
     return "note", *why_passed_over(gpu.passed_over, str(gpu.arch))
 
 

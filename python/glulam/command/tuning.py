@@ -27,7 +27,7 @@ from ..tuner import tune as run_tuner
 from ..tuner.session import Options
 from .app import REQUIRED, command, count, flag, option, parsed, resources, row, say, say_error, show, word
 
-INTERRUPTED = 130  # as shells report it
+INTERRUPTED = 130  # exit status that shells report after Ctrl-C
 
 
 def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
@@ -62,7 +62,7 @@ FLAGS = {
     "save_preact": ("no stored preactivation", "stored preactivation"),
     "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
 }
-"""For each flag among the options of a kernel, the words for its calls if the flag is False and if it is True."""
+"""By flag of a kernel's options: the words that describe its calls if the flag is (False, True)."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),

@@ -1,4 +1,4 @@
-"""ExpertParallel: which rank owns which experts, and the transport of tokens to their experts and back."""
+"""ExpertParallel: the distribution of experts over ranks, and the transport of tokens to their experts and back."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class _Slots(Exchange):
             arrives; -1: the token does not go to this rank.
         weight_places: [N, K], written by the kernel: for each choice, the index in `window.weight_gradients` where its
             gradient arrives; -1: the choice has no expert.
-        keeps: whether received tensors must outlive the next dispatch, and are therefore copied.
+        keeps: True: received tensors must outlive the next dispatch, and are therefore copied.
     """
 
     transport: Symmetric

@@ -52,12 +52,21 @@ class Form:
         return self.is_ready(parts)
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        """Prepare parts that kernels cannot read yet. `report`: raise FoldError if values would change too much."""
+        """Return parts that kernels can read, converted from `parts`, which they cannot read yet.
+
+        Args:
+            parts: the weight's parts, in 16 bits or in another layout.
+            report: raise FoldError if values would change too much.
+        """
         raise NotImplementedError
 
     def of_gate(self, num_rows: int) -> Form:
-        """Return the form (layout that kernels read) for a gated 16-bit w1 in layout "concat" with `num_rows` rows; by
-        default this form."""
+        """Return the form for quantising a gated 16-bit w1, whose gate rows precede its up-projection rows; by default
+        this form.
+
+        Args:
+            num_rows: rows of w1 (2I).
+        """
         return self
 
     def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:

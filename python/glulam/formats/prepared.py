@@ -1,8 +1,8 @@
-"""Weights prepared for the kernels of a recipe, kept so that each version of a weight is prepared only once.
+"""Cache of weights prepared for the kernels of a recipe, so that each version of a weight is prepared only once.
 
-What is kept is process-wide, and found by the weight's addresses and version counters, which in-place operations of
-torch advance (as load_state_dict does). Views of a weight share both, so a new view, as a module or torch.compile may
-pass at each call, is not prepared again. A prepared weight is freed when the original's memory is freed.
+The cache is process-wide, and its keys are a weight's addresses and version counters, which torch's in-place operations
+advance (load_state_dict is one). Views of a weight share both, so a new view, as a module or torch.compile may pass at
+each call, is not prepared again. A prepared weight is freed when the original's memory is freed.
 
 Optimizers may leave the counter as it is: torch's fused ones do, and so do those that copy into parameters through
 `.data`, as sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a
@@ -124,7 +124,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 class _Weight:
-    """All that is kept for one weight.
+    """Cache entry of one weight, with its prepared versions.
 
     Attributes:
         entries: by form, the entry for eager calls.
@@ -168,12 +168,12 @@ class PreparedWeights:
         return sum(len(weight.entries) for weight in list(self._weights.values()))
 
     def clear(self) -> None:
-        """Forget all weights; what captured graphs read is kept."""
+        """Drop all weights from the cache; prepared weights that captured graphs read stay in memory."""
         with self._lock:
             self._weights.clear()
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
-        """Forget every weight that one of these tensors is part of."""
+        """Drop from the cache every weight that contains one of these tensors."""
         addresses = set(map(Tensor.data_ptr, tensors))
         with self._lock:
             for key in list(self._weights):  # a weight whose memory goes leaves the dictionary at any time
@@ -273,7 +273,7 @@ PREPARED = PreparedWeights()
 
 
 def refresh_weights(*weights: Any) -> None:
-    """Forget what recipes keep of 16-bit weights, so that each weight is prepared again at its next use.
+    """Drop prepared weights from the cache, so that each weight is prepared again at its next use.
 
     Operators detect almost every write to a weight by themselves: in-place operations, steps of optimizers, and, by
     comparing a sample of the elements, writes through `.data`; on a GPU the last only of Parameters and inference
@@ -327,7 +327,9 @@ def sample_of(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(form: Form, parts: Parts, report: bool) -> Parts:
-    """Return a weight's parts as `form` reads them. `report`: raise FoldError if this would change values too much."""
+    """Return a weight's parts converted to the layout of `form`. `report`: raise FoldError if this changes values too
+    much.
+    """
     return form.made(parts, report)
 
 

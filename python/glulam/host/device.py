@@ -110,7 +110,8 @@ class Gpu(NamedTuple):
         name: the GPU's name.
         arch: the architecture whose kernels serve it.
         sm_count: the number of SMs.
-        passed_over: result of the function `passed_over`.
+        passed_over: a better architecture that was skipped because its kernels are untried (`passed_over`); empty:
+            none.
     """
 
     name: str
@@ -212,9 +213,10 @@ def arch_of(device: tuple[int, int], gpu: str) -> str | None:
 
 
 def passed_over(device: tuple[int, int], arch: str, gpu: str) -> str:
-    """Return the best architecture for a GPU if another one, `arch`, serves because the best one's kernels are untried.
+    """Return the best architecture for a GPU if it was skipped, for `arch`, because its kernels are untried; otherwise
+    "".
 
-    Otherwise return "", also if GLULAM_ARCH chose `arch`.
+    It is "" also if GLULAM_ARCH chose `arch`.
     """
     best = serving(device)[0]
     if best == arch or os.environ.get(ENV_ARCH):

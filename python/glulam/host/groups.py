@@ -18,7 +18,9 @@ from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 OFFS_OF_CALL = -1
-"""Codes by which kernels know how group sizes are given; OFFS_OF_CALL: offs that a kernel of the same call writes."""
+"""Values of a kernel argument that tells the type of group sizes. OFFS_OF_CALL: a kernel of the same call writes the
+offs.
+"""
 
 Splits = Tensor | Sequence[int]
 
@@ -27,13 +29,13 @@ OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
 
 UNINITIALISED = "rows after them are uninitialised in the result (as they were in a given out)"
 REACH_NO_RESULT = "rows after them reach no result"
-"""Texts for `declare`: the fate of rows after the last group, if an operator has a result row for each row
-(UNINITIALISED), or if it only sums over rows (REACH_NO_RESULT).
+"""Texts for `declare` on rows after the last group: UNINITIALISED for operators with a result row for each row,
+REACH_NO_RESULT for operators that only sum over rows.
 """
 
 
 class _Grouped(NamedTuple):
-    """An operator's declaration; see `declare`."""
+    """An operator's entry; see `declare`."""
 
     leads: str
     after_groups: str
@@ -43,13 +45,12 @@ _operators: dict[str, _Grouped] = {}
 
 
 def declare(op: str, leads: str, after_groups: str = "") -> None:
-    """Declare an operator.
+    """Register an operator, so that checks of group sizes know its leading argument and its warning.
 
     Args:
         op: the operator's name.
         leads: the argument that determines T, dtype and device of the others.
-        after_groups: the fate of rows after the last group, for the warning that groups do not fill T. Empty: do not
-            warn.
+        after_groups: text on rows after the last group, for the warning that groups do not fill T. Empty: do not warn.
     """
     _operators[op] = _Grouped(leads, after_groups)
 
@@ -97,12 +98,12 @@ def leading(op: str) -> str:
 
 
 def _after_groups(op: str) -> str:
-    """Return what becomes of rows after the last group, as `declare` got it for the operator; empty: do not warn."""
+    """Return the operator's text on rows after the last group, for the warning; empty: do not warn. See `declare`."""
     return _operators[op].after_groups if op in _operators else ""
 
 
 def code_of(groups: Tensor, is_offs: bool) -> int:
-    """Return the code by which kernels know how group sizes are given. `is_offs`: they are offs, not splits."""
+    """Return the kernel argument that tells the type of group sizes. `is_offs`: they are offs, not splits."""
     if is_offs:
         return OFFS_INT32
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32

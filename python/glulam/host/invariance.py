@@ -30,7 +30,7 @@ is_used = False
 
 
 class _OfThread(threading.local):
-    """The setting that a thread has for a backward. None: it reads the process's setting."""
+    """A thread's own setting while it runs a backward. mode None: the thread uses the process's setting."""
 
     mode: bool | None = None
 
@@ -75,7 +75,7 @@ class batch_invariant:
         self.mode = mode
         with _lock:
             dead = [statement for statement in _statements if statement[1]() is None]
-            for statement in dead[:-1]:  # which a later one has replaced for good
+            for statement in dead[:-1]:  # the last one still holds; earlier ones never apply again
                 _statements.remove(statement)
             _statements.append((mode, weakref.ref(self)))
             _settle()

@@ -33,11 +33,11 @@ MAX_PLANS = 4096
 MAX_GUARDED = 1024
 """Largest number of an operator's plans that are found by guards."""
 MAX_ALIKE = 4
-"""Largest number of these plans with equal options and equal shape of the first tensor: their guards are
-tried in turn.
+"""Largest number of guarded plans with equal options and equal shape of the first tensor; their guards are tried one
+after the other.
 """
 PATIENCE = 64
-"""Calls that no guard of such a group matches before newer plans replace the group."""
+"""Number of calls that match no guard of a full group before new plans replace the group."""
 
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -130,8 +130,8 @@ class Plans(Generic[PlanType]):
                 on.
 
         Returns:
-            A key for keeping a plan; None if a guard found the plan, or if somebody watches (`device.is_watched`).
-            The plan, or None.
+            A key for keeping a plan; None if a guard found the plan, or if a dispatch mode or trace is active
+            (`device.is_watched`). The plan, or None.
 
         Raises:
             Exception: something in `given` does not have the metadata of a tensor.
@@ -151,7 +151,9 @@ class Plans(Generic[PlanType]):
         return key, found
 
     def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
-        """Let a guard (torch's check of metadata, faster than a key) find a plan from now on."""
+        """Add a guard (torch's check of metadata, faster than a key) for a plan, so that later calls find the plan by
+        it.
+        """
         alike = self._guarded.get(place, [])
         if len(alike) >= MAX_ALIKE:
             self._misses += 1
@@ -187,9 +189,7 @@ class Plans(Generic[PlanType]):
         per_row: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
         for place in any_rows:
             per_row[place] = None
-        if (
-            per_row.count(True) == count
-        ):  # else there are as many rows as experts, say: another call will tell them apart
+        if per_row.count(True) == count:  # not so if another tensor happens to have as many rows, such as T == E
             self._keep(self._per_row, MAX_PLANS, key[0], tuple(per_row))
             self._keep(self._resizable, MAX_PLANS, self._signature(key, lead), found)
 

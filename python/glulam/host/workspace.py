@@ -24,7 +24,9 @@ from . import device as gpus
 MAX_STREAMS = 8
 """Largest number of streams of a device for which a thread keeps memory; the oldest is dropped."""
 MAX_VIEWS = 256
-"""Largest number of views of buffers that a thread keeps: making one takes 2 us, and shapes are without number."""
+"""Largest number of views of buffers that a thread keeps. Making a view takes 2 us, but new shapes may come without
+end.
+"""
 ALIGNMENT_BYTES = 128
 """Alignment of matrices that share a buffer: TMA's requirement and a cache line."""
 GRANULE = 2 << 20

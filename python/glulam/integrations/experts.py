@@ -43,12 +43,12 @@ def weight_names(experts: Any) -> tuple[str, str]:
 
 
 def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
-    """Store a quantised weight in an experts module as buffers. 8-bit floats are stored as bytes, as in state dicts.
+    """Replace a weight of an experts module by buffers with its quantised parts. 8-bit floats are stored as bytes.
 
     Args:
         name: the weight's name, to which each buffer adds a suffix.
         parts: the weight's data, scales and global scales, or None.
-        recipe: the recipe whose format they have; stored as `glulam_recipe`.
+        recipe: the recipe whose format the parts have; stored as `glulam_recipe`.
     """
     if not hasattr(experts, "glulam_recipe"):
         experts.register_load_state_dict_pre_hook(_read)

@@ -80,7 +80,7 @@ def _probes(device: torch.device) -> list[Tensor]:
 
 
 def _is_value(got: Tensor, h: Tensor, candidate: Activation) -> bool:
-    """Return True if `got` are the values of activation `candidate` at the preactivations h, within the tolerance."""
+    """Return True if `got` equals, within the tolerance, the activation `candidate` of the preactivations h."""
     wanted = activate(h, *candidate)
     if got.shape != wanted.shape:
         return False

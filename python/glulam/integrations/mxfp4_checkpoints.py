@@ -70,7 +70,7 @@ class AsShipped(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         model.set_experts_implementation(NAME)  # no other implementation reads these buffers
         for _name, experts in _experts_of(model):
-            experts._is_hf_initialized = True  # else transformers would initialise the deleted weights
+            experts._is_hf_initialized = True  # or transformers would initialise the deleted weights
             for name in weight_names(experts):
                 weight = getattr(experts, name)
                 count, rows, columns = (weight.mT if experts.is_transposed else weight).shape
@@ -81,7 +81,7 @@ class AsShipped(HfQuantizer):
                     data = torch.empty(count, rows, *shape, dtype=torch.uint8, device=weight.device)
                     experts.register_parameter(name + part, Parameter(data, requires_grad=False))
         plan, kept = getattr(model, DTYPE_PLAN), dict.fromkeys((rf"{part}$" for part in DTYPES), None)
-        setattr(model, DTYPE_PLAN, lambda dtype: plan(dtype) | kept)  # else scales become uint8 by value
+        setattr(model, DTYPE_PLAN, lambda dtype: plan(dtype) | kept)  # or scale values are cast to uint8
 
     def _process_model_after_weight_loading(self, model: Module, **_: Any) -> Module:
         delattr(model, DTYPE_PLAN)

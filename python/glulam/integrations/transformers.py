@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     than a launch. torch.compile can treat them as constants.
 
     Attributes:
-        in_16_bits: whether the module's weights are in 16 bits (or float32), not quantised.
+        in_16_bits: True: the module's weights are in 16 bits (or float32), not quantised.
         weights: names of FC1's and FC2's weight.
         biases: pairs (argument of `glulam.moe`, name in the module).
         num_experts: number of experts in the module.

@@ -71,7 +71,7 @@ def check_matrix(
         dtypes: allowed dtypes; empty: any.
 
     Raises:
-        ValueError, TypeError: it is not.
+        ValueError, TypeError: the value is not such a tensor.
     """
     tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like, dtypes=dtypes)
     if tensor.dim() != 2:
@@ -108,8 +108,8 @@ def experts_of_world(op: str, num_experts: Any, expert_map: Any, given: Any) -> 
 
 
 def check_world(op: str, name: str, world_experts: Any, num_experts: int) -> None:
-    """Raise ValueError or TypeError if world_experts is no number of experts of all ranks that include num_experts
-    here.
+    """Raise ValueError or TypeError unless world_experts is an integer of at least `num_experts`, the experts on this
+    rank.
     """
     _number(op, name, world_experts, num_experts, MAX_ROWS, f"{num_experts} experts are here")
 

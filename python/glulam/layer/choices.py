@@ -88,7 +88,7 @@ def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int
     return (
         isinstance(x, (Tensor, MXFP8Tensor))
         and isinstance(ids, Tensor)
-        and isinstance(num_experts, int)  # else the call's parts name what it is
+        and isinstance(num_experts, int)  # wrong types are refused by the call's parts
         and ids.numel() <= MOST_SORTED
         and num_experts <= SORTED_EXPERTS
         and runs_kernels(x)
@@ -127,7 +127,9 @@ def of_choices(layer: Definition) -> Definition:
 
 
 class OfChoices(OfTokens):
-    """The part of a call of `moe_of_choices` that differs from a call of `moe`: the call makes the routing itself."""
+    """Base of calls of `moe_of_choices`: like a call of `moe`, but the call itself computes the routing from the
+    choices.
+    """
 
     differentiable = explains = False
     labels: ClassVar = {**Call.labels, "id_weights": "weights"}

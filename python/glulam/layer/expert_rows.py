@@ -86,7 +86,7 @@ def rows_of_experts(
     """
     rows: Tensor | None = row_indices(OP, x, routing)
     found = recipes.find(OP, recipe)
-    if isinstance(x, Tensor) and found.operands in DECODED:  # which read no rows by index
+    if isinstance(x, Tensor) and found.operands in DECODED:  # these kernels cannot read rows by index
         x, rows = permute(x, routing), None
     given = {"x": x, "w1": w1, "w2": w2, "offs": routing.offs, "rows": rows, "row_scale": routing.weight_of_row}
     if lora is not None:  # such a call is several operators

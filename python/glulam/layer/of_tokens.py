@@ -85,9 +85,9 @@ def _look(kind: Any, outs: list[Any], read: dict[str, Any]) -> None:
 
 
 class OfTokens(OfWorld):
-    """The part of a call of `moe` that is not in the call of grouped_mlp on its rows.
+    """Base of calls of `moe`: a grouped_mlp call on the layer's rows, plus arguments and checks of tokens.
 
-    In this grouped_mlp, `rows` is the token of each row, and `row_scale` is the weight of each row.
+    Of the grouped_mlp call, `rows` is the token of each row, and `row_scale` is the weight of each row.
     """
 
     op = OP

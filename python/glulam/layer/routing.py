@@ -182,8 +182,8 @@ class LayerCall(AddressedCall):
     trailing = 1
 
     def find_resizable(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """Find the plan of a signature, as any call does; None if the leading tensor has another rank: checks will
-        refuse it.
+        """Find a plan to resize, as for any call. None also if the leading tensor has a wrong rank, which checks refuse
+        later.
         """
         return super().find_resizable(key, plans) if self.lead.dim() == 1 + self.trailing else None
 

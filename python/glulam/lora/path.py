@@ -31,7 +31,11 @@ from .call import MATRICES, AdaptedMlpCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedPath(DataPath):
-    """The forward and backward steps of an MLP with adapters. lora_scale: s, the factor of the adapters' products."""
+    """Forward and backward of an MLP with adapters (a `Path`, see `backward.path`).
+
+    Attributes:
+        lora_scale: s, the factor of the adapters' products.
+    """
 
     inputs: ClassVar[Any] = (*DataPath.inputs, *MATRICES)
     need_preact = NEED_ACT_GRADIENT | {"w2", *MATRICES}

@@ -1,7 +1,7 @@
-"""Manifold-constrained hyper-connections: n residual streams, mixed by matrices that Sinkhorn steps keep balanced.
+"""Manifold-constrained hyper-connections: n residual streams, mixed by doubly stochastic matrices from Sinkhorn steps.
 
 A token's state is n streams [n, C] (in `boundary` [n, D]) instead of one residual vector. Coefficients computed from
-the streams weigh their sum, which a sublayer reads, and mix the streams when the sublayer's output is added.
+the streams weigh the sum that a sublayer reads, and mix the streams when the sublayer's output is added.
 """
 
 from .boundary import BoundaryResults, boundary

@@ -103,10 +103,11 @@ def boundary_backward(
     comb: Tensor | None, weight: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor, x: Tensor, stats: Tensor,
     eps: float, iters: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of y, streams, pre, post, comb, weight and norm_weight (None of what is not there), then a
-    vector with those of base, then of scale.
+    """Return the gradients of y, streams, pre, post, comb, weight and norm_weight (None for an absent argument), then
+    one vector: the gradient of base, followed by that of scale.
 
-    x = u r norm_weight, so the sum over D of (d_x norm_weight) u, which the norm's gradient has, is that of d_x x / r.
+    The norm's gradient needs the sum over D of (d_x norm_weight) u. Since x = u r norm_weight, that sum equals the sum
+    of d_x x / r.
 
     Args:
         d_new_streams, d_x, d_new_pre, d_new_post, d_new_comb: gradients of boundary's results. None: there is none.

@@ -45,7 +45,7 @@ class AggregateBackwardCall(MhcCall):
 
 
 class _Mixing(MhcCall):
-    """Attributes that the forward and the backward call of post_mix share."""
+    """Base of the calls of post_mix's forward and backward."""
 
     op = "post_mix"
     leads = "residual"

@@ -174,7 +174,7 @@ def _cut_of_backward(call: Any) -> dict[str, Any]:
 
 
 class Projecting(MhcCall):
-    """Checks and results that the calls of project, project_backward and pre share."""
+    """Base of the calls of project, project_backward and pre: their common checks and results."""
 
     formed = ("weight", "alpha_pre", "bias")
     unaligned = frozenset(ALPHAS)
@@ -192,9 +192,8 @@ class Projecting(MhcCall):
         check_eps(self.op, self.eps)
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
-        """Return the shapes and dtypes of results with these last dimensions for each token.
-
-        Their dtype is that of sums over x (`accumulator`).
+        """Return (shape, dtype) of one result per `end` in `ends`: [..., *end], with the dtype of sums over x
+        (`accumulator`).
         """
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]

@@ -20,7 +20,7 @@ matrices, in 227 KB of shared memory.
 
 
 class _Normalising(MhcCall):
-    """Checks and results that forward and backward share."""
+    """Base of the calls of sinkhorn's forward and backward."""
 
     op = "sinkhorn"
     leads = "logits"

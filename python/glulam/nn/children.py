@@ -36,7 +36,7 @@ def is_itself(child: Any, kind: type[nn.Module]) -> bool:
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
-        or "forward" in own  # as accelerate sets it
+        or "forward" in own  # set by accelerate
         or child._compiled_call_impl is not None
     )
 

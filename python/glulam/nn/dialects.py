@@ -34,10 +34,10 @@ class Source(NamedTuple):
 
     Attributes:
         keys: the key of one tensor, or the gate's and the up-projection's keys. "{}" stands for an expert's number.
-        packed: whether a tensor holds all experts.
+        packed: True: one tensor holds all experts.
         glu_layout: layout of a tensor that holds gate and up-projection; None: any other tensor.
-        transposed: whether matrices are [columns, rows].
-        in_blocks: whether columns are [blocks, bytes].
+        transposed: True: matrices are [columns, rows].
+        in_blocks: True: the columns' dimension is split into two, [blocks, bytes].
     """
 
     keys: tuple[str, ...]

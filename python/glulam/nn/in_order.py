@@ -1,7 +1,8 @@
-"""A layer's Linears with one order of addition for any number of tokens, used under `glulam.batch_invariant(True)`.
+"""Batch-invariant Linears of a layer, used under `glulam.batch_invariant(True)`: they add in one order for any number
+of tokens.
 
-torch's Linear adds in an order that depends on the number of tokens. For 16-bit results a grouped GEMM of one expert
-replaces it, in forward and backward; float32 logits of 16-bit tokens are computed by the kernel that otherwise serves
+torch's Linear adds in an order that depends on the number of tokens. For 16-bit results a grouped GEMM with one expert
+replaces it, in forward and backward. Float32 logits of 16-bit tokens are computed by the kernel that otherwise serves
 only few tokens (`layer.few_tokens`).
 """
 

@@ -224,7 +224,9 @@ class TakesLora(nn.Module):
 
 
 def _merged(lora: Lora) -> str:
-    """Return the error text with which a merged module refuses state dicts; "": the module is not merged."""
+    """Return the error text with which a merged module refuses to save or load state dicts; "": the module is not
+    merged.
+    """
     if not lora.is_merged:
         return ""
     return "state dict: adapters are merged, and would be applied twice; call unmerge_lora() or remove_lora() first"

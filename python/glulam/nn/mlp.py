@@ -179,7 +179,7 @@ class GroupedMLP(DelaysWeightGradients, TakesLora):
         return is_dynamo_compiling() or not has_global_hooks() or bool(self._why_in_one_call())
 
     def _why_in_one_call(self) -> str:
-        """Return why both layers must be one call; "": each may be called by itself."""
+        """Return the reason why fc1 and fc2 must run in one fused call; "": they may be called separately."""
         return self._why_together or ("it has adapters" if _applied(self._modules.get("lora")) else "")
 
     def _by_layers(self, x: Tensor, row_scale: Tensor | None, out: Any, grad_input: Any, **groups: Any) -> Tensor:

@@ -387,7 +387,7 @@ def _widen_choice_bias(module: MoE, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _check_parallel(parallel: Any, **sizes: int) -> None:
-    from ..distributed import ExpertParallel  # which one process alone has no use for
+    from ..distributed import ExpertParallel  # imported late: only needed with several processes
 
     if not isinstance(parallel, ExpertParallel):
         raise TypeError(f"{NAME}: parallel is a {type(parallel).__name__}; give a glulam.distributed.ExpertParallel")

@@ -193,7 +193,7 @@ def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, expe
         keys: all keys of the state dict.
         whole: the key of the packed parameter.
         name: "weight" or "bias".
-        packed: whether the module's parameter is packed.
+        packed: True: the module's parameter is packed.
         experts: the number of experts.
         moments: see `Converts.moves`.
     """

@@ -1,4 +1,5 @@
-"""Ways of a module's results and gradients: to autograd, into buffers, or into weights' `main_grad`; at once or later.
+"""Destinations of a module's result and gradients: autograd, given buffers, or the weights' `main_grad`; at once or
+later.
 
 The main_grad protocol of Megatron-style trainers: if a weight has a `main_grad` (of its dtype or float32), the kernel
 itself adds the gradient to `main_grad`, or overwrites it if `overwrite_main_grad` is true; autograd gets no gradient.
@@ -134,8 +135,8 @@ class Experts(NamedTuple):
     Attributes:
         name: the weights' name in errors.
         weights: one packed weight, or one for each expert.
-        trained: for each weight, whether it required a gradient in forward. At least one did.
-        packed: whether there is one weight for all experts.
+        trained: for each weight, True if it required a gradient in forward. At least one did.
+        packed: True: one weight [E, ...] holds all experts.
     """
 
     name: str
@@ -256,7 +257,7 @@ def _write(
     """Write the gradients of trained weights to `buffers`.
 
     Args:
-        adds: for each buffer, whether the gradient is added to it; False: overwrites it.
+        adds: for each buffer, True: the gradient is added to it; False: the gradient overwrites it.
         dy, x, groups: the operands of `grouped_wgrad`.
     """
     groups, is_trained = _groups_of(experts.trained, groups)
@@ -273,13 +274,13 @@ def _write(
 
 
 def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
-    """Return the groups of rows for grouped_wgrad, and for each group whether it belongs to a trained expert.
+    """Return the groups of rows for grouped_wgrad, and for each group True if it belongs to a trained expert.
 
     Rows of frozen experts before a trained expert cannot be left out. Adjacent frozen experts form one group, whose
     gradient is dropped and takes as much memory as one weight. Rows after the last trained expert are in no group.
 
     Args:
-        trained: for each expert, whether its weight is trained.
+        trained: for each expert, True if its weight is trained.
         groups: the layer's groups, as `offs` or `splits`.
     """
     if all(trained):

@@ -128,8 +128,7 @@ def grouped_dglu(
 
     Returns:
         GluGradients: dpreact and act (m) in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. After the
-            last
-        group, dpreact and act are uninitialised and d_row_scale is zero.
+            last group, dpreact and act are uninitialised and d_row_scale is zero.
 
     Raises:
         ValueError, TypeError: an argument does not fit; nothing was launched.

@@ -116,8 +116,8 @@ def _reads_columns(call: Any, problem: Problem) -> PrologueStep:
 
 
 SMALL_BYTES = workspace.GRANULE
-"""Largest activation of forward, in bytes, that lies in the kept workspace; memory of a larger one is freed after the
-call.
+"""Largest activation, in bytes, that forward puts into the kept workspace; a larger one gets memory that is freed after
+the call.
 """
 LARGE = ResultTensor("mid", "mid", ("num_rows", "intermediate"), returned=False, when="is_large")
 
@@ -144,7 +144,9 @@ class PreparesRows(KeepsPreact):
 
 @functools.cache
 def forward_kind(kind: Any) -> Any:
-    """Return a class of calls that does what `kind`, a call class of an MLP or a layer, does, and also returns h."""
+    """Return the subclass of a call class `kind`, of an MLP or a layer, whose forward also returns the preactivation
+    h.
+    """
     if issubclass(kind, QuantizedMlpCall):
         how: Any = PreparesRows
         own = kind.definition.extended(results=(PREACT,), prologue=(_reads_rows,))

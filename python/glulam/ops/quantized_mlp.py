@@ -255,9 +255,9 @@ class QuantizedMlpCall(ReadsQuantized):
         return x, x_scale, dtype, rows, *first, *second
 
     def refuse_gradients(self) -> None:
-        """Raise GradientNotSupported if an argument requires a gradient that this call does not have.
+        """Raise GradientNotSupported if an argument requires a gradient that the call cannot compute.
 
-        This is so for a frozen weight, a recipe without gradients, and any call with an argument in MXFP8.
+        It cannot compute gradients of frozen weights, with a recipe without gradients, or if an argument is in MXFP8.
         """
         if self.is_frozen:
             self.refuse_trained_weights()

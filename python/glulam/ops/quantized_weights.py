@@ -82,9 +82,10 @@ def parts_given(call: Any, name: str) -> Parts:
 
 
 def weight_as_read(call: Any, name: str) -> Weight:
-    """Return a call's weight `name` in the form in which it is computed with; prepare it now if necessary.
+    """Return the call's weight `name` in the layout that the kernels or the CPU reference read; prepare it now if
+    necessary.
 
-    On the CPU, weights that the reference can read are not prepared.
+    The CPU reference reads some weights that are not prepared.
     """
     form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
@@ -93,7 +94,7 @@ def weight_as_read(call: Any, name: str) -> Weight:
 
 
 def with_parts_as_read(call: Any) -> Any:
-    """Return the call with its weights in the form that kernels read; the call itself if they already are."""
+    """Return the call with its weights in the layout that kernels read; the call itself if they already have it."""
     changes = {
         part: value
         for name in call.weights

@@ -1,4 +1,5 @@
-"""The tuner: measures candidate kernels for a layer, compiled while the GPU measures, and writes a table of the best.
+"""The tuner: it measures candidate kernels for a layer, compiles others at the same time, and writes a table of the
+fastest.
 
 `choose.known` reads such tables when a kernel is chosen.
 """

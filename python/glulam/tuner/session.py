@@ -36,7 +36,7 @@ CHECK_ROWS = 48
 """Rows an expert for comparing candidates' results: with skewed routing there are whole tiles and partial tiles."""
 DIGITS = 4
 
-Times = dict[str, dict[Spec, Summary]]  # by routing
+Times = dict[str, dict[Spec, Summary]]  # by routing's name
 Functions = dict[Spec, Function]
 Advance = Callable[[], None]
 
@@ -143,7 +143,7 @@ class Session:
 
         Args:
             points: the measurements, in any order.
-            unfinished: what an interrupted run was asked for. None: the run has ended.
+            unfinished: the options and progress of an interrupted run. None: the run has ended.
         """
         names = {name for point in points for name in point.us}
         kernels = {name: spec for name, spec in self._specs.items() if name in names}

@@ -38,7 +38,7 @@ def prefer(spec: Spec) -> None:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to a tensor, to each tensor of a list, or to each tensor of a quantised format."""
+    """Apply `change` to a tensor, to each tensor of a list, or to each part of a quantised tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list):

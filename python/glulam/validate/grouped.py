@@ -143,7 +143,7 @@ def _indices(routing: Routing) -> Tensor:
 def _ways(
     given: Given, addends: Given, lists: Sequence[str], routing: Routing, is_first: bool
 ) -> Iterator[tuple[str, Given]]:  # fmt: skip
-    """Yield further arguments of a trial, each set with a description: the ways in which a call is tried.
+    """Yield variants of a trial: (description, additional arguments).
 
     Every routing is tried with all biases and scales. The first one is also tried without any, with a bias alone, and,
     if experts may be lists, with rows of x by index and with each expert's weights in separate memory.
@@ -153,7 +153,7 @@ def _ways(
         addends: biases and scales, the bias first.
         lists: arguments that may be lists of experts. Empty: none.
         routing: the trial's routing.
-        is_first: the routing is tried in all these ways.
+        is_first: True: the routing is tried in all variants.
     """
     yield "with " + ", ".join(addends), addends
     if is_first:
@@ -166,7 +166,7 @@ def _ways(
 
 
 def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], list[Tensor]]:
-    """Return a function that calls `function` with a trial's arguments and returns its results as a list."""
+    """Wrap `function`, called with a trial's arguments and `options`, so that its results are returned as a list."""
 
     def call(given: Given) -> list[Tensor]:
         made = function(**given, **options)
@@ -215,9 +215,8 @@ def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
-    """Yield pairs of a form (activation, layout) and sizes.
-
-    These are every form with the first routing, then the first form with every other routing.
+    """Yield pairs ((activation, layout), sizes): all forms with the first sizes, then the first form with all other
+    sizes.
     """
     forms = _forms(spec.activation, spec.glu_layout)
     yield from ((form, sizes[0]) for form in forms)
@@ -225,7 +224,7 @@ def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple
 
 
 def _is_first(spec: Any, size: Size, form: tuple[str, str], routing: Routing) -> bool:
-    """Return True if this form (activation, layout) and this routing are tried in all the ways of `_ways`."""
+    """Return True if this form (activation, layout) and this routing are tried in all variants of `_ways`."""
     forms = _forms(spec.activation, spec.glu_layout)
     return routing == routings(size)[0] and (size.has_every_pair or form == forms[0])
 

@@ -1,4 +1,4 @@
-"""Inputs on which mistakes show.
+"""Inputs that expose mistakes.
 
 Neighbouring rows, experts and blocks of the contraction have different scales, rows after the last group are NaN, and
 groups have usual and extreme sizes.
@@ -45,7 +45,7 @@ class Size(NamedTuple):
         rows, experts: rows of all groups and E, in most routings.
         kinds: names of the routings to try. Empty: all.
         hidden, inter: H and I.
-        in_blocks: H for weights with a scale for 32 columns.
+        in_blocks: H for weights with block scales, a multiple of 32.
         has_odd: N = 1504, K = 736 is tried as well.
         has_every_pair: every activation and layout is tried with every combination of biases, scales and weights;
             False: only the first activation and layout.
@@ -94,7 +94,7 @@ def _zipf(rows: int, experts: int) -> tuple[int, ...]:
 
 
 def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
-    """Return even group sizes over all experts except those in `empty`."""
+    """Return even group sizes; experts in `empty` get no rows."""
     sizes = iter(spread(rows, experts - len(empty)))
     return tuple(0 if e in empty else next(sizes) for e in range(experts))
 
@@ -134,7 +134,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _powers(count: int, most: int, step: int) -> Tensor:
-    """Return `count` powers of two from 2^-most to 2^most; `step` keeps neighbours far apart."""
+    """Return `count` powers of two within 2^-most .. 2^most; exponents advance by `step`, modulo the range."""
     return torch.exp2(((torch.arange(count) * step) % (2 * most + 1) - most).float())
 
 

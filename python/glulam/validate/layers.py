@@ -34,7 +34,7 @@ assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
-    """Return a routing's tensors that say where rows lie, cut after the last row: entries after it are undefined."""
+    """Return the tensors of a routing that hold rows, cut after the last row, since later entries are undefined."""
     end = int(made.offs[-1])
     return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
 
@@ -65,9 +65,10 @@ def _ids(tokens: int, experts: int) -> Tensor:
 
 
 def _expert_map(experts: int) -> Tensor:
-    """Return an expert map, int32: places in random order, and -1 or an invalid place for a quarter of the experts.
+    """Return an expert map, int32, that places experts in random order, with -1 or an invalid place for a quarter of
+    the ids.
 
-    It is shorter than the ids of `_ids` need.
+    It is shorter than the largest of the ids that `_ids` returns, so it also tries ids outside of the map.
     """
     count = experts + experts // 8
     places = torch.randperm(count, generator=torch.Generator().manual_seed(experts))

@@ -92,9 +92,9 @@ def _upstream(place: int, result: Tensor) -> Tensor:
 
 
 def _joined(made: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients, with the gradients of single numbers appended to the bias's, the last of the others.
+    """Return the gradients, with those of one-element tensors appended to the last other gradient, the bias's.
 
-    Each of these is a sum over tokens, so it may be near zero, where an error relative to itself says nothing.
+    A one-element gradient is a sum over tokens and may be near zero, so an error relative to itself would say nothing.
     """
     single = [one for one in made if one.numel() == 1]
     if not single or len(single) == len(made):
@@ -104,7 +104,9 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_mxfp8(given: Given, block: Block, return_x: bool) -> list[Tensor]:
-    """Return the results of a boundary with x in MXFP8, and whether each byte is that of x's quantisation, 1 or 0."""
+    """Return the results of a boundary with x in MXFP8, and for each byte of x 1 if it equals x's quantisation, else
+    0.
+    """
     tensors = list(given.values())
     wanted = mhc.boundary(*tensors)
     if wanted.x.dtype not in SOURCE_DTYPES:

@@ -1,4 +1,4 @@
-"""Engines beside the lanes: asynchronous copies, mbarriers, TMA, and the tensor cores' three generations."""
+"""Engines for work outside of the lanes: asynchronous copies, mbarriers, TMA, and three generations of tensor cores."""
 
 from ..faults import Fault
 

@@ -1,4 +1,4 @@
-"""Asynchronous work: operations that are done at any time between issue and wait; cp.async."""
+"""Asynchronous operations, which run at any time between their issue and a wait for them; cp.async."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Operation:
-    """Work of the async proxy, done once: by chance, or where somebody waits for it.
+    """One operation of the async proxy. It runs once: at a random time, or when a thread waits for it.
 
-    A Fault while it is done names the place of its issue.
+    A Fault that it raises names the place of its issue.
     """
 
     def __init__(self, unit: Any, what: str, run: Callable[[Operation], None]):
@@ -28,7 +28,7 @@ class Operation:
 
     @property
     def done(self) -> bool:
-        """Say whether the work was done."""
+        """Return True if the operation has run."""
         return self._run is None
 
     def __call__(self) -> None:
@@ -44,21 +44,21 @@ class Operation:
 
 
 def post(unit: Any, what: str, run: Callable[[Operation], None]) -> Operation:
-    """Let work be done at any time from now on."""
+    """Issue an operation that may run at any time from now on."""
     operation = Operation(unit, what, run)
     unit.machine.pending.append(operation)
     return operation
 
 
 def finish(operation: Operation, unit: Any) -> None:
-    """Do an operation that `unit` waits for, unless it was done."""
+    """Run an operation that `unit` waits for, unless it has already run."""
     operation()
     if unit.observer is not None:
         unit.observer.acquire(unit, operation)
 
 
 def advance(machine: Machine) -> None:
-    """Do one pending operation, chosen by chance; of the tensor core's queues the first."""
+    """Run one random pending operation; from a tensor core's queue, the first one."""
     pending = machine.pending
     at = machine.random.randrange(len(pending))
     pending[at], pending[-1] = pending[-1], pending[at]
@@ -66,7 +66,9 @@ def advance(machine: Machine) -> None:
 
 
 class _Copy:
-    """The copies of one cp.async: of lane `lanes[i]` `size` bytes, the first `read[i]` of them from `source[i]`."""
+    """The copies of one cp.async: lane `lanes[i]` copies `size` bytes, of which the first `read[i]` come from
+    `source[i]`.
+    """
 
     def __init__(self, lanes, groups, to, source, size: int, read):
         self.lanes, self.groups, self.to, self.source, self.size, self.read = lanes, groups, to, source, size, read
@@ -75,7 +77,7 @@ class _Copy:
         self.acting = lanes  # and of these lanes
 
     def tell(self, unit: Any) -> None:
-        """Tell the observer of all accesses; those of lanes that copy as many bytes at a time."""
+        """Report all accesses to the observer, lanes with equal byte counts together."""
         self.unit = unit
         for count in np.unique(self.read):
             here = self.read == count
@@ -87,7 +89,7 @@ class _Copy:
                 unit.observer.write("shared", cta, at, self.size, self)
 
     def do(self, unit: Any, which: np.ndarray) -> None:
-        """Copy for those of `which` that were not copied yet."""
+        """Run the copies of the lanes `which` that have not run yet."""
         which = which & self.due
         if not which.any():
             return
@@ -111,26 +113,26 @@ class _Copy:
 
 
 class Copies:
-    """cp.async: copies of 4, 8 or 16 bytes from global to shared memory, by the thread's own groups.
+    """cp.async: copies of 4, 8 or 16 bytes from global to shared memory, in groups of each thread.
 
     PTX ISA, "Data Movement and Conversion Instructions: Non-bulk copy": "cp.async", "cp.async.commit_group",
-    "cp.async.wait_group / cp.async.wait_all"; "mbarrier: cp.async.mbarrier.arrive". Copies are done when they are
-    issued, or as late as the thread waits for them, as the machine's order says. Their writes belong to the generic
-    proxy (PTX ISA, "Async proxy": cp.async is not listed there).
+    "cp.async.wait_group / cp.async.wait_all"; "mbarrier: cp.async.mbarrier.arrive". A copy runs at its issue or as late
+    as the thread waits for it, as the machine's schedule decides. Its writes belong to the generic proxy (PTX ISA,
+    "Async proxy", does not list cp.async).
     """
 
     def begin(self) -> None:
-        """Begin with no copies."""
+        """Start without copies."""
         self.copies: list[_Copy] = []
         self.copy_group = np.zeros(self.n, np.int64)
 
     def end(self) -> None:
-        """Raise a Fault if a thread ended with copies that it did not wait for."""
+        """Raise Fault if a thread ended without waiting for its copies."""
         if any(copy.due.any() for copy in self.copies):
             raise Fault("cp.async was not waited for")
 
     def cp_async(self, to, source, size: int, read, m) -> None:
-        """Issue a copy of `size` bytes; bytes from `read` on are zeros."""
+        """Issue a copy of `size` bytes for each lane; bytes from `read` on are zeros."""
         lanes = self.lanes(m)
         to, source = self.full(to)[lanes], self.full(source)[lanes]
         read = self.full(read)[lanes].astype(np.int64)
@@ -147,16 +149,16 @@ class Copies:
             self.copies.append(copy)
 
     def cp_commit(self, m) -> None:
-        """Close the lanes' groups."""
+        """Close the current group of each lane."""
         self.copy_group[m if m is not True else slice(None)] += 1
         self.acting = m
         if self.observer is not None:
             self.observer.release(self, ("copies",))
 
     def cp_wait(self, n: int, m, all_copies: bool = False) -> None:
-        """Wait until all groups but the last `n` are copied; with `all_copies`, also what is in no group.
+        """Wait until all groups except the last `n` are copied; with `all_copies`, also for copies in no closed group.
 
-        cp.async.wait_group 0 leaves copies of the open group under way; cp.async.wait_all does not.
+        cp.async.wait_group 0 does not wait for copies of the open group; cp.async.wait_all does.
         """
         acts = np.ones(self.n, bool) if m is True else m
         for copy in self.copies:
@@ -168,7 +170,9 @@ class Copies:
             self.observer.acquire(self, ("copies", None if all_copies else n))
 
     def cp_mbarrier_arrive(self, address, m, noinc: bool = True) -> None:
-        """Arrive at an mbarrier when the lanes' earlier copies are done; unless `noinc`, count one arrival more."""
+        """Arrive at an mbarrier after the lanes' earlier copies; unless `noinc`, first raise the expected count by
+        one.
+        """
         lanes = self.lanes(m)
         self.copies = [copy for copy in self.copies if copy.due.any()]
         copies = list(self.copies)

@@ -66,18 +66,19 @@ class Mbarrier:
 
 
 class Mbarriers:
-    """mbarrier instructions, for each lane that acts (PTX ISA, "Parallel Synchronization: mbarrier").
+    """mbarrier instructions, run for each active lane (PTX ISA, "Parallel Synchronization: mbarrier").
 
     "mbarrier.init", "mbarrier.inval", "mbarrier.arrive" with ".expect_tx" and in the cluster, "mbarrier.expect_tx",
-    "mbarrier.complete_tx", "mbarrier.test_wait / mbarrier.try_wait" with and without ".parity". The object is kept
-    beside shared memory: loads of its 8 bytes see nothing of it. try_wait never suspends: it answers at once.
+    "mbarrier.complete_tx", "mbarrier.test_wait / mbarrier.try_wait" with and without ".parity". The object is stored
+    outside of shared memory, so loads of its 8 bytes do not show its state. try_wait never suspends: it returns at
+    once.
     """
 
     def begin(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is no state to set up."""
 
     def end(self) -> None:
-        """Nothing is left behind: an mbarrier may be in any phase when its CTA ends."""
+        """Do nothing: an mbarrier may be in any phase when its CTA ends."""
 
     def mbarrier(self, address: int) -> Mbarrier:
         """Return the mbarrier at a shared address."""
@@ -88,7 +89,7 @@ class Mbarriers:
         return found
 
     def mbar_init(self, address, count, m) -> None:
-        """Initialise; a Fault where an mbarrier is, be it by another lane: it must be invalidated first."""
+        """Initialise an mbarrier. Raises Fault if there is one already, which must be invalidated first."""
         for a, c in zip(*self.active(m, address, count), strict=True):
             cta, at = self.cta.owner(int(a))
             if cta is not self.cta:
@@ -102,14 +103,17 @@ class Mbarriers:
                 self.observer.release(self, ("init", cta.mbarriers[at]))
 
     def mbar_inval(self, address, m) -> None:
-        """Invalidate: the memory may serve something else."""
+        """Invalidate an mbarrier, so that its memory can be used otherwise."""
         for (a,) in zip(*self.active(m, address), strict=True):
             cta, at = self.cta.owner(int(a))
             self.mbarrier(int(a))
             del cta.mbarriers[at]
 
     def mbar_arrive(self, address, count, tx: bool, m, remote: bool = False) -> np.ndarray:
-        """Arrive `count` times, or, with `tx`, once and expect `count` bytes; return the phases as states."""
+        """Arrive at an mbarrier; return the phases as states.
+
+        tx: False: arrive `count` times. True: arrive once and expect `count` bytes.
+        """
         states = np.zeros(self.n, np.uint64)
         lanes = self.lanes(m)
         addresses, counts = self.full(address), self.full(count)
@@ -124,19 +128,19 @@ class Mbarriers:
             self.mbarrier(int(a)).expect(int(c))
 
     def mbar_complete(self, address, count, m) -> None:
-        """Complete bytes that no copy moved."""
+        """Complete bytes without a copy."""
         for a, c in zip(*self.active(m, address, count), strict=True):
             self.mbarrier(int(a)).complete(self, int(c))
 
     def mbar_try(self, address, parity, m) -> np.ndarray:
-        """Say for each lane whether the phase of a parity, which is 0 or 1, has ended."""
+        """Return for each lane True if the phase with this parity (0 or 1) has ended."""
         highest = int(np.max(parity if m is True else self.full(parity)[m]))
         if highest > 1:
             raise Fault(f"an mbarrier's phase of parity {highest}: parities are 0 and 1")
         return self._try(address, parity, m, lambda barrier, parity: barrier.phase & 1 != parity & 1)
 
     def mbar_test(self, address, state, m) -> np.ndarray:
-        """Say for each lane whether the phase of a state, that an arrival returned, has ended."""
+        """Return for each lane True if the phase that an arrival returned as `state` has ended."""
         return self._try(address, state, m, lambda barrier, state: barrier.phase > state)
 
     def _try(self, address, key, m, ended) -> np.ndarray:

@@ -38,29 +38,29 @@ def _orders(k: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def elements(registers: np.ndarray, kind: str) -> np.ndarray:
-    """Return float64 elements of registers [registers, warps, 32] as [warps, registers * 32 * elements of each]."""
+    """Convert registers [registers, warps, 32] to float64 elements [warps, registers * 32 * elements of a register]."""
     x = np.ascontiguousarray(registers.transpose(1, 0, 2))
     words = x.view({"tf32": np.uint32, "bf16": np.uint16, "f16": np.uint16, "e4m3": np.uint8}[kind])
     return decoded(words, kind).reshape(x.shape[0], -1)
 
 
 def a_matrix(registers: np.ndarray, k: int, kind: str) -> np.ndarray:
-    """Return A [warps, 16, k] of registers [registers, warps, 32]."""
+    """Return matrices A [warps, 16, k] from their registers [registers, warps, 32]."""
     return elements(registers, kind)[:, _orders(k, kind)[0]].reshape(-1, 16, k)
 
 
 class WarpMma:
     """mma.sync with float32 accumulators (PTX ISA, "Warp-level Matrix Multiply-Accumulate Instructions: mma").
 
-    guess: products are summed in float64 and rounded once; hardware's order and width of the adder are not documented,
-    so that results are comparable only where every order is exact.
+    guess: products are summed in float64 and rounded once. The order and width of the hardware's adder are not
+    documented, so results can be compared only if every order of addition is exact.
     """
 
     def begin(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is no state to set up."""
 
     def end(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: mma.sync leaves no pending work."""
 
     def mma(self, shape: str, kind: str, a, b, c, m=True) -> np.ndarray:
         """Return D of m16n8k* as [registers, lanes]."""

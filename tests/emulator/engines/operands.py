@@ -16,7 +16,7 @@ CHUNK = 16
 
 
 def decoded(words: np.ndarray, kind: str) -> np.ndarray:
-    """Return elements as float64."""
+    """Decode elements to float64."""
     if kind == "bf16":
         return bf16(words).astype(np.float64)
     if kind == "f16":
@@ -30,10 +30,10 @@ def decoded(words: np.ndarray, kind: str) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _chunks(first: int, rows: int, depth: int, size: int, mode: int, lbo: int, sbo: int, mn_major: bool) -> np.ndarray:
-    """Offsets of the 16-byte chunks of rows [first, first + rows) x depth elements, before swizzling.
+    """Return the offsets, before swizzling, of the 16-byte chunks of rows [first, first + rows) x depth elements.
 
-    [rows, depth * size / 16] if K-major, else [rows * size / 16, depth]. PTX ISA, "Asynchronous Warpgroup Level Matrix
-    Shared Memory Layout": strides between core matrices are `lbo` (leading) and `sbo` (stride) bytes.
+    Shape: [rows, depth * size / 16] if K-major, else [rows * size / 16, depth]. PTX ISA, "Asynchronous Warpgroup Level
+    Matrix Shared Memory Layout": core matrices are `lbo` (leading) and `sbo` (stride) bytes apart.
     """
     span = CHUNK << mode
     if mn_major:
@@ -53,9 +53,9 @@ def _chunks(first: int, rows: int, depth: int, size: int, mode: int, lbo: int, s
 
 def read_matrix(unit, operation, what: str, kind: str, start: int, strides: tuple[int, int], mode: int, mn_major: bool,
                 first: int, rows: int, depth: int) -> np.ndarray:  # fmt: skip
-    """Read elements [rows, depth] of a matrix whose descriptor says `start`, `strides` and swizzle `mode`.
+    """Read elements [rows, depth] of a matrix whose descriptor has `start`, `strides` and swizzle `mode`.
 
-    The swizzle acts on the final address bits, so that a start inside of an atom, as K steps make it, is right.
+    The swizzle acts on the final address bits, so a start inside an atom, as K steps produce, is read correctly.
     """
     size = BYTES[kind]
     if mn_major and size == 4:  # their swizzles permute other units than 16 bytes

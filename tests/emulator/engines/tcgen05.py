@@ -1,4 +1,4 @@
-"""tcgen05: multiplications of Blackwell's tensor core, whose operands and results lie in shared and tensor memory."""
+"""tcgen05: matrix multiplications by Blackwell's tensor core, with operands and results in shared and tensor memory."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class TensorCore:
     """
 
     def begin(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is no state to set up."""
 
     def end(self) -> None:
-        """Nothing is left behind: who commits waits at an mbarrier."""
+        """Do nothing: threads wait for committed work at mbarriers."""
 
     def tcgen05(self, op: str, m, *args) -> None:
-        """Do or issue an instruction; mma, cp and commit are one thread's."""
+        """Run or issue an instruction. A single thread issues mma, cp and commit."""
         parts = op.split(".")
         lanes = self.lanes(m)
 
@@ -88,7 +88,7 @@ class TensorCore:
             raise Fault(f"{op} is not modelled")
 
     def _enqueue(self, op: str, run) -> None:
-        """Let operations of the CTA be done in the order of their issue."""
+        """Add an operation to the CTA's queue, which runs in order of issue."""
         queue = self.cta.tensor_queue
         queue.append(Operation(self, op, run))
         post(self, op, lambda _: queue.pop(0)())
@@ -153,9 +153,9 @@ class TensorCore:
             getattr(self.observer, action)("tensor", self.cta, places, 4, operation)
 
     def _scales(self, operation: Operation, at: int, rows: int, which: int) -> np.ndarray:
-        """Read scale factors: of row r byte `which` of lane r % 32, of each quarter of the lanes, and column r / 32.
+        """Read scale factors: for row r, byte `which` of lane r % 32 (in each quarter of the lanes) and column r / 32.
 
-        guess: the instruction descriptor's id counts and bits 30, 31 of the address repeat it; both must agree here.
+        guess: the instruction descriptor's id is used, and bits 30, 31 of the address repeat it; here both must agree.
         """
         column, cta = at & 0x1FF, self.cta
         if at >> 30 != which:
@@ -169,7 +169,7 @@ class TensorCore:
         return ue8m0(found[0] >> np.uint32(8 * which) & np.uint32(255))
 
     def _copy_scales(self, op: str, parts: list[str], to: int, word: int) -> None:
-        """Copy 32 rows of 16 bytes to 4 columns of each quarter of the lanes."""
+        """Copy 32 rows of 16 bytes to 4 columns, for each quarter of the lanes."""
         if "32x128b" not in parts or "warpx4" not in parts:
             raise Fault(f"{op} is not modelled")
         start, (_, sbo), mode = self._operand(word, op)

@@ -1,4 +1,4 @@
-"""Tensor maps: 128 bytes that describe a tensor and a box of it to the TMA."""
+"""Tensor maps: 128 bytes that describe a tensor, and a box of it that the TMA copies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class TensorMap:
             raise Fault(f"tensor map: a box's rows of {inner} bytes exceed the swizzle's {16 << self.swizzle}")
 
     def addresses(self, coords: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return addresses of a box's elements, innermost first, modulo 2^64, and which are inside of the tensor."""
+        """Return the addresses of a box's elements, innermost first, modulo 2^64, and a mask of those inside the
+        tensor.
+        """
         if len(coords) != self.rank:
             raise Fault(f"{len(coords)} coordinates of a tensor map of rank {self.rank}")
         base, whole = self.base, True  # of modes that have one place in a box
@@ -81,7 +83,7 @@ class TensorMap:
 
 @lru_cache(maxsize=256)
 def read_tensor_map(blob: bytes) -> TensorMap:
-    """Decode a tensor map once: every load and store names one of a few."""
+    """Decode a tensor map. Results are cached, since all loads and stores use a few maps."""
     return TensorMap(blob)
 
 

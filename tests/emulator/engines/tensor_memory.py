@@ -14,7 +14,7 @@ LANES, COLUMNS = 128, 512
 
 
 def tensor_words(cta) -> np.ndarray:
-    """Return a CTA's tensor memory, which begins as NaN."""
+    """Return a CTA's tensor memory, which is initially NaN."""
     if cta.tensor_memory is None:
         cta.tensor_memory = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
     return cta.tensor_memory
@@ -37,14 +37,14 @@ class TensorMemory:
     """
 
     def begin(self) -> None:
-        """Begin with no loads."""
+        """Start without loads."""
         self.tensor_loads: list[Operation] = []
 
     def end(self) -> None:
-        """The CTA checks that columns were freed."""
+        """Do nothing: the CTA checks that columns were freed."""
 
     def allocate(self, to: int, count: int) -> None:
-        """Allocate columns and write the first one's address to shared memory."""
+        """Allocate columns, and write the address of the first one to shared memory."""
         cta = self.cta
         if not cta.may_allocate:
             raise Fault("tcgen05.alloc after relinquish_alloc_permit")
@@ -65,7 +65,7 @@ class TensorMemory:
         owner.words[4][offset // 4] = at
 
     def free(self, at: int, count: int) -> None:
-        """Free columns, which no operation may use."""
+        """Free columns; there must be no pending operation."""
         if (at, at + count) not in self.cta.tensor_columns:
             raise Fault(f"tcgen05.dealloc of {at}..{at + count}: not an allocation ({self.cta.tensor_columns})")
         if self.cta.tensor_queue:
@@ -82,7 +82,7 @@ class TensorMemory:
             self.tensor_loads.append(load)
 
     def wait_for_tensor_loads(self, m) -> None:
-        """Wait for all loads so far: only the observer sees a difference."""
+        """Wait for all loads so far, which matters only to the observer since loads run at once."""
         self.acting = m
         for load in self.tensor_loads:
             finish(load, self)

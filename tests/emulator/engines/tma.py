@@ -1,4 +1,4 @@
-"""Bulk copies: of bytes, and of boxes of tensors (TMA); st.async."""
+"""Bulk copies of bytes, and of boxes of tensors (TMA); st.async."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class BulkCopies:
     """
 
     def begin(self) -> None:
-        """Begin with no copies; groups belong to threads."""
+        """Start without copies. Groups belong to threads."""
         self.bulk_open: dict[int, list] = {}  # lane -> (read, write) operations since its last commit
         self.bulk_groups: dict[int, list[list]] = {}
 
     def end(self) -> None:
-        """Raise a Fault if shared memory may be read after the CTA ended."""
+        """Raise Fault if a copy may still read shared memory after the CTA ended."""
         groups = [group for of_lane in self.bulk_groups.values() for group in of_lane] + list(self.bulk_open.values())
         for group in groups:
             for read, _ in group:
@@ -56,9 +56,9 @@ class BulkCopies:
                     raise Fault(f"{read.what} was not waited for: it may read shared memory of a CTA that has ended")
 
     def bulk(self, op: str, m, *args) -> None:
-        """Issue a copy for each lane that acts; addresses are (address, coordinates).
+        """Issue a copy for each active lane; an address operand is (address, coordinates).
 
-        Stores that are the same in all lanes, as the DSL's are, count as one store, for which each lane waits.
+        Equal stores in all lanes, as the DSL emits them, count as one store, for which each lane waits.
         """
         lanes = self.lanes(m)
         together = len(lanes) > 1 and ".bulk_group" in op and "reduce" not in op and self._are_equal(args, lanes)
@@ -112,7 +112,7 @@ class BulkCopies:
             self.observer.read("shared", cta, at, size, agent)
 
     def write_shared(self, cta, at: np.ndarray, size: int, agent, what: str) -> None:
-        """Check that the async proxy may write there, and note that the bytes are no longer the generic proxy's."""
+        """Check that the async proxy may write there, and mark the bytes as no longer written by the generic proxy."""
         if at.size and (at.min() < 0 or at.max() + size > cta.size):
             raise Fault(f"{what} writes beyond shared memory: up to {int(at.max()) + SHARED_BASE + size:#x}")
         if not cta.threads:
@@ -189,7 +189,7 @@ class BulkCopies:
         self._store(op, lanes, values, address[inside], reduction, box.element)
 
     def _store(self, op: str, lanes: list[int], values, addresses, reduction: str, kind: str) -> None:
-        """Post a store in two steps, of which wait_group.read waits for the first."""
+        """Issue a store in two steps, a read and a write; wait_group.read waits only for the first."""
         held: list[np.ndarray] = []
         read = Operation(self, f"{op}, its read", lambda operation: held.append(values(operation)))
 
@@ -258,7 +258,9 @@ class BulkCopies:
         self._store(op, lanes, values, addresses, reduction[0] if reduction else "", kind)
 
     def _prefetch(self, parts: list[str], a: list) -> None:
-        """Check what a prefetch names: a tensor map's box may lie outside, bytes may not."""
+        """Check the operands of a prefetch. A tensor map's box may lie outside the tensor; a range of bytes must be
+        valid.
+        """
         if "tensor" in parts:
             descriptor, coords = a[0]
             self.tensor_map(descriptor, ".".join(parts)).addresses(coords)
@@ -266,7 +268,9 @@ class BulkCopies:
             self.machine.memory.place(np.array([a[0][0], a[0][0] + a[1] - 1], np.uint64), 1, ".".join(parts))
 
     def prefetch(self, op: str, address, m) -> None:
-        """Prefetch (PTX ISA, "prefetch, prefetchu"): no effect; tensor maps are decoded, and so checked."""
+        """Prefetch (PTX ISA, "prefetch, prefetchu"): no effect, except that a tensor map is decoded and thereby
+        checked.
+        """
         if op.startswith("prefetch.tensormap") or op.startswith("prefetch.param.tensormap"):
             for (a,) in zip(*self.active(m, address), strict=True):
                 self.tensor_map(int(a), op)
@@ -278,7 +282,7 @@ class BulkCopies:
                 self.bulk_groups.setdefault(int(lane), []).append(self.bulk_open.pop(int(lane), []))
 
     def bulk_wait(self, n: int, read: bool, m) -> None:
-        """Wait until at most the last `n` groups of each lane are under way; with `read`, only for their reads."""
+        """Wait until at most the last `n` groups of each lane are pending; with `read`, only for their reads."""
         for lane in self.lanes(m):
             groups = self.bulk_groups.get(int(lane), [])
             for group in groups[: max(len(groups) - n, 0)]:

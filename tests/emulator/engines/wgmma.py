@@ -15,12 +15,12 @@ SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # bits 62 and 63 of a descriptor -> mode as
 
 
 def is_index(registers) -> bool:
-    """Say whether registers are named by an array of indices, and not given as rows or as values."""
+    """Return True if registers are given as an array of indices; False: as rows or values."""
     return isinstance(registers, np.ndarray) and registers.dtype.kind == "i"
 
 
 def rows_of(unit, registers) -> np.ndarray:
-    """Copy registers, named by indices in `b32` or given as rows, as an array [registers, lanes]."""
+    """Copy registers, given by indices in `b32` or as rows, to an array [registers, lanes]."""
     return unit.b32[registers] if is_index(registers) else np.stack(registers).view(np.uint32)
 
 
@@ -39,24 +39,26 @@ class WarpgroupMma:
     PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": "wgmma.mma_async", "wgmma.fence",
     "wgmma.commit_group", "wgmma.wait_group"; "Matrix Descriptor Format": start, leading and stride byte offsets in
     units of 16 bytes, swizzle in bits 62-63. Types bf16, f16, tf32 and e4m3 with float32 accumulators; A in shared
-    memory or in registers. Each warp computes its 16 rows. A group is multiplied when it is committed, or as late as it
-    is waited for, as the machine's order says; registers, too, are read and written then, so that a missing wait shows.
-    A missing wgmma.fence is for a race check to see. guess: sums are float64, rounded once for each instruction; see
-    WarpMma.
+    memory or in registers. Each warp computes its 16 rows. A group runs when it is committed or as late as it is waited
+    for, as the machine's schedule decides. It then reads and writes memory and registers, so that a missing wait gives
+    a wrong result. A missing wgmma.fence is found only by the race check. guess: sums are in float64, rounded once for
+    each instruction; see WarpMma.
     """
 
     def begin(self) -> None:
-        """Begin with no multiplications."""
+        """Start without multiplications."""
         self.wgmma_open: list[Operation] = []
         self.wgmma_groups: list[list[Operation]] = []
 
     def end(self) -> None:
-        """Raise a Fault if accumulators were not waited for."""
+        """Raise Fault if a thread ended without waiting for its multiplications."""
         if self.wgmma_open or self.wgmma_groups:
             raise Fault("wgmma was not waited for")
 
     def wgmma(self, op: str, acc, a, b, scale_d, *rest, m=True) -> None:
-        """Issue D = A B + D. `rest`: scales of A and B, 1 or -1, then whether A and B are MN-major, where in memory."""
+        """Issue D = A B + D. `rest`: signs of A and B, 1 or -1; then, for operands in memory, flags that are set if
+        MN-major.
+        """
         shape = re.search(r"\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)", op)
         if shape is None or shape[3] != shape[4] or shape[3] not in BYTES:
             raise Fault(f"{op} is not modelled")
@@ -111,13 +113,13 @@ class WarpgroupMma:
         return (word & 0x3FFF) << 4, strides, SWIZZLES[word >> 62 & 3]
 
     def wgmma_fence(self, m=True) -> None:
-        """Order register accesses: multiplications here take registers when they are done."""
+        """Report a wgmma.fence to the observer; multiplications here read registers only when they run."""
         self.acting = m
         if self.observer is not None:
             self.observer.fence(self, "wgmma.fence")
 
     def wgmma_commit(self, m=True) -> None:
-        """Close the group."""
+        """Close the current group."""
         self.wgmma_groups.append(self.wgmma_open)
         self.wgmma_open = []
         if self.machine.happens_at_once():
@@ -126,7 +128,7 @@ class WarpgroupMma:
                     operation()
 
     def wgmma_wait(self, n: int, m=True) -> None:
-        """Wait until at most the last `n` groups are under way."""
+        """Wait until at most the last `n` groups are pending."""
         while len(self.wgmma_groups) > n:
             for operation in self.wgmma_groups.pop(0):
                 finish(operation, self)

@@ -16,7 +16,7 @@ _COMBINE = {"and": "&", "or": "|", "xor": "^"}
 
 @instruction("setp")
 def setp(e, ins, mods):
-    """Set p, and q to the opposite of the comparison; both are combined with c."""
+    """Set p to the comparison and q to its opposite, each combined with c."""
     t = mods.type(*(name for name in BITS if BITS[name] > 8))
     comparison = mods.choice(*_ORDERED, *_UNSIGNED, *_UNORDERED, "num", "nan")
     combine = mods.choice(*_COMBINE, default="none")
@@ -40,7 +40,9 @@ def _value(e, operand, t, ftz):
 
 
 def _comparison(ins, comparison, t, x, y):
-    """Return the comparison. With a NaN, ordered ones are false and unordered ones (ltu, neu...) true."""
+    """Return the comparison as Python source. With a NaN, ordered comparisons are false, unordered ones (ltu, neu...)
+    true.
+    """
     if comparison in ("num", "nan"):
         if t not in _FLOATS:
             raise Unsupported(ins.op)
@@ -73,7 +75,7 @@ def selp(e, ins, mods):
 
 @instruction("slct")
 def slct(e, ins, mods):
-    """Select a where c >= 0, else b. -0 counts as 0, NaN as negative."""
+    """Select a if c >= 0, else b. -0 counts as 0, NaN as negative."""
     t, of = mods.types(2)
     if of not in ("s32", "f32"):
         raise Unsupported(ins.op)

@@ -1,4 +1,4 @@
-"""cvt (PTX ISA, sections cvt and cvt.pack; the latter is in no kernel, so it is an error)."""
+"""cvt (PTX ISA, section cvt). cvt.pack is an error, since no kernel uses it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _to_float(e, ins, mods, to, of):
 
 
 def _integer_source(e, a, of):
-    """Return the operand; a byte is the low part of its register."""
+    """Return Python source of the operand; a byte is read from the low part of its register."""
     if of in _BYTES:
         return f"{e.read(a, 'b' + a.cls[1:])}.astype({_BYTES[of]})"
     return e.read(a, VIEW[of])
@@ -128,7 +128,7 @@ def _float_to_integer(e, ins, mods, to, of):
 
 
 def _integer(e, ins, mods, to, of):
-    """Keep the low bits, or with .sat the nearest number of the type."""
+    """Convert to an integer type: keep the low bits, or with .sat clamp to the type's range."""
     d, a = e.operands(ins, 2)
     value = _integer_source(e, a, of)
     value = f"F.clamp({value}, {_type(to)})" if mods.flag("sat") else f"({value}).astype({_type(to)})"

@@ -1,6 +1,6 @@
 """Asynchronous copies (PTX ISA, section Data Movement and Conversion: Asynchronous copy).
 
-The machine moves the data, and refuses by name what it lacks; here the grammar is checked and operands are read.
+The engines copy the data and raise Fault for unsupported variants; this file checks the syntax and reads operands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cp(e, ins, mods):
 
 
 def _copy(e, ins, mods):
-    """Copy 4, 8 or 16 bytes: src-size of them are read, the rest is zero."""
+    """Translate cp.async: copy 4, 8 or 16 bytes, of which src-size are read and the rest is zero."""
     if ins.mods[2] not in ("ca", "cg"):
         raise Unsupported(ins.op)
     mods.choice("shared", "shared::cta")
@@ -56,7 +56,9 @@ def _copy(e, ins, mods):
 
 
 def _arrive_after_copies(e, ins, mods):
-    """Arrive when earlier copies are done; without .noinc the pending count is raised first."""
+    """Translate cp.async.mbarrier.arrive: arrive after earlier copies; without .noinc the pending count is raised
+    first.
+    """
     mods.require("arrive", "b64")
     noinc = mods.flag("noinc")
     mods.choice("shared", "shared::cta", default="generic")
@@ -80,7 +82,7 @@ def _bulk(e, ins, mods):
 
 
 def _between_spaces(e, ins, mods):
-    """Copy global to shared memory, complete on an mbarrier; or shared to global memory, in a bulk group."""
+    """Translate bulk copies: global to shared memory with an mbarrier, or shared to global memory in a bulk group."""
     _dimensions(ins, mods)
     mods.drop(_CACHE)
     if mods.flag("bulk_group"):
@@ -94,7 +96,7 @@ def _between_spaces(e, ins, mods):
 
 
 def _reduce(e, ins, mods):
-    """Add to a tensor in global memory; the element type is the tensor map's."""
+    """Translate reductions to a tensor in global memory; the element type is in the tensor map."""
     if "tensor" not in mods.left:
         raise Unsupported(ins.op)
     _dimensions(ins, mods)
@@ -112,7 +114,7 @@ def _dimensions(ins, mods):
 
 
 def _call(e, ins):
-    """Call u.bulk(op, m, ...): an address is (addresses, [coordinates]), any other operand its value."""
+    """Emit a call u.bulk(op, m, ...): an address operand is (addresses, [coordinates]), any other operand its value."""
     e.add(f"u.bulk({ins.op!r}, m, {', '.join(_bulk_operand(e, each) for each in ins.args)})")
 
 

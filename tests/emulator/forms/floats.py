@@ -1,7 +1,7 @@
 """Float arithmetic (PTX ISA, sections Floating Point, Half Precision and Mixed Precision Instructions).
 
 Without a rounding modifier add, sub and mul round to nearest here; ptxas may fuse such a mul and add to one fma, which
-rounds once. Neither is more right: compare results with a tolerance where a kernel has such a pair.
+rounds once. The ISA allows both, so results of kernels with such pairs must be compared with a tolerance.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _finished(value, ftz, sat):
 
 
 def _mixed(e, ins, mods):
-    """Add or subtract with a widened: c and the result are float32 (add{.rn}.f32.bf16 d, a, c)."""
+    """Translate add or sub with a 16-bit operand: c and the result are float32 (add{.rn}.f32.bf16 d, a, c)."""
     t = mods.types(2)[1]
     mods.flag("rn")
     d, a, c = e.operands(ins, 3)
@@ -70,7 +70,7 @@ def _mixed(e, ins, mods):
 
 
 def _narrow(e, ins, mods, operation, count):
-    """Compute halves, alone or in pairs, in float64 and round once."""
+    """Compute 16-bit floats, single or in pairs, in float64 and round once."""
     t = mods.type()
     mods.flag("rn")
     d, *sources = e.operands(ins, count)
@@ -109,7 +109,9 @@ def fma(e, ins, mods):
 
 
 def _extreme(e, ins, mods):
-    """Take min or max: the number of a NaN and a number, or a NaN with .NaN. sm_100 has three operands, too."""
+    """Translate min or max: of a NaN and a number the number, or with .NaN a NaN. On sm_100 there may be three
+    operands.
+    """
     t = mods.type(*_FLOATS)
     which = ins.mods[0] + (".NaN" if mods.flag("NaN") else "")
     if t in ("f16", "bf16", "f16x2", "bf16x2"):
@@ -129,7 +131,7 @@ def _extreme(e, ins, mods):
 
 
 def sign(e, ins, mods):
-    """Change the sign bit and nothing else, also of NaN."""
+    """Change only the sign bit, also for NaN."""
     t = mods.type("f16", "bf16", "f16x2", "bf16x2", "f32", "f64")
     d, a = e.operands(ins, 2)
     if t == "f32" and mods.flag("ftz"):
@@ -144,7 +146,7 @@ def sign(e, ins, mods):
 
 
 def divide(e, ins, mods):
-    """Divide as IEEE does, also for .approx and .full, which allow 2 units in the last place."""
+    """Divide exactly as IEEE, also for .approx and .full, which allow an error of 2 units in the last place."""
     t = mods.type("f32", "f64")
     if ins.mods[0] != "div":
         raise Unsupported(ins.op)
@@ -166,7 +168,7 @@ _EXACT = ("rcp", "sqrt")  # have .rn
 
 @instruction(*_FUNCTIONS)
 def function(e, ins, mods):
-    """Call numpy's float32 function, from which .approx differs by its error bound. Halves are errors."""
+    """Call numpy's float32 function, which .approx approximates within an error bound. 16-bit types are errors."""
     name = ins.mods[0]
     mods.type("f32")
     mods.choice("approx", *(("rn",) if name in _EXACT else ()))

@@ -90,7 +90,7 @@ def div(e, ins, mods):
 
 @instruction("neg", "abs")
 def neg(e, ins, mods):
-    """Change the sign, or drop it; the lowest number stays itself."""
+    """Negate, or take the absolute value; the lowest number stays unchanged."""
     if floats.is_float(mods):
         floats.sign(e, ins, mods)
         return

@@ -1,4 +1,4 @@
-"""Bits (PTX ISA, sections Logic and Shift Instructions, and the bit-field part of Integer Arithmetic Instructions)."""
+"""Bit operations (PTX ISA, sections Logic and Shift Instructions; bit fields of Integer Arithmetic Instructions)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lop3(e, ins, mods):
 
 @instruction("shl", "shr")
 def shift(e, ins, mods):
-    """Shift; shr of a signed type copies the sign. Amounts beyond the width count as the width."""
+    """Translate shl and shr; shr of a signed type copies the sign. Amounts beyond the width count as the width."""
     right = ins.mods[0] == "shr"
     t = mods.type(*_BITS[1:], *(("u16", "s16", "u32", "s32", "u64", "s64") if right else ()))
     view, bits = VIEW[t], BITS[t]
@@ -74,7 +74,7 @@ def permute_bytes(e, ins, mods):
 
 
 def _fixed_permutation(e, x, y, selector):
-    """Return shifts and masks: bytes of one operand that move equally far move together."""
+    """Return shifts and masks for a prmt with constant selector: bytes that move equally far are moved together."""
     masks: dict[tuple[str, int], int] = {}
     for to in range(4):
         of = selector >> 4 * to & 7

@@ -15,7 +15,7 @@ _ATOMS = ("add", "cas", "exch", "min", "max", "or", "and", "xor", "inc", "dec")
 
 
 def space_of(mods) -> str:
-    """Return "shared" or "global". A generic address is taken for a global one, and faults if it is not."""
+    """Return "shared" or "global". A generic address counts as global; a shared one then causes a Fault."""
     return "shared" if mods.choice(*_SHARED, "global", default="global") in _SHARED else "global"
 
 
@@ -30,7 +30,7 @@ def _vector(ins, mods, registers):
 
 
 def _cache_hint(mods, operands):
-    """.L2::cache_hint adds an operand, a policy."""
+    """Remove the policy operand that .L2::cache_hint adds."""
     return operands[:-1] if mods.flag("L2::cache_hint") else operands
 
 
@@ -52,7 +52,7 @@ def ld(e, ins, mods):
 
 
 def _loaded_view(t):
-    """Return the view to write: signed types extend their sign to a wider register, others zeros."""
+    """Return the view in which a loaded value is written: signed types are sign-extended, others zero-extended."""
     return VIEW[t] if t[0] == "s" else f"b{max(BITS[t], 16)}"
 
 
@@ -63,7 +63,7 @@ def _loaded(e, value, t):
 
 
 def _load_parameter(e, registers, address, t):
-    """Load a parameter: by name one value for all lanes, else by generic address."""
+    """Load a kernel parameter: by its name one value for all lanes, otherwise by generic address."""
     bytes_, view = BITS[t] // 8, _loaded_view(t)
     of = e.constant({"s8": np.int8, "u8": np.uint8, "b8": np.uint8}.get(t) or NUMPY[view])
     if isinstance(address.base, str):
@@ -99,9 +99,9 @@ def st(e, ins, mods):
 
 @instruction("atom", "red")
 def atom(e, ins, mods):
-    """Do an atomic operation, one lane after the other; red has no result. The ISA leaves the order open.
+    """Translate atom and red: lanes act one after the other, since the ISA leaves the order open; red has no result.
 
-    Atomics of floats are refused: hardware's treatment of subnormal numbers depends on the space.
+    Atomics of floats are refused, since the hardware's treatment of subnormal numbers depends on the space.
     """
     operation = mods.choice(*_ATOMS)
     mods.drop(ORDER, SCOPE, CACHE)
@@ -143,7 +143,7 @@ def stmatrix(e, ins, mods):
 
 
 def _matrices(mods) -> bool:
-    """Take the modifiers of matrices of 8 rows of 16 bytes; .m16n16 and those of fewer bits are errors."""
+    """Check the modifiers of ldmatrix and stmatrix: only 8 rows of 16 bytes are supported. Return True for .trans."""
     mods.require("sync", "m8n8", "b16")
     mods.drop(ALIGNED)
     mods.choice("shared", "shared::cta")

@@ -22,7 +22,7 @@ def mov(e, ins, mods):
 
 
 def _part(ins, parts, bits):
-    """Return a part's width, and the view that holds it."""
+    """Return the width of a vector's parts, and the view that holds one."""
     width = bits // len(parts)
     if width not in (8, 16, 32):
         raise Unsupported(f"{ins.op} of {len(parts)} parts")
@@ -30,7 +30,7 @@ def _part(ins, parts, bits):
 
 
 def _unpack(e, ins, parts, a, bits):
-    """Split a register; element 0 is the lowest."""
+    """Split a register into parts, lowest bits first."""
     width, view = _part(ins, parts, bits)
     whole = e.temporary(e.read(a, f"b{bits}"))
     for j, part in enumerate(parts):
@@ -57,9 +57,9 @@ def _number(bits, value):
 
 @instruction("cvta")
 def cvta(e, ins, mods):
-    """Copy the address: a generic address is the same number as that in its space. Spaces do not overlap.
+    """Copy the address unchanged: generic and specific addresses are equal here, and spaces do not overlap.
 
-    Parameters lie at engines.PARAM_BASE, shared memory below 2^32 with the CTA's rank in bits 24 and up.
+    Parameters lie at engines.PARAM_BASE; shared memory lies below 2^32, with the CTA's rank in bits 24 and up.
     """
     mods.flag("to")
     mods.choice("global", "shared", "shared::cta", "shared::cluster", "param")
@@ -70,7 +70,7 @@ def cvta(e, ins, mods):
 
 @instruction("mapa")
 def mapa(e, ins, mods):
-    """Return the address of the same place in another CTA of the cluster."""
+    """Return the address of the same shared variable in another CTA of the cluster."""
     mods.require("shared::cluster")
     mods.require("u32")
     d, a, rank = e.operands(ins, 3)
@@ -79,7 +79,7 @@ def mapa(e, ins, mods):
 
 @instruction("createpolicy")
 def createpolicy(e, ins, mods):
-    """Return 0 as a policy, which nothing reads: the machine has no caches."""
+    """Return 0 as a cache policy, which is never used: the machine has no caches."""
     mods.choice("fractional", "range", "cvt")
     mods.require("b64")
     mods.drop(CACHE, {"L2": "the machine has no caches"})

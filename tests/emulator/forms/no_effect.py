@@ -1,4 +1,4 @@
-"""Modifiers and instructions that change nothing here, each with the reason."""
+"""Modifiers and instructions without an effect in the emulator, each with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIFORM = {"uni": "tells the assembler that all lanes branch alike"}
 
 @instruction("prefetch", "prefetchu", "discard", "applypriority")
 def cache_operation(e, ins, mods):
-    """PTX ISA, section prefetch: no caches here; of a tensor map the machine checks that it is one."""
+    """Translate prefetch (PTX ISA): no effect, since there are no caches; a prefetched tensor map is checked."""
     if mods.flag("tensormap"):
         mods.drop({"param": "a generic address says its space"})
         e.add(f"u.prefetch({ins.op!r}, {e.address(*e.operands(ins, 1), 'b64')}, m)")
@@ -29,14 +29,14 @@ def cache_operation(e, ins, mods):
 
 @instruction("griddepcontrol")
 def dependent_launch(e, ins, mods):
-    """PTX ISA, section griddepcontrol. Kernels run one after the other, so what a wait waits for has happened."""
+    """Translate griddepcontrol (PTX ISA): kernels run one after the other, so a wait returns at once."""
     e.operands(ins, 0)
     e.add(f"u.griddepcontrol({mods.choice('wait', 'launch_dependents')!r}, m)")
 
 
 @instruction("setmaxnreg")
 def register_count(e, ins, mods):
-    """PTX ISA, section setmaxnreg: no registers are taken; the machine checks the numbers."""
+    """Translate setmaxnreg (PTX ISA): registers are not limited, but the machine checks the counts."""
     action = mods.choice("inc", "dec")
     mods.require("sync", "aligned", "u32")
     e.add(f"u.setmaxnreg({action!r}, {e.immediate(ins, *e.operands(ins, 1))})")
@@ -44,11 +44,13 @@ def register_count(e, ins, mods):
 
 @instruction("membar")
 def memory_barrier(e, ins, mods):
-    """PTX ISA, section membar/fence: memory is in one order. Proxy fences are `fence`'s."""
+    """Translate membar (PTX ISA, membar/fence): no effect, since memory is sequentially consistent. See `fence` for
+    proxy fences.
+    """
     mods.choice("cta", "gl", "sys")
     e.add(f"u.fence({ins.op!r}, m)")
 
 
 @instruction("pragma")
 def nothing(e, ins, mods):
-    """Do nothing: tests that break kernels put this in the place of an instruction."""
+    """Do nothing: translation of the placeholder with which tests replace instructions to break kernels."""

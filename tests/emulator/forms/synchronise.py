@@ -1,6 +1,6 @@
 """mbarrier, fence, nanosleep (PTX ISA, section Parallel Synchronization and Communication Instructions).
 
-Barriers of CTAs and clusters end a block: translate.py.
+Barriers of CTAs and clusters end a block, see translate.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def mbarrier(e, ins, mods):
 
 
 def _arrive(e, ins, mods, space):
-    """Return the state that test_wait takes. The operand of .expect_tx is bytes; it counts one arrival."""
+    """Translate arrive, which returns a state for test_wait. The operand of .expect_tx is bytes; it counts one
+    arrival.
+    """
     expect = mods.flag("expect_tx")
     state, address, *count = e.operands(ins, 3) if expect else e.operands(ins, 2, 3)
     number = e.read(count[0] if count else Imm(1), "b32")
@@ -42,7 +44,9 @@ def _arrive(e, ins, mods, space):
 
 
 def _wait(e, ins, mods, operation):
-    """Test if the phase of a parity, or of an arrival's state, is over. The time to sleep is not read."""
+    """Translate test_wait and try_wait: test if the phase of a parity or of a state has ended. Sleep times are
+    ignored.
+    """
     by_parity = mods.flag("parity")
     p, address, phase, *_ = e.operands(ins, *((3, 4) if operation == "try_wait" else (3,)))
     method, view = ("mbar_try", "b32") if by_parity else ("mbar_test", "b64")
@@ -60,7 +64,7 @@ _FENCES = {
 
 @instruction("fence")
 def fence(e, ins, mods):
-    """Pass the fence to the machine. Fences of memory order have no effect there, proxy fences have."""
+    """Pass a fence to the machine: proxy fences have an effect there, fences of memory order have none."""
     if ins.op not in _FENCES:
         mods.drop(ORDER, SCOPE)
         if mods.left:
@@ -72,7 +76,7 @@ def fence(e, ins, mods):
 
 @instruction("nanosleep")
 def nanosleep(e, ins, mods):
-    """Mark the unit as waiting, so that another one runs."""
+    """Mark the unit as waiting, so that the scheduler runs another one."""
     mods.require("u32")
     e.operands(ins, 1)
     e.add("u.spun = True")

@@ -1,7 +1,7 @@
 """mma, wgmma, tcgen05 (PTX ISA, sections Warp-Level Matrix Instructions, Asynchronous Warpgroup-Level Matrix
 Instructions, TensorCore 5th Generation Family Instructions).
 
-Tables list the forms that the machine's engines compute; every other one is an error.
+Tables list the variants that the machine's engines compute; every other variant is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MMA = {("m16n8k16", "bf16"): (4, 2), ("m16n8k16", "f16"): (4, 2), ("m16n8k8", "
 
 @instruction("mma")
 def mma(e, ins, mods):
-    """Multiply: D = A B + C with float32 C and D. The table has the registers of A and B."""
+    """Translate mma: D = A B + C with float32 C and D. The table _MMA has the register counts of A and B."""
     found = re.fullmatch(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32", ins.op)
     if not found or found[2] != found[3] or (found[1], found[2]) not in _MMA:
         raise Unsupported(ins.op)
@@ -53,10 +53,11 @@ def wgmma(e, ins, mods):
 
 
 def _wgmma_mma(e, ins, mods):
-    """Call u.wgmma(op, accumulators, a, b, scale_d, scale_a, scale_b, trans_a, trans_b); a: descriptor or registers.
+    """Emit a call u.wgmma(op, accumulators, a, b, scale_d, scale_a, scale_b, trans_a, trans_b). a: descriptor or
+    registers.
 
-    Bytes have no trans operands; of A in registers there is only trans_b. Registers are told by their places in u.b32:
-    the machine reads and writes them when it likes, until they are waited for.
+    8-bit types have no trans operands; with A in registers there is only trans_b. Registers are passed by their indices
+    in u.b32, since the machine may read and write them at any time until they are waited for.
     """
     found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)", ins.op)
     if not found or found[3] not in _WGMMA_DEPTH or int(found[2]) != _WGMMA_DEPTH[found[3]] or int(found[1]) % 8:
@@ -96,7 +97,7 @@ _TCGEN05 = [
 
 @instruction("tcgen05")
 def tcgen05(e, ins, mods):
-    """Pass operands to the engine: addresses, descriptors, predicates; vectors as tuples."""
+    """Pass an instruction's operands to the engine: addresses, descriptors, predicates; vectors as tuples."""
     if not any(re.fullmatch(r"tcgen05\." + form, ins.op) for form in _TCGEN05):
         raise Unsupported(ins.op)
     mods.left = []

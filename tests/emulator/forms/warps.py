@@ -1,4 +1,4 @@
-"""Instructions of a warp (PTX ISA, sections shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask)."""
+"""Warp instructions (PTX ISA, sections shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _is_all(mask) -> bool:
 
 
 def _members(e, ins, mask) -> str:
-    """Check that the lanes of the membermask are here; return the mask's value."""
+    """Emit a check that all lanes of the membermask are active; return Python source of the mask's value."""
     value = e.read(mask, "b32")
     check = e.constant(members.check)
     if _is_all(mask):

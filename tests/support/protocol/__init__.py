@@ -1,5 +1,5 @@
-"""How ranks of the symmetric transport exchange rows and how roles of a kernel hand over tiles, as models, and a search
-through every order of their events.
+"""Models of two protocols, with a search through every order of their events: ranks of the symmetric transport that
+exchange rows, and warp roles of a kernel that hand over tiles.
 
 Of ranks: each rank has a window, which the others store to: for each source rows X (of dispatches) and Y (of combines),
 ids, and words of 64 bits. `data` and `sums` say that the source's part of an op is here, `enter` that it is done with
@@ -10,12 +10,13 @@ epoch:
     B1    backward's dispatch by handle 1: the same without ids
     C1    combine of what handle 1 dispatched last: rows to Y, then `sums`; wait for `sums` of all; read
 
-There is one X and one Y: what an op overwrites must have been read. X is read until the combine of its dispatch or,
-if that comes first, the next dispatch; Y within its op. So `sums` of the latest dispatch's combine let a rank dispatch,
-and `data` let it combine. Where the op before gave no such word, ranks first exchange `enter`.
+There is one X and one Y, so an op may overwrite them only after all ranks have read their content. X is read until the
+combine of its dispatch or, if that comes first, the next dispatch; Y within its op. So `sums` of the latest dispatch's
+combine let a rank dispatch, and `data` let it combine. Where the op before gave no such word, ranks first exchange
+`enter`.
 
-Of ranks, to be read in this order: ops.py (rules, and what a rank's stream does), ranks.py (windows and stores on their
+Files on ranks, in reading order: ops.py (rules, and what a rank's stream does), ranks.py (windows and stores on their
 way), ctas.py (one rank's kernels), search.py. `python -m tests.support.protocol` runs the sizes that
-tests/test_protocol.py has no time for. Of roles: gemm.py (each protocol of persistent kernels, and ways to break it),
-barriers.py.
+tests/test_protocol.py has no time for. Files on roles: gemm.py (each protocol of persistent kernels, and ways to break
+it), barriers.py.
 """

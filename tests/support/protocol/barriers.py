@@ -1,11 +1,13 @@
-"""Roles of a CTA or of a cluster that hand over what lies in shared or tensor memory, and every order of their steps.
+"""Model of warp roles that hand over data in shared or tensor memory by mbarriers, to search every order of their
+steps.
 
-A role is a list of steps; loops are written out. In place of a value, a cell holds the number of what was stored there,
-and a read is right if it finds its own. A copy lands any time after it was sent. An mbarrier has a phase, which ends
-with the last of its arrivals, bytes of a copy among them; a wait names a parity, and passes if the phase of that parity
-is the one that ended last. So it also passes two phases too early: that is what a search is to find.
+A role is a list of steps; loops are unrolled. A cell of memory holds, instead of a value, the number of the item stored
+there, and a read is correct if it finds its own item's number. A copy may land any time after it was sent. An mbarrier
+has a phase, which ends with the last of its arrivals, including the bytes of copies. A wait names a parity, and passes
+if the phase that ended last has this parity; so it also passes two phases too early, which is the fault that a search
+looks for.
 
-A CTA ends when its roles have; to arrive or to land there after that is a fault.
+A CTA ends when its roles end; an arrival or a landing copy there after that is a fault.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ WAIT, ARRIVE, WRITE, SEND, READ, SYNC = range(6)
 
 
 class Step(NamedTuple):
-    """WAIT: for the phase of parity `number` of a barrier. ARRIVE: at it. WRITE: `number` to a cell. SEND: a copy,
-    which writes `number` to a cell and arrives at a barrier. READ: a cell, which must hold `number`. SYNC: arrive at a
-    named barrier and wait there.
+    """One step of a role.
+
+    WAIT: for the phase of parity `number` of a barrier. ARRIVE: at a barrier. WRITE: `number` to a cell. SEND: start a
+    copy that writes `number` to a cell and arrives at a barrier. READ: a cell, which must hold `number`. SYNC: arrive
+    at a named barrier and wait there.
     """
 
     kind: int
@@ -32,7 +36,13 @@ class Step(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """`count`: of arrivals that end a phase. cta: where it lies. is_named: one of those that a SYNC waits at."""
+    """A barrier.
+
+    Attributes:
+        count: arrivals that end a phase.
+        cta: the CTA in whose memory it lies.
+        is_named: True: a named barrier, for SYNC steps.
+    """
 
     name: str
     count: int
@@ -41,9 +51,14 @@ class Barrier(NamedTuple):
 
 
 class State(NamedTuple):
-    """at: each role's next step. waiting: the phase of the named barrier at which a role stands, or -1. phases: how
-    many of each barrier have ended. pending: arrivals that the current one still needs. flying: copies, by role and
-    step.
+    """A state of the machine.
+
+    Attributes:
+        at: each role's next step.
+        waiting: for each role, the phase of the named barrier at which it waits; -1: none.
+        phases: for each barrier, the number of phases that have ended.
+        pending: for each barrier, the arrivals that its current phase still needs.
+        flying: copies that have not landed, by role and step.
     """
 
     at: tuple[int, ...]
@@ -56,25 +71,25 @@ class State(NamedTuple):
 
 @dataclass
 class Role:
-    """Steps of one warp, or of warps that take them together. cta: where it runs."""
+    """Steps of one warp, or of several warps that run in lockstep. cta: the CTA in which it runs."""
 
     name: str
     cta: int
     steps: list[Step] = field(default_factory=list)
 
     def acquire(self, of: Pipeline, number: int, parity: int = 1) -> None:
-        """Wait until the slot of a number is empty."""
+        """Append a wait until the slot of item `number` is empty."""
         self.steps.append(Step(WAIT, of.empty(number), number=(of.round(number) + parity) % 2))
 
     def write(self, of: Pipeline, number: int, part: int = 0) -> None:
         self.steps.append(Step(WRITE, cell=of.cell(number, part), number=number))
 
     def commit(self, of: Pipeline, number: int) -> None:
-        """Arrive at a slot's full barrier."""
+        """Append an arrival at the full barrier of item `number`'s slot."""
         self.steps.append(Step(ARRIVE, of.full(number)))
 
     def send(self, of: Pipeline, number: int, part: int = 0) -> None:
-        """Start a copy of a part of a slot's content; its bytes arrive."""
+        """Append a copy of one part of item `number` into its slot; the copy arrives at the full barrier."""
         self.steps.append(Step(SEND, of.full(number), of.cell(number, part), number))
 
     def await_full(self, of: Pipeline, number: int) -> None:
@@ -84,13 +99,13 @@ class Role:
         self.steps.append(Step(READ, cell=of.cell(number, part), number=number))
 
     def use(self, of: Pipeline, number: int) -> None:
-        """Read all parts, once when it begins and once when it ends."""
+        """Append reads of all parts of item `number`, twice: at the begin and at the end of its use."""
         for _ in range(2):
             for part in range(of.parts):
                 self.read(of, number, part)
 
     def release(self, of: Pipeline, number: int) -> None:
-        """Arrive at a slot's empty barrier."""
+        """Append an arrival at the empty barrier of item `number`'s slot."""
         self.steps.append(Step(ARRIVE, of.empty(number)))
 
     def sync(self, barrier: int) -> None:
@@ -101,7 +116,7 @@ class Role:
 
 
 class Pipeline(NamedTuple):
-    """Slots with a full and an empty barrier each. first_cell: of `parts` in each slot."""
+    """Slots with a full and an empty barrier each. Each slot has `parts` cells, from `first_cell` on."""
 
     first_barrier: int
     first_cell: int
@@ -122,7 +137,7 @@ class Pipeline(NamedTuple):
 
 
 class Machine:
-    """Barriers, cells and roles. Nothing is written yet."""
+    """Barriers, cells and roles of a protocol; cells are initially unwritten."""
 
     def __init__(self) -> None:
         self.barriers: list[Barrier] = []
@@ -134,7 +149,7 @@ class Machine:
         return self.roles[-1]
 
     def pipeline(self, name: str, slots: int, full: int, empty: int, cta: int = 0, parts: int = 1) -> Pipeline:
-        """full, empty: arrivals, bytes of copies among them."""
+        """Add a pipeline. full, empty: number of arrivals at these barriers, including the bytes of copies."""
         made = Pipeline(len(self.barriers), self.cells, slots, parts)
         for what, count in (("full", full), ("empty", empty)):
             self.barriers += [Barrier(f"{name} ({what})", count, cta)] * slots
@@ -142,7 +157,7 @@ class Machine:
         return made
 
     def named(self, name: str, count: int = 2, cta: int = 0) -> int:
-        """Make a named barrier, of so many arrivals."""
+        """Add a named barrier with `count` arrivals; return its number."""
         self.barriers.append(Barrier(name, count, cta, is_named=True))
         return len(self.barriers) - 1
 
@@ -165,7 +180,7 @@ class Machine:
             yield self.arrived(self.written(landed, step), step.barrier, state)
 
     def taken(self, state: State, role: int, step: Step) -> State | None:
-        """After a role's next step; None where it has to wait."""
+        """Return the state after a role's next step; None: the role must wait."""
         at = state._replace(at=changed(state.at, role, state.at[role] + 1))
         if step.kind == WAIT:
             return at if (state.phases[step.barrier] - 1) % 2 == step.number else None
@@ -209,7 +224,7 @@ class Machine:
         return "all roles have ended" if is_over and not state.flying else None
 
     def table(self) -> dict[str, tuple[set[str], set[str]]]:
-        """Of each role, the names of barriers that it waits for and of those that it signals."""
+        """Return, by role, the names of the barriers that it waits for and of the barriers at which it arrives."""
         found: dict[str, tuple[set[str], set[str]]] = {}
         for role in self.roles:
             waits, signals = found.setdefault(role.name, (set(), set()))

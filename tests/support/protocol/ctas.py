@@ -1,8 +1,8 @@
-"""CTAs of one rank's launches, of which the last to take a ticket publishes the op's word.
+"""Model of the CTAs of one rank's launches: the CTA that draws the last ticket publishes the op's word.
 
-Each CTA reads the epoch, stores its rows (or gives up, if the exchange of `enter` before them times out) and adds to a
-counter of tickets. A launch adds WHOLE to it: CTA 0 what the others leave, who add 1. So the last of any number of CTAs
-sees a multiple of WHOLE, and nothing is ever reset.
+Each CTA reads the epoch, stores its rows (or gives up, if the preceding exchange of `enter` times out) and adds to a
+ticket counter. A launch adds WHOLE in total: each CTA adds 1, except CTA 0, which adds the rest. So the last of any
+number of CTAs sees a multiple of WHOLE, and the counter is never reset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START, TICKET, TICKET_THEN_ERROR, ERROR, OVER = range(5)
 
 @dataclass(frozen=True)
 class LaunchRules:
-    """What is built. Take one rule away, and a search finds a fault."""
+    """Rules of the implementation. If one rule is switched off, a search finds a fault."""
 
     last_advances: bool = True  # the epoch; not CTA 0 at its start
     last_publishes: bool = True  # not CTA 0 at its end
@@ -30,7 +30,9 @@ class LaunchRules:
 
 
 class State(NamedTuple):
-    """`word`: what is published. `rows`: the epochs of those that each CTA stored last."""
+    """A state of the rank. `word`: the published word. `rows`: for each CTA, the epoch of the rows that it stored
+    last.
+    """
 
     launch: int
     epoch: int
@@ -47,7 +49,7 @@ def changed(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 @dataclass
 class Launches:
-    """One after the other, of `grids` CTAs. may_give_up: any CTA, instead of storing its rows."""
+    """Successive launches with these numbers of CTAs. may_give_up: any CTA may give up instead of storing its rows."""
 
     grids: tuple[int, ...] = (3, 2, 3)
     may_give_up: bool = False

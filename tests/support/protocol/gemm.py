@@ -1,7 +1,7 @@
-"""The protocols of persistent GEMMs' roles, each by itself: what waits for what, and who arrives where.
+"""Models of the protocols between a persistent GEMM's warp roles, each by itself: waits and arrivals at barriers.
 
-Each function builds what its kernel's docstring tables, and takes a way to break it. `n` items come, more than twice as
-many as there are slots, so that a wait can meet the phase two rounds before.
+Each function models the table in its kernel's docstring, and can break the protocol in the ways of `broken`. There are
+`n` items, more than twice the number of slots, so that a wait can meet the phase two rounds earlier.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ PAIR = range(2)
 
 
 def produce(role: Role, to: Pipeline, number: int) -> None:
-    """Hand over one item that a role writes itself."""
+    """Append the steps that write one item into a slot."""
     role.acquire(to, number)
     role.write(to, number)
     role.commit(to, number)
 
 
 def bring(role: Role, to: Pipeline, number: int) -> None:
-    """Load an item's first part, by a copy whose bytes the role tells the barrier to expect."""
+    """Append the steps that load an item's first part by a copy, whose bytes the role announces to the barrier."""
     role.acquire(to, number)
     role.commit(to, number)
     role.send(to, number)
 
 
 def consume(role: Role, of: Pipeline, number: int) -> None:
-    """Wait for an item, use it, and give its slot back."""
+    """Append the steps that wait for an item, use it and release its slot."""
     role.await_full(of, number)
     role.use(of, number)
     role.release(of, number)
 
 
 def ring(n: int = 5, slots: int = 2, consumers: tuple[str, ...] = (LOADS, MMA), broken: str = "") -> Machine:
-    """`schedule.work.WorkRing`: tiles from the scheduler to all other warps.
+    """Model `schedule.work.WorkRing`: the scheduler passes tiles to all other warps.
 
     broken: "few arrivals", "no wait", "early", "parity".
     """
@@ -65,10 +65,10 @@ def ring(n: int = 5, slots: int = 2, consumers: tuple[str, ...] = (LOADS, MMA), 
 
 
 def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> Machine:
-    """Stages of the pipeline of k-tiles in one CTA: weights by TMA, rows of x by TMA or by the role `gathers`.
+    """Model the stages of one CTA's mainloop: weights come by TMA, rows of x by TMA or by the role `gathers`.
 
-    broken: "bytes", which a full barrier does not count; "released early", before its MMAs have ended; "one gatherer",
-    which does not wait for room.
+    broken: "bytes", not counted by a full barrier; "released early", before the stage's MMAs have ended; "one
+    gatherer", which does not wait for an empty slot.
     """
     made = Machine()
     counted = 2 - (broken == "bytes")
@@ -98,10 +98,10 @@ def stages(n: int = 5, slots: int = 2, gathers: str = "", broken: str = "") -> M
 
 
 def shared_stages(n: int = 3, slots: int = 1, broken: str = "") -> Machine:
-    """Stages of a cluster of two CTAs, each of which loads half of a tile into both.
+    """Model the stages of a cluster of two CTAs, each of which loads half of a tile into both.
 
-    broken: "own room", where a CTA asks for room in its own stages alone; "no tail", where it does not stay until its
-    peer's last arrivals.
+    broken: "own room": a CTA waits only for its own stage to be empty; "no tail": a CTA ends before its peer's last
+    arrivals.
     """
     made = Machine()
     stages = _stages_of_pair(made, slots, empty=1 if broken == "own room" else 2)
@@ -124,7 +124,7 @@ def _stages_of_pair(made: Machine, slots: int, empty: int = 2) -> list[Pipeline]
 
 
 def _load_for_both(loads: Role, stages: list[Pipeline], k_tile: int) -> None:
-    """Load a CTA's half of a k-tile into both."""
+    """Append the load of a CTA's half of a k-tile into both CTAs."""
     mine = stages[loads.cta]
     loads.acquire(mine, k_tile)
     loads.commit(mine, k_tile)
@@ -133,13 +133,13 @@ def _load_for_both(loads: Role, stages: list[Pipeline], k_tile: int) -> None:
 
 
 def _tail(loads: Role, stages: Pipeline, n: int) -> None:
-    """Wait until all stages of n k-tiles are empty."""
+    """Append waits until all stages of n k-tiles are empty."""
     for k_tile in range(n, n + stages.slots):
         loads.acquire(stages, k_tile)
 
 
 def turns(tiles: int = 4, k_tiles: int = 2, slots: int = 2, role: str = MMA, broken: str = "") -> Machine:
-    """Pingpong: two warpgroups have every other tile each, and its k-tiles of the one pipeline (`sm90/turns.py`).
+    """Model pingpong: two warpgroups take alternate tiles, with all k-tiles in one pipeline (`sm90/turns.py`).
 
     broken: "no turns".
     """
@@ -164,11 +164,12 @@ def turns(tiles: int = 4, k_tiles: int = 2, slots: int = 2, role: str = MMA, bro
 
 
 def loads(chunks: int = 5, slots: int = 2, role: str = MMA, broken: str = "") -> Machine:
-    """What an epilogue reads beside its accumulators, and overwrites with what it stores (`sm90/epilogue/preact.py`).
+    """Model tensors that an epilogue loads beside its accumulators and overwrites with results
+    (`sm90/epilogue/preact.py`).
 
-    Two warps read a slot and write their results there; the storing one of them, once both have, sends these off and
-    frees the slot when that has been read. broken: "freed early", before the store has read the slot; "alone", without
-    the barrier between the two.
+    Two warps read a slot and write their results there. Then the storing warp starts a store of the slot, and releases
+    the slot after the store has read it. broken: "freed early", before the store has read the slot; "alone", without
+    the barrier between the two warps.
     """
     made = Machine()
     loads = made.pipeline("loads", slots, full=2, empty=1, parts=1)
@@ -194,12 +195,12 @@ def loads(chunks: int = 5, slots: int = 2, role: str = MMA, broken: str = "") ->
 
 
 def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
-    """Tickets that the first CTA of a cluster draws and sends to the second (`schedule/tickets.py`); all but the last
-    are tiles, of one k-tile here, which both CTAs load for both.
+    """Model tickets that the first CTA of a cluster draws and sends to the second (`schedule/tickets.py`).
 
-    So the first CTA stays until the second has multiplied its last tile, and with it until all tickets but the last are
-    answered. broken: "no wait", where the first sends without room; "released last", where the second answers its last
-    ticket, too; "no tail", as of `shared_stages`.
+    Each ticket except the last is a tile, here of one k-tile, which each CTA loads for both. So the first CTA must stay
+    until the second has multiplied its last tile, and until the second has acknowledged all tickets except the last.
+    broken: "no wait": the first sends without an empty slot; "released last": the second also acknowledges its last
+    ticket; "no tail": see `shared_stages`.
     """
     made = Machine()
     # Full in the second CTA, empty in the first.
@@ -239,11 +240,11 @@ def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
 def decoded(
     tiles: int = 2, k_tiles: int = 3, slots: int = 3, warpgroups: int = 2, broken: str = ""
 ) -> Machine:  # fmt: skip
-    """Packed weights that warpgroups decode in turns to a second ring (`sm90/mainloop/decoded_fp8.py`).
+    """Model packed weights that warpgroups take turns to decode into a second ring (`sm90/mainloop/decoded_fp8.py`).
 
-    broken: "rows forgotten", where the MMA's own arrival is not counted at a stage; "turns by tile", where each tile's
-    turns begin with the same warpgroup; "no room", where decoding does not wait for the slot; "packed first", where it
-    waits for the packed weights before, so that nothing says that the stage's older phase is over.
+    broken: "rows forgotten": the MMA's own arrival at a stage is not counted; "turns by tile": each tile's turns begin
+    with the same warpgroup; "no room": decoding does not wait for an empty slot; "packed first": decoding waits for the
+    packed weights before the slot, so nothing proves that the stage's previous phase has ended.
     """
     made = Machine()
     counted = 1 if broken == "rows forgotten" else 2
@@ -281,10 +282,10 @@ def decoded(
 
 
 def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "") -> Machine:
-    """Weights that warpgroups decode in turns into the very stages (`sm90/mainloop/decoded_lines.py`).
+    """Model weights that warpgroups take turns to decode into the stages themselves (`sm90/mainloop/decoded_lines.py`).
 
-    broken: "no wait", where they do not wait for room; "turns by tile", where each tile's turns begin with the same
-    warpgroup; "all stages", where each also waits for room in the other's, which may be taken before it looks.
+    broken: "no wait": decoding does not wait for an empty slot; "turns by tile": each tile's turns begin with the same
+    warpgroup; "all stages": each warpgroup also waits for the other's slots, whose phase may be over before it waits.
     """
     made = Machine()
     stages = made.pipeline("stages", slots, full=3, empty=1, parts=2)
@@ -309,9 +310,9 @@ def decoding(tiles: int = 3, k_tiles: int = 3, slots: int = 2, broken: str = "")
 
 
 def accumulators(tiles: int = 5, broken: str = "") -> Machine:
-    """Two accumulators in tensor memory, one for each warpgroup that finishes tiles (`sm100/persistent.py`).
+    """Model two accumulators in tensor memory, one for each warpgroup that runs epilogues (`sm100/persistent.py`).
 
-    broken: "freed early", before the last slab is read; "no commit", where a warpgroup is told before its MMAs ended.
+    broken: "freed early", before the last slab is read; "no commit": a warpgroup is signalled before its MMAs ended.
     """
     made = Machine()
     two = made.pipeline("accumulators", 2, full=1, empty=1)
@@ -338,17 +339,17 @@ def accumulators(tiles: int = 5, broken: str = "") -> Machine:
 
 
 Table = dict[str, tuple[set[str], set[str]]]
-"""Of each role, the barriers that it waits for and those that it signals."""
+"""Barriers that each role waits for, and barriers that it signals, by role."""
 
 
 def hopper() -> Table:
-    """What `sm90/persistent.py` tables."""
+    """Return the barriers by role of `sm90/persistent.py`, to be compared with the table in its docstring."""
     of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, GATHER, MMA, DECODE))
     return _table(of_ring, stages(), stages(gathers=GATHER), turns(), loads(), decoding(), decoded())
 
 
 def blackwell() -> Table:
-    """What `sm100/persistent.py` tables."""
+    """Return the barriers by role of `sm100/persistent.py`, to be compared with the table in its docstring."""
     of_ring = ring(consumers=(LOADS, EPILOGUE_LOADS, MMA, EPILOGUE, GATHER, SCALES))
     by_role = (stages(gathers=role) for role in (GATHER, SCALES))
     made = _table(of_ring, stages(), *by_role, accumulators(), loads(role=EPILOGUE))
@@ -359,7 +360,7 @@ def blackwell() -> Table:
 
 
 def _table(*machines: Machine) -> Table:
-    """Of all machines together. That each consumer frees the ring's slots is said of the ring."""
+    """Merge the tables of several machines. Barriers among WARPS are left out."""
     found: Table = {}
     for machine in machines:
         for role, sides in machine.table().items():

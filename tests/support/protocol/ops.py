@@ -1,4 +1,4 @@
-"""The rules, and by them what each rank's stream does: the same on all ranks."""
+"""Rules of the symmetric transport, and the steps of each rank's stream that follow from them, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 X, Y, IDS, DATA, SUMS, ENTER, ABORT, COUNT = range(8)
-"""What a source has in a window; COUNT is a word that a broken rule needs."""
+"""Cells that a source rank has in a window; COUNT is a flag word that only a broken rule needs."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is built. Take one rule away, and a search finds a fault."""
+    """Rules of the implementation. If one rule is switched off, a search finds a fault."""
 
     release: bool = True  # a word lands after what it stands for
     wait_then_read: bool = True
@@ -32,7 +32,9 @@ class Rules:
 
 
 class Op(NamedTuple):
-    """`source`: the number of the dispatch whose rows these are, its own or that which a combine answers."""
+    """One operation. `source`: number of the dispatch that its rows belong to: its own, or the dispatch that a combine
+    answers.
+    """
 
     kind: str
     handle: int
@@ -49,7 +51,9 @@ class Op(NamedTuple):
 
 
 def needs_enter(kind: str, before: list[Op], rules: Rules) -> bool:
-    """Whether no word yet says that peers are done with what an op after those before overwrites."""
+    """Return True if no received word proves yet that peers have finished reading what an op after `before`
+    overwrites.
+    """
     if not before or not rules.enter:
         return False
     last = before[-1]
@@ -62,7 +66,7 @@ def needs_enter(kind: str, before: list[Op], rules: Rules) -> bool:
 
 
 def ops_of(text: str, rules: Rules) -> list[Op]:
-    """Of their names: "D1 C1 D2 C2 B2 C2 B1 C1" is a training step of two layers."""
+    """Return ops from their names: "D1 C1 D2 C2 B2 C2 B1 C1" is a training step of two layers."""
     ops: list[Op] = []
     dispatched: dict[int, int] = {}
     for number, name in enumerate(text.split(), 1):
@@ -74,7 +78,10 @@ def ops_of(text: str, rules: Rules) -> list[Op]:
 
 
 class Step(NamedTuple):
-    """`action`: "enter" or "store" (to all), "wait" (for `word` of all) or "read"; `number`: of its op, from 1."""
+    """One step of a stream.
+
+    `action`: "enter", "store" (to all), "wait" (for `word` of all) or "read". `number`: of its op, from 1.
+    """
 
     action: str
     number: int
@@ -82,7 +89,10 @@ class Step(NamedTuple):
 
 
 def steps_of(ops: list[Op], rules: Rules) -> list[Step]:
-    """Rows of X are read as early as they may be and, if other steps lie between, once more as late as they may be."""
+    """Return the steps of a list of ops.
+
+    Rows of X are read as early as allowed and, if other steps lie between, once more as late as allowed.
+    """
     steps: list[Step] = []
     in_x: Step | None = None  # the reading of what X holds
     put_off: list[Step] = []

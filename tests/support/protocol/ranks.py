@@ -1,11 +1,13 @@
-"""Ranks that store to each other's windows.
+"""Model of ranks that store to each other's windows.
 
-In place of a value, a place in memory holds the number of the op that stored it, from 1; a read is right if it finds
-its own op's. A store to a peer lands any time later, in any order with others, a word after what it stands for. To land
-changes nothing but what reads find; so for larger sizes two extremes serve, in which fewer stores wait: rows land at
-once (`landing="early"`, which shows overwritten rows) or with their word ("late", which shows rows read too early).
+A place in memory holds, instead of a value, the number of the op that stored it, from 1; a read is correct if it finds
+its own op's number. A store to a peer lands any time later, in any order with other stores, except that a word lands
+after the data that it announces. A landing store changes only what later reads find. So larger sizes are searched in
+two extreme cases with fewer pending stores: rows land at once (`landing="early"`, which finds overwritten rows) or
+together with their word ("late", which finds rows read too early).
 
-Left out: time itself, finer effects of the hardware's memory model, other streams, ranks with different lists of ops.
+Not modelled: time itself, finer effects of the hardware's memory model, other streams, ranks with different lists of
+ops.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from .ops import ABORT, COUNT, DATA, ENTER, IDS, SUMS, Rules, Step, X, Y, ops_of
 from .search import Fault, Found, explore
 
 COVERS = {DATA: (IDS, X), SUMS: (Y,), ENTER: (), ABORT: ()}
-"""What lands before a word does."""
+"""Cells whose stores must land before each flag word does."""
 RUNNING, CRASHED = 0, 255
 """Fates of a rank; 1 + r: it gave up, and its error names rank r."""
 
 
 class Store(NamedTuple):
-    """On its way to a peer. `value`: the op's number; of `abort` 1 + the suspect."""
+    """A store on its way to a peer. `value`: the op's number; for an `abort` word, 1 + the suspected rank."""
 
     source: int
     target: int
@@ -34,7 +36,9 @@ class Store(NamedTuple):
 
 
 class State(NamedTuple):
-    """`at`: each rank's next step. `memory`: of all windows. `flying`: stores that have not landed."""
+    """A state of all ranks. `at`: each rank's next step. `memory`: of all windows. `flying`: stores that have not
+    landed.
+    """
 
     at: tuple[int, ...]
     fates: tuple[int, ...]
@@ -42,7 +46,7 @@ class State(NamedTuple):
     flying: frozenset[Store]
 
     def after(self, rank: int, steps: int = 1, fate: int = RUNNING, stores: Iterable[Store] = ()) -> State:
-        """A rank has gone on by some steps, met its fate, or sent something."""
+        """Return the state after a rank has advanced by some steps, ended with a fate, or sent stores."""
         at, fates = list(self.at), list(self.fates)
         at[rank] += steps
         fates[rank] = fate or fates[rank]
@@ -60,9 +64,11 @@ class Model:
     """Ranks that run `ops`.
 
     Attributes:
-        rows: the most that go from one rank to another in an op, 1 or 2. landing: see above.
-        crash: one rank may stop for ever, anywhere. impatient: any wait may time out, whoever is alive.
-        epochs: how many a word can tell apart.
+        rows: the most rows that go from one rank to another in an op, 1 or 2.
+        landing: "any", "early" or "late", see the module.
+        crash: one rank may stop for ever at any point.
+        impatient: any wait may time out, even if all ranks are alive.
+        epochs: number of epochs that a word can distinguish.
     """
 
     ranks: int
@@ -88,24 +94,24 @@ class Model:
     # What lies where.
 
     def place(self, rank: int, source: int, cell: int, row: int = 0) -> int:
-        """Rows of X, rows of Y, then the cells that are there once."""
+        """Return the index in memory of a cell: rows of X, then rows of Y, then the single cells."""
         inside = row + self.rows * cell if cell in (X, Y) else 2 * self.rows + cell - IDS
         return (rank * self.ranks + source) * self.part + inside
 
     def count(self, source: int, target: int, kind: str, handle: int) -> int:
-        """Rows from one rank to another: other numbers for each pair and handle, sometimes none."""
+        """Return the number of rows that go from one rank to another; it differs by pair and handle, and may be 0."""
         if kind == "C":
             source, target = target, source
         return min((0, 1, 2, 1, 2)[(source + 3 * target + handle) % 5], self.rows)
 
     def received(self, rank: int, source: int, number: int) -> list[int]:
-        """Places where an op reads what one source sent."""
+        """Return the places in which an op of `rank` reads what `source` sent."""
         op = self.sequence[number - 1]
         rows = [self.place(rank, source, op.rows, row) for row in range(self.count(source, rank, op.kind, op.handle))]
         return [*rows, self.place(rank, source, IDS)] if op.kind == "D" else rows
 
     def sent(self, source: int, target: int, number: int) -> list[tuple[int, int]]:
-        """Cells and rows that an op stores to a peer, its word last."""
+        """Return (cell, row) of each store of an op to a peer; the op's word is last."""
         op = self.sequence[number - 1]
         handle = op.handle
         if op.kind == "B" and not self.rules.tokens_in_handle:
@@ -128,7 +134,9 @@ class Model:
                 yield from self.moves(rank, state)
 
     def goes_first(self, other: Store, store: Store) -> bool:
-        """Stores to one place land in their order, and a word after what it covers."""
+        """Return True if `other` must land before `store`: stores to one place keep their order, and words follow their
+        data.
+        """
         if other[:2] != store[:2]:
             return False
         if other[2:4] == store[2:4]:
@@ -173,7 +181,7 @@ class Model:
         return state.written(now, step.number).after(rank, stores=flying)
 
     def arrived(self, rank: int, peer: int, step: Step, memory: bytes) -> bool:
-        """Whether a peer's word is of the op or, modulo `epochs`, later."""
+        """Return True if a peer's word has this op's epoch or, modulo `epochs`, a later one."""
         holds, number = memory[self.place(rank, peer, step.word)], step.number
         if step.word == ENTER and self.rules.long_enter:
             return holds >= number
@@ -194,7 +202,7 @@ class Model:
                 raise Fault("the count of another op is read")
 
     def check_count(self, rank: int, step: Step, memory: bytes) -> None:
-        """Of a combine that looks at `data` once more."""
+        """Raise Fault if a combine that reads `data` again finds the count of another dispatch."""
         op = self.sequence[step.number - 1]
         if op.kind == "C" and any(memory[self.place(rank, peer, DATA)] != op.source for peer in self.everyone):
             raise Fault("the count of another op is read")
@@ -210,15 +218,17 @@ class Model:
     # Errors and ends.
 
     def given_up(self, rank: int, missing: list[int], state: State) -> Iterator[State]:
-        """A wait ends in an error, and abort words go to all but the suspect."""
+        """Yield the states after a wait ended in an error, with abort words sent to all ranks except the suspect."""
         for suspect in self.suspects(rank, missing, state) if self.rules.time_out else ():
             peers = set(self.everyone) - {rank, suspect} if self.rules.abort_words else ()
             told = [Store(rank, peer, ABORT, 0, 1 + suspect) for peer in peers]
             yield state.after(rank, 0 if self.rules.sticky else 2, 1 + suspect, told)
 
     def suspects(self, rank: int, missing: list[int], state: State) -> list[int]:
-        """Whom an error may name: whom an abort word names, else one whose word is missing. A live rank that is late
-        since it waits for a dead one began to wait earlier than this one does, so its abort word comes first.
+        """Return the ranks that an error may name: the rank named by an abort word, else a rank whose word is missing.
+
+        A live rank that is late because it waits for a dead one began to wait earlier than this rank, so its abort word
+        arrives first.
         """
         words = [state.memory[self.place(rank, peer, ABORT)] for peer in self.everyone]
         if named := [word - 1 for word in words if word]:
@@ -231,7 +241,7 @@ class Model:
         return stopped or state.at[rank] == len(self.steps)
 
     def end_of(self, state: State) -> str | None:
-        """As "crashed, error, ok": what became of the ranks, sorted."""
+        """Return the sorted fates of the ranks, such as "crashed, error, ok"; None: not all ranks have ended."""
         if not all(self.is_over(rank, state) for rank in self.everyone):
             return None
         suspects = {fate - 1 for fate in state.fates if fate not in (RUNNING, CRASHED)}

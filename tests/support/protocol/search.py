@@ -1,4 +1,4 @@
-"""Every state that a model can come to."""
+"""Search of every state that a model can reach."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ State = TypeVar("State", bound=Hashable)
 
 
 class Fault(Exception):
-    """What a broken protocol is found by."""
+    """A fault of a broken protocol, found by the search."""
 
 
 class Found(NamedTuple):
-    """How many states there are, the faults among them, and the ways to end."""
+    """Result of a search: number of states, the faults, and the ways in which the model can end."""
 
     states: int
     faults: set[str]
@@ -23,8 +23,9 @@ class Found(NamedTuple):
 def explore(
     first: State, successors: Callable[[State], Iterable[State]], end_of: Callable[[State], str | None]
 ) -> Found:
-    """All that can come after `first`, each once, and nothing that comes after a fault. A state that is no end (None)
-    must have a successor.
+    """Visit each state reachable from `first` once, without continuing after a fault.
+
+    A state that is no end (end_of returns None) must have a successor.
     """
     seen, todo = {first}, [first]
     found = Found(0, set(), set())

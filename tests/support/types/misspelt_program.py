@@ -1,4 +1,4 @@
-"""Mistakes that a type checker finds before a program runs: each statement below has one. It is checked, not run."""
+"""Statements with one mistake each that a type checker must find. The file is type-checked, not run."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A user's program, which a strict type checker takes without a complaint. It is checked, not run."""
+"""A user's program that a strict type checker must accept. The file is type-checked, not run."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Rows:
 
 
 class Columns(Rows):
-    """Rows of a group as weight gradients contract them: a block is 32 rows of a column.
+    """A group's rows, quantised for weight gradients: elements of 32 consecutive rows of a column share a scale.
 
     Blocks are counted from the group's first row.
     """
