@@ -79,7 +79,7 @@ class AggregateBackward(Invariant):
     """Backward kernel: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and
     d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c].
 
-    Address 0 of either gradient: it is not wanted.
+    Address 0 for d_x or d_h_pre: this gradient is not wanted.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):

@@ -1,5 +1,6 @@
-"""Asynchronous copies (cp.async) from global to shared memory: they run while the thread goes on, and take no
-registers."""
+"""Asynchronous copies (cp.async) from global to shared memory: the thread continues while they run, and they need no
+registers.
+"""
 
 from __future__ import annotations
 

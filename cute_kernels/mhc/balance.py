@@ -15,8 +15,10 @@ from ..device.invariant import Invariant
 
 
 def total(value: Float32, distances: tuple[int, ...]) -> Float32:
-    """Return the sum over the lanes whose numbers differ only in the bits `distances`. All these lanes get bit for bit
-    the same sum."""
+    """Return the sum of `value` over all lanes whose index differs only in the bits `distances`.
+
+    All of these lanes get the same bits.
+    """
     for distance in distances:
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
     return value

@@ -144,8 +144,11 @@ class ProjectFinish(Invariant):
     def _add(
         self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
     ):  # fmt: skip
-        """Add the sums of FINISH_READS slices, from slice `first` on, to a lane's outputs p, in order. All are read
-        before any is added; after the last slice, that one is read again, but not added."""
+        """Add the partial sums of FINISH_READS slices, from slice `first` on, to p of the lane's outputs, in order.
+
+        All loads are issued before the first addition. Past the last slice, the last slice is loaded again but not
+        added.
+        """
         raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
         for j in cutlass.range_constexpr(FINISH_READS):
             row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs

@@ -116,11 +116,10 @@ class PostMix(Invariant):
 
 
 class Coefficients(Invariant):
-    """A token's h_res and h_post in shared memory, in two buffers for a CTA's tokens in turns; registers are needed for
-    sums.
+    """A token's h_res and h_post in shared memory, since the registers are needed for sums.
 
-    Element j n + i is the factor of stream j in output i, so that the factors of one stream are neighbours; the n
-    elements of h_post follow.
+    Two buffers, used in turns, hold the current and the next token's coefficients. Element j n + i is the factor of
+    stream j in output i, so that the factors of one stream are neighbours; the n elements of h_post follow.
     """
 
     def __init__(self, h_res: Int64, h_post: Int64, forms: Int32, transpose: Int32, n: int, smem: cute.Pointer):

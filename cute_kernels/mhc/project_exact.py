@@ -133,12 +133,14 @@ class ExactProducts(Invariant):
         self._read(problem, mine, Int32(1), upcoming)
         stage, slot = Int32(0), Int32(0)
         for step in cutlass.range(mine.steps):
-            # All have left this step of the weight, and are done with the one before it, where the next one goes.
+            # After this barrier, all warps see this step of the weight and have finished with the step before it, whose
+            # slot is written next.
             cute.arch.sync_threads()
             self._keep(slots + (1 - slot) * self.slot_words, mine, step + 1, upcoming)
             self._read(problem, mine, step + 2, upcoming)
             for unit in cutlass.range_constexpr(self.units):
-                # All lanes have the oldest stage, and have read the one before it, which is the next to be filled.
+                # After this wait, all lanes see the oldest stage and have finished with the stage before it, which is
+                # filled next.
                 AsyncCopy.wait(self.stages - 2)
                 cute.arch.sync_warp()
                 free = stage - 1
@@ -158,7 +160,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _read(self, problem: ExactProjection, mine: Slice, step: Int32, values: cute.Tensor):
-        """Load a thread's vectors of a step of the weight. After the last column or row, that one is read again."""
+        """Load a thread's vectors of a step of the weight. Past the last column or row, the last one is read again."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
             vector += step * self.step_vectors
@@ -174,11 +176,12 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
-        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps;
-        zeros after the last column. (`_read` does not set these zeros, since it would then have to wait for its loads.)
+        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps.
+
+        Past the last column, write zeros. (If `_read` set these zeros, it would have to wait for its loads.)
         """
         for i in cutlass.range_constexpr(self.rounds):
-            cute.arch.sync_warp()  # or the compiler would split all of 8 streams' vectors at once, and spill them
+            cute.arch.sync_warp()  # or the compiler splits all vectors of 8 streams at once, and spills
             row, vector = self._place(i)
             if step * self.step_vectors + vector >= mine.vectors:
                 values[None, i].fill(0.0)
@@ -296,9 +299,11 @@ class ExactProducts(Invariant):
         return [[as_operands(words, self.dtype) for words in rows]]
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
-        """Add left right to `sums`, without products of rests with rests. Products with one rest come first, since they
-        may need scaling. The tensor cores add only 4 products a read before a float32 addition: they truncate their
-        sums, and the error would grow with the number of steps.
+        """Add left times right to `sums`; rest times rest is left out.
+
+        Products with one rest come first, since they may need scaling. Each read's 4 products are summed by the tensor
+        cores and then added in float32: tensor cores truncate their sums, and the error would grow with the number of
+        steps.
         """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)

@@ -162,8 +162,11 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
 
 
 def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """Turn Q, in place, from the one after a step to the one before it. The step normalised the lines whose factors
-    after it are `ours`; arguments as in `_balance`."""
+    """Replace Q after a step, in place, by Q before this step. The step normalised the lines whose factors after it are
+    `ours`.
+
+    Arguments as in `_balance`.
+    """
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]
         total = m0[at[0]] * q[at[0]]
@@ -175,8 +178,11 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
 
 
 def _through_maximum(start: Start, h: cute.Tensor, n: int):
-    """Turn H, in place, into the gradient of the logits. M0 = exp(l - rowmax), so each row's sum of H is subtracted at
-    the row's maximum, in equal shares if several elements tie."""
+    """Replace H, in place, by the gradient of the logits.
+
+    M0 = exp(l - rowmax), so each row's sum of H is subtracted at the row's maximum, in equal shares if several elements
+    tie.
+    """
     for i in range(n):
         total, ties = h[i * n], Float32(0.0)
         is_largest = [Float32((start.m0[i * n + j] == 1.0) & (start.first[j] == 1.0)) for j in range(n)]
@@ -226,8 +232,7 @@ class Sinkhorn(Invariant):
 
 
 class SinkhornBackward(Invariant):
-    """Backward kernel: makes d_logits. Each launch sets the size of shared memory: 2n numbers a thread and
-    iteration."""
+    """Backward kernel: makes d_logits. A launch's shared memory holds 2n factors for each thread and iteration."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

@@ -27,9 +27,10 @@ PARTS = 4  # read at a time
 
 
 class TileSums(Invariant):
-    """Second kernel, which makes d_weight (`launch`), and device code for the kernel that makes the sums (`leave`).
+    """Second kernel, which makes d_weight (`launch`), and device code for the first kernel, which makes the sums
+    (`leave`).
 
-    That kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
+    The first kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
     """
 
     def __init__(self, name: str, n: int, columns: WarpColumns):
@@ -48,8 +49,9 @@ class TileSums(Invariant):
             self._fragment(partials, part * blocks + block, i).store(mine.load())
 
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
-        """Return, in the workspace, the thread's registers of a CTA's fragment number `index`. row: the CTA's number,
-        part * blocks + block."""
+        """Return the thread's 4 registers of fragment `index` of a CTA, in the workspace. row: the CTA's number, part *
+        blocks + block.
+        """
         thread, _, _ = cute.arch.thread_idx()
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)
 
