@@ -24,8 +24,13 @@ LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B ha
 
 
 class RowSums(NamedTuple):
-    """Sums for each row. result: the address of float32 [T] to write; 0: not wanted. parts: the address of the float32
-    [num_parts, T] to add."""
+    """Sums for each row.
+
+    Attributes:
+        result: the address of the float32 [T] to write; 0: not wanted.
+        parts: the address of the float32 [num_parts, T] to add.
+        num_parts: number of parts.
+    """
 
     result: Int64
     parts: Int64

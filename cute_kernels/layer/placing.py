@@ -62,7 +62,7 @@ class Choices(NamedTuple):
 
 
 def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
-    """Return Choices whose ids are int32 and are experts' indices themselves."""
+    """Return Choices whose ids are int32 expert indices, without a map."""
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 

@@ -119,7 +119,7 @@ class Permute(_Rows):
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
         wait_for_earlier()
-        # After the wait, since the next kernel may read results of earlier kernels before its own wait.
+        # Only after the wait, since the next kernel may read results of earlier kernels before its own wait.
         let_next_begin()
         token, column = self._place()
         if column < vectors:
