@@ -107,10 +107,10 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
 """Choices that one FC1 kernel makes at run time, by (operands, tile, whether it stores the preactivation).
 
 "gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts. For
-every key that is not listed, each activation and each layout has a kernel of its own.
+keys that are not listed, each activation and each layout has a kernel of its own.
 
-The listed kernels take 0.997 to 1.004 times as long with the run-time branch on average, and at most 1.02 times. The
-kernels that are not listed have no such branch because their MMAs would not hide it: one token on the small 16-bit tile
+With the run-time branch, the listed kernels take 0.997 to 1.004 times as long on average, and at most 1.02 times.
+Kernels that are not listed have no branch because their MMAs would not hide it: one token on the small 16-bit tile
 would take 1.015 to 1.04 times as long, MXFP8 with ungated activations 1.03 times, the remaining tiles of decoded
 weights 1.01 to 1.07 times, a backward up to 2 times.
 """
@@ -185,12 +185,12 @@ _DECODING_TO_FP8: list[Spec] = [
     ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
-"""Compiler diagnostics that are accepted, by spec name: kernels that may spill registers.
+"""Compiler diagnostics that are accepted, by spec name: these kernels may spill registers.
 
-_SPILLING: because of the gathering warps, a thread of an MMA warpgroup has only 208 or 216 registers, up to 7 too few
-for these epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward
-runs at 0.985 to 1.03 of the speed that it has with 240 registers). _DECODING_TO_FP8: in these kernels, which also have
-warpgroups that decode to FP8, the gathering warps have too few registers.
+_SPILLING: gathering warps leave a thread of an MMA warpgroup only 208 or 216 registers, up to 7 too few for these
+epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward runs at
+0.985 to 1.03 of its speed with 240 registers). _DECODING_TO_FP8: besides gathering warps, these kernels have warpgroups
+that decode to FP8, and the gathering warps have too few registers.
 """
 
 

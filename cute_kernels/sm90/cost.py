@@ -68,11 +68,16 @@ def active_share(average: float, routing: str) -> float:
 
 @functools.lru_cache(maxsize=1024)  # one choice calls it for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
-    """Return how many tiles of `height` rows an expert has on average, if it has `average` rows on average.
+    """Return the average number of row tiles of an expert.
 
-    With SKEWED routing that is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
-    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step): the
-    0.2346.
+    With SKEWED routing this is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
+    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), hence the
+    constant 0.2346.
+
+    Args:
+        average: rows of an expert on average.
+        height: rows of a tile.
+        routing: EVEN or SKEWED.
     """
     active = active_share(average, routing)
     if routing == EVEN:

@@ -88,8 +88,8 @@ class Slots(slots.Slots):
         chunks_per_tile: int,
     ):  # fmt: skip
         self.dtype = dtype
-        # Chunk c of every tile takes slot c % SLOTS. With an odd number of chunks, a tile's first slot is the previous
-        # tile's last one, so that no store may be pending.
+        # Chunk c of every tile takes slot c % SLOTS. With an odd number of chunks, a tile's first slot is also the
+        # previous tile's last one, so its store must have ended: no store may be pending.
         self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
         self.smem = smem
         self.cols = cute.size(smem, mode=[1])

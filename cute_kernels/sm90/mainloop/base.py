@@ -393,8 +393,8 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop that fills all stages with weights before the previous kernel, which does not write weights, has
-    ended.
+    """Mainloop that loads weights into all stages before the previous kernel has ended, since that kernel does not
+    write weights.
 
     If `policy.evicts_weights`, weights that are read once are the first to leave L2, so that operands that are read
     again stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.

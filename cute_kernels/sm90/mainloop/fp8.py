@@ -75,7 +75,7 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end are never stored, and the end mark (expert < 0) has no rows: any row's scales serve
+        Rows past the group's end, and the rows of an end mark (expert < 0), are never stored: any row's scales serve
         them.
         """
         first = work.row + self.first_row
@@ -104,7 +104,7 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor by which the sums of one part of a row of a piece (64 rows by 128 columns) are multiplied.
+        """Return the factor for the sums of one part of a row of a piece (64 rows by 128 columns).
 
         Args:
             scales: scales that `take` returned.

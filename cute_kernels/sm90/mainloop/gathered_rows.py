@@ -120,7 +120,7 @@ class Gather(Invariant):
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """Return what this lane copies. first: number of the warp's first line."""
+        """Return this lane's part of the copies. first: number of the warp's first line."""
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
