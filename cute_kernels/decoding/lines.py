@@ -1,13 +1,13 @@
 """Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
 
-An MMA's registers hold neighbours along the contraction, which here belong to different weight rows, but a word of
-narrow elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in
-shared memory, from where MMAs read it transposed, like weights of 16 bits.
+MMA registers hold neighbours along the contraction, which here belong to different weight rows, while a word of narrow
+elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in shared
+memory, from which MMAs read it transposed, like 16-bit weights.
 
 A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. Each of 128 threads has two or four chunks of
-every k-tile, and a word of scales for each. It copies them to a slot in shared memory some k-tiles ahead. No other
-thread reads them, so the thread waits only for its own copies. When threads of a quarter warp write decoded numbers,
-they write to different banks.
+every k-tile, and a word of scales for each chunk. The thread copies them to a slot in shared memory some k-tiles ahead.
+No other thread reads them, so the thread waits only for its own copies. Threads of a quarter warp write decoded numbers
+to different banks.
 """
 
 from __future__ import annotations
@@ -144,8 +144,10 @@ class DecodedLines(Invariant):
         return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
 
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
-        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`;
-        write zeros for what is outside of w."""
+        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`.
+
+        Chunks outside of w are filled with zeros.
+        """
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
             line = first_row + self.line + time * self.lines_at_once
@@ -159,8 +161,10 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load the scales of 64 weight rows, from `first_row` on. First write the scales that the previous
-        call loaded to their own slot, `slot_before`."""
+        """Start to load the scales of 64 weight rows, from `first_row` on.
+
+        First write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
+        """
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
             words[i * THREADS] = self.pending[i]
@@ -178,8 +182,9 @@ class DecodedLines(Invariant):
                 self.pending[time * self.blocks + block] = word
 
     def read(self, slot: Int32, times: Sequence[int]) -> tuple[list[cute.Tensor], list[Int32]]:
-        """Return the thread's chunks of a slot, as words, and the words of their scales. Called before `write`, so that
-        all loads are under way before the first store: the compiler moves no load past a store.
+        """Return the thread's chunks of a slot, as words, and the words of their scales.
+
+        All reads must be issued before `write`, since the compiler moves no load past a store.
 
         Args:
             slot: the slot's address.
@@ -191,8 +196,10 @@ class DecodedLines(Invariant):
         return chunks, [scales[number * THREADS] for number in numbers]
 
     def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
-        """Decode what `read` returned, and write it to `target`, the address of a decoded k-tile: blocks of 64 columns,
-        in lines with a 128-byte swizzle. times: as for `read`."""
+        """Decode the result of `read` and write it to `target`, the address of a decoded k-tile.
+
+        The k-tile has blocks of 64 columns, in lines with a 128-byte swizzle. times: as for `read`.
+        """
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
         for i, time in enumerate(times):

@@ -1,9 +1,9 @@
-"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs whose registers have no room for decoding.
+"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs, which leave no registers for decoding.
 
-A block of 32 elements has a power of two, and so has a row. The epilogue multiplies sums by the row's power. The
-block's power relative to the row's, 2^(u - 6) with u = 0 .. 12, multiplies the elements: an E2M1 number times this
-factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte
-permutation takes four at a time.
+Each block of 32 elements has a power-of-two scale, and so has each row. The epilogue multiplies sums by the row's
+scale. The elements are multiplied by the block's scale relative to the row's, 2^(u - 6) with u = 0 .. 12: an E2M1
+number times this factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes,
+and a byte permutation looks up four elements at a time.
 
 A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions.
 """
@@ -101,8 +101,10 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles,
-        whose numbers are `k_tile` and `following`."""
+        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles.
+
+        k_tile, following: the numbers of these two k-tiles.
+        """
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
         self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
@@ -138,7 +140,8 @@ class RowsInFp8(Invariant):
     @cute.jit
     def _start_loads(self, k_tile: Int32):
         """Start to load the block scales of a k-tile. Past a row's last block and past the last row any scale will do,
-        since elements are zeros there."""
+        since the elements there are zeros.
+        """
         rows, blocks = self.scales.rows, self.scales.blocks
         block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
         scales = vector_at(Uint8, self.expert[0])
