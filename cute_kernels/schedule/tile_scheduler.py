@@ -64,8 +64,10 @@ class GroupTileScheduler(Invariant):
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles of a group of `rows` rows. An adaptive cluster, whose two CTAs share
-        either weights or rows, takes two columns of an odd row tile at once."""
+        """Return the number of cluster tiles of a group of `rows` rows.
+
+        An adaptive cluster, whose two CTAs share either weights or rows, covers an odd row tile two columns at a time.
+        """
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m
@@ -83,8 +85,13 @@ class GroupTileScheduler(Invariant):
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Read groups base .. base + 31. Lanes past the last group hold empty groups. rows_before, tiles_before: rows
-        and cluster tiles of earlier groups; kind: groups of the other kind count no tiles; None: all groups count."""
+        """Read groups base .. base + 31. Lanes past the last group hold empty groups.
+
+        Args:
+            base: number of the first group.
+            rows_before, tiles_before: rows and cluster tiles of earlier groups.
+            kind: count only the tiles of this kind of groups (light_groups.py); None: count all tiles.
+        """
         present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
         if present:
@@ -110,8 +117,10 @@ class GroupTileScheduler(Invariant):
         return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
-        """Return the coordinates of cluster tile `index` among `banded` x `swept` tiles, in an order of bands along the
-        first side, each of which is swept along the second side."""
+        """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` tiles.
+
+        Tiles are ordered by bands along the first side; each band is swept along the second side.
+        """
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
         height = cutlass.max(cutlass.min(banded - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))

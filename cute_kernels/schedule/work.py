@@ -11,8 +11,9 @@ from cutlass import Int32
 
 from ..device.invariant import Invariant
 
-# Four slots: two tiles in work, by pingpong warpgroups, one being loaded, one to come. With tickets two slots, so that
-# tickets are drawn late and tiles that begin together are neighbours (1 % of DeepSeek-V3's FC1 under skew).
+# Four slots: two tiles that pingpong warpgroups work on, one whose operands are being loaded, one in reserve. With
+# tickets two slots: then tickets are drawn late, and tiles that begin together are neighbours (1 % of DeepSeek-V3's FC1
+# under skew).
 STAGES, TICKET_STAGES = 4, 2
 SLOT_WORDS = 6
 
