@@ -33,8 +33,10 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """Return a ragged view's rows from `row` to before row `end`. The view's last two modes, `wrap` and `end`, are
-    gone. row_mode: the mode that counts rows."""
+    """Return a ragged view's rows from `row` up to, not including, row `end`, without the modes `wrap` and `end`.
+
+    row_mode: the mode that counts rows.
+    """
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)
     start = [0] * modes

@@ -60,8 +60,9 @@ class ExpertAddress(NamedTuple):
 
 
 class GateRows(NamedTuple):
-    """The order of a gated layer's weight rows, at run time: row i of half h is weight row i % 32 * step + i / 32 *
-    block + h * half.
+    """The order of a gated layer's weight rows, known at run time.
+
+    Row i of half h is weight row i % 32 * step + i / 32 * block + h * half.
 
     Attributes:
         layout: the layout's number in specs.LAYOUTS.
@@ -94,9 +95,11 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor of an adapter's packed matrices at `address`, by which low [T, r] is multiplied: [E, width, r],
-    or [E, r, width] if transposed. The tensor's first dimension has size 1, since kernels address experts by
-    offsets."""
+    """Make the tensor of an adapter's packed matrices, which multiply low [T, r]: [E, width, r], or [E, r, width] if
+    transposed.
+
+    address: of the first matrix. The tensor's first dimension has size 1, since kernels address experts by offsets.
+    """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
     pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
@@ -192,8 +195,8 @@ def lo_hi(units: Int64) -> tuple[Int32, Int32]:
 
 
 def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
-    """Return True if a tile's weights should be the first to leave L2: the group is one row tile, so no other tile
-    reads them. row_bytes: bytes of a weight row.
+    """Return True if a tile's weights should be the first to leave L2, because no other tile reads them: the group has
+    only one row tile. row_bytes: bytes of a weight row.
 
     Return False if weight rows do not begin at lines of L2, since a line that leaves half-read is read from memory
     again (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).
