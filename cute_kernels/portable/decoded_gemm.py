@@ -50,8 +50,10 @@ class RoundingEpilogue(ActivationEpilogue):
 
 
 def _round(outputs: cute.Tensor, first: int) -> None:
-    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8. The row's other
-    results in the block are in three other lanes. first: the first of the eight registers."""
+    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8.
+
+    Three other lanes hold the row's other results in the block. first: the first of the eight registers.
+    """
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)
     for place in places:

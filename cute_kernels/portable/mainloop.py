@@ -78,9 +78,11 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """Start to copy the run (k-tiles between two barriers) from `tile` on into the stages from `stage` on, unless
-        `tile` is past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts stay
-        fixed."""
+        """Start to copy one run (the k-tiles between two barriers), from `tile` on, into the stages from `stage` on.
+
+        Nothing is copied past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts
+        stay fixed.
+        """
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
@@ -118,8 +120,10 @@ class Mainloop(Invariant):
             self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
 
     def _add_nans(self, acc: cute.Tensor) -> None:
-        """Add NaN to the columns that held a NaN, since `columns` of operand b returned it as a number: multiply rows
-        of zeros by columns of NaN."""
+        """Add NaN to the columns that held a NaN, since `columns` of operand b returned these NaNs as numbers.
+
+        This multiplies rows of zeros by columns of NaN.
+        """
         for pair in range(self.n // 16):
             self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 

@@ -5,7 +5,7 @@ line, in chunks of 16 bytes. Across: an operand whose lines lie across the contr
 blocks of 64 elements a line (8 KB), which ldmatrix transposes.
 
 Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
-c ^ line % 8. Narrower lines share 128 bytes, and lines that share them have the same number in the swizzle.
+c ^ line % 8. Narrower lines share 128 bytes; lines that share 128 bytes count as one line in the swizzle.
 
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 

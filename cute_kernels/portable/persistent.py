@@ -35,9 +35,11 @@ def rounded_up(num_bytes: int) -> int:
 
 
 class States(Invariant):
-    """The maker of an epilogue's states: a tile has one state before the mainloop and another after it. If one state
-    served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on
-    sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name."""
+    """Factory of an epilogue's states: a tile has one state before the mainloop and another after it.
+
+    If one state served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were
+    spilled on sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name.
+    """
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
         self.tile, self.epilogue, self.own = tile, epilogue, own
