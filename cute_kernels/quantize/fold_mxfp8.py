@@ -124,7 +124,7 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """The vectors of a row that a thread handles: those at columns column, column + step, ... below columns.
+    """Vectors of a row that one thread handles: they begin at columns `column`, `column` + `step`, ... below `columns`.
 
     w, data: addresses of the row in the weight and in the result.
     """
@@ -202,8 +202,9 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """Return, in all threads of a row, the row's greatest magnitude. maxima: this thread's, as words
-        (`Magnitudes`)."""
+        """Return the row's greatest magnitude to all threads of the row. maxima: this thread's maxima, as words
+        (`Magnitudes`).
+        """
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP
         shared = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
@@ -218,8 +219,9 @@ class FoldRows(FoldMxfp8):
         return result.bitcast(Float32)
 
     def _greatest(self, maxima: cute.Tensor) -> Float32:
-        """Return the greatest of a thread's WORDS words of magnitudes as float32; its bits, as an integer, are ordered
-        like the numbers."""
+        """Return the greatest of a thread's WORDS words of magnitudes as float32. The bits of magnitudes, as integers,
+        are ordered like the numbers.
+        """
         word = maxima[0]
         for j in range(1, WORDS):
             word = self.magnitudes.max(word, maxima[j])
@@ -339,8 +341,10 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
-        """Return the biased exponents of the scales of the thread's columns. maxima: the thread's own; the CTA's
-        threads exchange them through shared memory."""
+        """Return the biased exponents of the scales of the thread's columns.
+
+        maxima: the maxima over this thread's rows. The CTA's threads exchange theirs through shared memory.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES
         shared = cutlass.utils.SmemAllocator().allocate_tensor(

@@ -31,8 +31,10 @@ from .tile import SMEM_PERCENT, WORDS, Origin, Outputs, Reach, ScaleLayout, read
 
 
 class Band(NamedTuple):
-    """A band of up to 128 rows of one group. row: its first row. end: the row where its group ends. Both are 0 if there
-    is no such band."""
+    """A band: up to 128 rows of one group.
+
+    row: the band's first row. end: the row where its group ends. Both are 0 if the place has no band.
+    """
 
     row: Int32
     end: Int32

@@ -39,7 +39,7 @@ MAX_EXPONENT = 2  # exponent of the greatest element, 6 = 1.5 * 2^2
 F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
 AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
 ROUNDING = 2.0**22
-GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; also the minimum of it and a NaN, which an Inf has become
+GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; `min` with a NaN (an Inf has become NaN) also gives 6
 # A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs are moved from 15 and 31 to 12 and 28.
 SIGN_SHIFT, SIGNS = 3, 0x10001000
 # Factor that brings both elements side by side into a word's upper byte.
