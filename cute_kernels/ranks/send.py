@@ -5,8 +5,7 @@ that says so.
                   rank's region `rows` (an MXFP8 token's scales to `scales`), and all choices (expert ids) and weights
                   to all ranks. Then waits for the tokens of all ranks.
     send_sums     combine. For every token n that another rank sent, sends the sum of the token's rows on this rank
-    back,
-                  to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
+                  back to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
 
 Regions are described in windows.py. A token's position is its own number, so nothing is counted before the first store,
 and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank after the
@@ -75,8 +74,7 @@ def _part(number: Int32, vectors: Int32) -> RowVectors:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """Return the memory of vector number `vector` from an address on. A vector is `words` times 4 bytes of any
-    dtype."""
+    """Return the memory of vector number `vector` after an address. A vector has `words` 32-bit words, of any dtype."""
     return run_at(Int32, address, vector * words, words)
 
 
@@ -98,16 +96,18 @@ def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Co
 
 
 class _Send(Invariant):
-    """Base of kernels that send rows. A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs
-    as can run at the same time. A rank without tokens also launches, since the others wait for its word.
+    """Base of kernels that send rows.
 
-    who                       waits for                            then
-    warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
-                              if operations do not alternate
-    all warps                 barrier (CTA)                        store rows to peers
-    warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
-    warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
-                              words of all ranks, or a time-out    end the operation
+    A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs as can run at the same time. A rank
+    without tokens also launches, since the others wait for its word.
+
+        who                       waits for                            then
+        warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
+                                  if operations do not alternate
+        all warps                 barrier (CTA)                        store rows to peers
+        warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
+        warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
+                                  words of all ranks, or a time-out    end the operation
     """
 
     def __init__(self, spec: LayerSpec):
@@ -242,8 +242,11 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
-        """Send rows, then scales. The first part of the scales goes to the warp after the one that had the last part of
-        the rows, so that with few tokens no warp has two parts."""
+        """Send the rows of tokens, then their scales.
+
+        The first part of the scales goes to the warp after the one that had the last part of the rows, so that with few
+        tokens no warp has two parts.
+        """
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
         if tokens.words != 0:
@@ -321,8 +324,10 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """The addresses of the tables of `Table` for this rank's own tokens (`tokens` of them), by which the tokens' sums
-    are found. After a failure, the tables point to the regions' NaN."""
+    """Addresses of the tables (see `Table`) of this rank's own `tokens` tokens, which say where their sums arrive.
+
+    After a failure, the tables point to the regions' NaN.
+    """
 
     sum_rows: Int64
     weight_places: Int64

@@ -152,7 +152,9 @@ class Operation(Invariant):
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
         """Write this rank's word (a 64-bit message) of a kind (an index of WORDS) to every rank; called by one warp.
-        content: its low 24 bits."""
+
+        content: the word's low 24 bits.
+        """
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
             word = self._word(self.lane, kind, self.link.rank)
@@ -191,8 +193,9 @@ class Operation(Invariant):
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
-        """Return a signed number: > 0 if a word was written by a later operation than this one, 0 by this one, < 0 by
-        an earlier one. The word's status and count are ignored."""
+        """Compare a word's operation with this one: return a number > 0 if a later operation wrote the word, 0 if this
+        one did, < 0 if an earlier one did. The word's status and count are ignored.
+        """
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
@@ -254,7 +257,7 @@ class Operation(Invariant):
         """Record the end of the operation in the state; called by one warp. Operations are counted even after a
         failure.
 
-        last: its kind, an index of LAST. latest: the number of the latest dispatch.
+        last: the operation's kind, an index of LAST. latest: the number of the latest dispatch.
         """
         if self.lane == 0:
             state = vector_at(Int64, self.link.state)
