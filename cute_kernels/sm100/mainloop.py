@@ -129,8 +129,10 @@ class TensorCoreMainloop(Mainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
         depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Issue the MMA that begins at element `first` of a k-tile's depth, unless only elements before it must be
-        multiplied. operands: A and B of this MMA; depth: the result of `depth_of`."""
+        """Issue the MMA of a k-tile's depth elements from `first` on, unless the k-tile ends before them.
+
+        operands: A and B of this MMA. depth: how many elements of the k-tile must be multiplied (`depth_of`).
+        """
         if first < depth:
             cute.gemm(tiled_mma, acc, *operands, acc)
 
@@ -167,11 +169,11 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 
 
 class ClearingWgradMainloop(WgradMainloop):
-    """The mainloop of columns of dy times columns of x, without TMA addresses that wrap (memory/ragged.py): TMA also
-    loads rows past the group's end, and the MMA warp overwrites with zeros those that the last MMA would multiply.
+    """The mainloop of columns of dy times columns of x without TMA addresses that wrap (memory/ragged.py).
 
-    These rows are in a group's last k-tile, and there are fewer than an MMA is deep. A row is a line of 128 bytes for
-    each 64 columns in 16 bits, for each 128 columns in 8 bits.
+    TMA then also loads rows past the group's end, and the MMA warp overwrites with zeros the rows that the last MMA
+    would multiply. These rows are in a group's last k-tile, and there are fewer of them than an MMA is deep. A row is a
+    line of 128 bytes for each 64 columns in 16 bits, for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -192,8 +194,9 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear_tail(self, stage: Int32, depth: Int32):
-        """Clear rows of a stage from row `depth` to the end of the last MMA, if an MMA multiplies only some of its
-        depth."""
+        """Zero a stage's rows from row `depth` to the end of the last MMA, if `depth` is not a multiple of an MMA's
+        depth.
+        """
         if (depth < self.tile.k) & (depth % self.step_k != 0):
             for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
                 self._clear(rows, first, stage, depth)
