@@ -62,7 +62,7 @@ class Operands:
 
     @property
     def multiple(self) -> int:
-        """The number of elements of which matrices' widths are multiples."""
+        """Number that must divide the widths of matrices, in elements."""
         return max(self.x.multiple, self.w.multiple)
 
 
