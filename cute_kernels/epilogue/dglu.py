@@ -100,8 +100,10 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return the number, first row and first column of chunk number `chunk` of a warpgroup's slabs. turn: how many
-        tiles the CTA had before; first_slab: the warpgroup's first slab."""
+        """Return the number, first row and first column of chunk number `chunk` of a warpgroup's slabs.
+
+        turn: number of tiles that the CTA computed before. first_slab: the warpgroup's first slab.
+        """
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
         row = work.row + (first_slab + chunk // self.chunks_per_slab) * self.tile.slab_step
@@ -112,8 +114,11 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and leave its row
-        sums. prefetched: the result of `begin`."""
+        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and store the row
+        sums.
+
+        prefetched: the result of `begin`.
+        """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -183,7 +188,10 @@ class DgluEpilogue(Epilogue):
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
         """Write the row sums of a slab (64 rows) to the workspace, as this tile's part of d_row_scale. row: the slab's
-        first row. A tile past the last column, as an adaptive cluster may have, writes nothing."""
+        first row.
+
+        A tile past the last column, which an adaptive cluster may have, writes nothing.
+        """
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end
         if const_expr(self.tile.m < ROWS):  # the slab's other rows belong to other tiles

@@ -20,8 +20,7 @@ from .sizes import ROWS, THREADS
 
 
 class Accumulators(Invariant):
-    """Accumulators that are not in registers. `slab` reads them into registers; it is called once for each slab, in
-    order."""
+    """Accumulators that are not in registers. `slab` reads them; it is called once for each slab, in order."""
 
     def slab(self, slab: int) -> cute.Tensor:
         """Read a thread's accumulators of slab number `slab`, 64 rows of the tile."""

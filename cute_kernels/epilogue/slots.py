@@ -99,8 +99,9 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Return the view of shared memory where this thread's accumulators 2 * number and 2 * number + 1 of a chunk
-        lie in a slot."""
+        """Return the view of a slot where this thread's accumulators 2 * number and 2 * number + 1 of a chunk are
+        stored.
+        """
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
