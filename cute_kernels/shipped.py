@@ -169,7 +169,7 @@ def decoded_specs(
     Args:
         arch: a key of ARCHS.
         tiles: the tiles for each key of OPERANDS.
-        glu_form: see `arch.Room`.
+        glu_form: see `arch.ArchPolicy`.
         dgrad: the tile of data gradients.
     """
     specs: dict[Spec, None] = {}
