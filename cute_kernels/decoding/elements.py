@@ -50,7 +50,7 @@ class Element:
 
     def place(self, pair: int, block: int) -> int:
         """Return the index that pair number `pair` of a share has among the thread's pairs of a block of 32 elements.
-        block: the block's number in the row."""
+        block: the block's index in the row."""
         return pair
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:

@@ -98,7 +98,7 @@ class DecodedLines(Invariant):
     Attributes:
         slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
         lines_at_once: weight rows of which the 128 threads have one chunk each, in every block of 64 columns.
-        times: a number for each group of `lines_at_once` weight rows of a k-tile.
+        times: indices of the groups of `lines_at_once` weight rows of a k-tile.
         blocks: blocks of 64 columns.
         count: chunks of a thread in a k-tile.
         pending: the scales that the thread is loading.
@@ -132,7 +132,7 @@ class DecodedLines(Invariant):
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
-        """Return the addresses of a thread's chunks and scales of a tile. n_tile: number of the tile along the
+        """Return the addresses of a thread's chunks and scales of a tile. n_tile: index of the tile along the
         columns."""
         first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
         scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch

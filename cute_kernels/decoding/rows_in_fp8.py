@@ -73,7 +73,7 @@ class RowsInFp8(Invariant):
         ahead: chunks that a thread reads before it decodes the first.
 
     Attributes:
-        times: numbers of a thread's rows of a tile, which are THREADS / 4 apart.
+        times: indices of a thread's rows of a tile; the rows are THREADS / 4 apart.
         first: the thread's first weight row of a tile.
         expert: the address of the expert's block scales.
         bases: each row's own scale byte, four in a word.
@@ -103,7 +103,7 @@ class RowsInFp8(Invariant):
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
         """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles.
 
-        k_tile, following: the numbers of these two k-tiles.
+        k_tile, following: the indices of these two k-tiles.
         """
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
@@ -127,7 +127,7 @@ class RowsInFp8(Invariant):
         self._start_loads(k_tile)
 
     def _row(self, i: int) -> Int32:
-        """Return the number, in its expert, of a thread's i-th weight row; it may be past the last row."""
+        """Return the index, in the expert, of a thread's i-th weight row; it may be past the last row."""
         part, in_part = divmod(i * self.rows_at_once, self.part_n)
         return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
 
@@ -149,11 +149,11 @@ class RowsInFp8(Invariant):
             self.pending[i] = Int32(scales[cutlass.min(self._row(i) * blocks + block, rows * blocks - 1)])
 
     def _of_word(self, word: int) -> range:
-        """Return the numbers of the rows whose bytes are in word `word` of bases or shifts."""
+        """Return the indices of the thread's rows whose bytes lie in word number `word` of `bases` or `shifts`."""
         return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
 
     def _packed(self, numbers: list[Int32]) -> Int32:
-        """Return up to four numbers, each of one byte, in one word."""
+        """Pack up to four numbers of one byte each into one word."""
         first, *others = numbers
         for place, number in enumerate(others, 1):
             first |= number << 8 * place

@@ -1,4 +1,4 @@
-"""Scale types of weights that are decoded: a class for each type, whose objects belong to an element type.
+"""Scale types of weights that are decoded, one class each. An object is made for the element type that it scales.
 
 Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Kernels note bad bytes, and
 write NaN at the end of a tile.

@@ -100,7 +100,7 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return the number, first row and first column of chunk number `chunk` of a warpgroup's slabs.
+        """Return the number in the CTA, the first row and the first column of chunk `chunk` of a warpgroup's slabs.
 
         turn: number of tiles that the CTA computed before. first_slab: the warpgroup's first slab.
         """

@@ -38,7 +38,7 @@ class PreactLayout(Invariant):
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
         """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot, and
-        the number of the piece in this slot."""
+        the piece's index in this slot."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece

@@ -70,12 +70,12 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def write(self, values: cute.Tensor, slot: int) -> None:
-        """Write registers of dtype `dtype`, a whole chunk, into a free slot."""
+        """Write a whole chunk of registers of dtype `dtype` into a free slot."""
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: number of these columns in the
-        slot."""
+        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: index of these
+        columns: column / 16."""
         raise NotImplementedError
 
     def publish(self) -> None:

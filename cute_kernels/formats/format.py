@@ -65,7 +65,7 @@ class Format:
 
     def columns(self, letter: str) -> str:
         """Return the last dimension of the tensor of elements, as text of a signature: `letter`, or `letter/8` if a
-        word holds eight elements. letter: the name of a row's number of elements."""
+        word holds eight elements. letter: the dimension name for the elements of a row."""
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:

@@ -1,6 +1,6 @@
 """Search for the largest of the numbers that a warp holds, by integer keys that are ordered like the numbers.
 
-Each lane holds the same count of numbers. The lane's number `index` is number lane + 32 index of the warp: its place.
+Each lane holds the same count of numbers. A lane's number `index` has the place lane + 32 index among the warp's.
 """
 
 from __future__ import annotations

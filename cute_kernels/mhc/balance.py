@@ -28,8 +28,8 @@ class Balance(Invariant):
     """Forward and backward for one matrix a warp.
 
     Attributes:
-        rows: bits of a lane's number by which the elements of one row differ.
-        columns: bits of a lane's number by which the elements of one column differ.
+        rows: bits of the lane index in which the elements of one row differ.
+        columns: bits of the lane index in which the elements of one column differ.
     """
 
     def __init__(self, n: int):

@@ -41,5 +41,5 @@ def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, tra
 
 
 def place_in_blocks(token: Int32, output: Int32) -> Int32:
-    """Return the number of the element of a tile's token (0 .. 15) and output within a part."""
+    """Return the index, within a part, of the element for a tile's token (0 .. 15) and an output."""
     return (output // 8 * 2 + token // 8) * 64 + token % 8 * 8 + output % 8

@@ -245,7 +245,7 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """Store this CTA's row of `sums`: its sums over tokens for the bias [K], then for the alphas, by output [K]."""
+        """Store this CTA's sums over tokens as a row of `sums`: [K] for the bias, then [K] for the alphas, by output."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES

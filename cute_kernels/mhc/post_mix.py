@@ -45,7 +45,7 @@ BACKWARD_THREADS = 128
 @cute.jit
 def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0. code: the bias' dtype. column:
-    the vector's number in the row. count: elements of the vector."""
+    the vector's index in the row. count: elements of the vector."""
     values = cute.make_rmem_tensor(count, Float32)
     values.store(floats(x).load())
     if bias != 0:

@@ -169,7 +169,7 @@ class ExactProducts(Invariant):
             values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
 
     def _place(self, i: int) -> tuple[Int32, Int32]:
-        """Return the row of the weight and the number in the step of a thread's i-th vector."""
+        """Return the weight row, and the index within the step, of a thread's i-th vector."""
         thread, _, _ = cute.arch.thread_idx()
         at = thread + i * self.threads
         return at // self.step_vectors, at % self.step_vectors

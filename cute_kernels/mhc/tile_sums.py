@@ -49,7 +49,7 @@ class TileSums(Invariant):
             self._fragment(partials, part * blocks + block, i).store(mine.load())
 
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
-        """Return the thread's 4 registers of fragment `index` of a CTA, in the workspace. row: the CTA's number, part *
+        """Return the thread's 4 registers of fragment `index` of a CTA, in the workspace. row: the CTA's index, part *
         blocks + block.
         """
         thread, _, _ = cute.arch.thread_idx()

@@ -97,7 +97,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
-        """Multiply the k-tile in a stage. tile: the number of the k-tile."""
+        """Multiply the k-tile in a stage. tile: the k-tile's index."""
         if cutlass.const_expr(self.is_split):
             self._step(acc, stage, tile, self.warp)
         else:

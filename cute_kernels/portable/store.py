@@ -117,7 +117,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: cutlass.Constexpr[int]):
-        """Write registers of dtype `dtype` into 16 columns of a slot. piece: number of these columns in the slot."""
+        """Write registers of dtype `dtype` into 16 columns of a slot. piece: index of these columns: column / 16."""
         for i in cutlass.range_constexpr(cute.size(values) // 2):
             two = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
             cute.autovec_copy(two, self.pair(slot, 4 * piece + i))

@@ -1,6 +1,6 @@
 """MXFP8 quantisation by groups: rows [T, K] to E4M3, with a scale (a power of two) for each 32 rows of a column.
 
-A group's first block begins at the group's first row, whatever that row's number, and its last block may be shorter, so
+A group's first block begins at the group's first row, wherever the group begins, and its last block may be shorter, so
 an expert's numbers depend only on its own rows. Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0
 after a group's last row. Memory has more places for bands than there are bands. A CTA handles one place and 128
 columns: it quantises the place's band like the quantiser by columns (quantize_mxfp8.py), or ends at once if no group
@@ -50,7 +50,7 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row numbers of x;
+        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row indices of x;
         0: x's rows in order."""
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)

@@ -189,7 +189,7 @@ def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
 
 
 def _upper_bytes(words: list[Int32]) -> Int32:
-    """Join the upper bytes of two or four words into a word; with two words, ignore the result's upper half."""
+    """Join the upper bytes of two or four words into a word. With two words, the result's upper half is arbitrary."""
     pairs = [_permuted(words[i], words[i + 1], 0x7373) for i in range(0, len(words), 2)]
     return pairs[0] if len(pairs) == 1 else _permuted(pairs[0], pairs[1], 0x5410)
 

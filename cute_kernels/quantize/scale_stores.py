@@ -1,7 +1,7 @@
 """Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md).
 
-Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's number in the row;
-for plain scales of blocks along columns, outer is the number of the block of 32 rows and inner the column. Swizzled
+Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's index in the row;
+for plain scales of blocks along columns, outer is the index of the block of 32 rows and inner the column. Swizzled
 scales of columns have the column as outer.
 """
 

@@ -7,7 +7,7 @@ that says so.
     send_sums     combine. For every token n that another rank sent, sends the sum of the token's rows on this rank
                   back to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
 
-Regions are described in windows.py. A token's position is its own number, so nothing is counted before the first store,
+Regions are described in windows.py. A token's position is its own index, so nothing is counted before the first store,
 and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank after the
 other, beginning with the next rank, so that no two ranks begin with the same one. Bytes over the link bound the time:
 an H100 stores 349 GB/s.
@@ -124,7 +124,7 @@ class _Send(Invariant):
 
     @staticmethod
     def _warps() -> tuple[Int32, Int32]:
-        """Return this warp's number in the grid, and the number of warps in the grid."""
+        """Return this warp's index in the grid, and the number of warps in the grid."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -261,7 +261,7 @@ class SendTokens(_Send):
         """Send each token's row to the ranks that have one of its experts.
 
         region: the region of the ranks' windows. A row is `vectors` vectors of `words` times 4 bytes. rows: the rows'
-        address. first: the number of this warp's first part, counted over all parts of all tokens.
+        address. first: the index of this warp's first part among all parts of all tokens.
         """
         _, warps = self._warps()
         link = operation.link

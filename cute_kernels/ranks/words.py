@@ -54,7 +54,7 @@ class Link(NamedTuple):
     Attributes:
         regions: the address of int64 [REGIONS, world], the address of each region of each rank's window.
         state: the address of int64 [STATE], this rank's own state.
-        rank, world: this rank's number, and the number of ranks.
+        rank, world: this rank's index, and the number of ranks.
     """
 
     regions: Int64
@@ -73,7 +73,7 @@ def load_word(word: cute.Pointer) -> Int64:
 
 
 def first_of(lanes: Int32) -> Int32:
-    """Return the number of the lowest lane in a bit mask of lanes."""
+    """Return the index of the lowest lane in a bit mask of lanes."""
     return Int32(cute.arch.popc((lanes & -lanes) - 1))
 
 
@@ -86,7 +86,7 @@ class Operation(Invariant):
         word: the kind of word that this operation's ranks wait for, an index of WORDS.
         epoch: this operation's number.
         has_credit: dispatch and combine alternate, so all ranks are known to have read what was sent before.
-        peer: the rank whose word this lane reads: the lane's number, at most world - 1.
+        peer: the rank whose word this lane reads: the lane's index, at most world - 1.
     """
 
     def __init__(self, link: Link, phase: str):

@@ -35,7 +35,7 @@ class GroupWindow(NamedTuple):
     """A window of 32 consecutive groups, one in each lane of a warp.
 
     Attributes:
-        base: number of the first group.
+        base: index of the first group.
         begin, end: the rows of the lane's group.
         tiles_end: cluster tiles up to the end of the lane's group, counted from the first group on.
     """
@@ -88,7 +88,7 @@ class GroupTileScheduler(Invariant):
         """Read groups base .. base + 31. Lanes past the last group hold empty groups.
 
         Args:
-            base: number of the first group.
+            base: index of the first group.
             rows_before, tiles_before: rows and cluster tiles of earlier groups.
             kind: count only the tiles of this kind of groups (light_groups.py); None: count all tiles.
         """
@@ -175,7 +175,7 @@ class GroupTileScheduler(Invariant):
         return row + rank * half, end, m_tile, n_tile, pairs_columns
 
     def _cluster(self) -> tuple[Int32, Int32]:
-        """Return the number of this CTA's cluster, and the number of clusters in the grid."""
+        """Return the index of this CTA's cluster, and the number of clusters in the grid."""
         cluster_size = self.cluster_m * self.cluster_n
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()

@@ -25,9 +25,9 @@ class WorkTile(NamedTuple):
         expert: the group; negative: the end mark, after which there are no tiles.
         row: in a GEMM the tile's first row, in a weight gradient the group's first row.
         group_end: the row after the group's last row.
-        m_tile: in a GEMM the number of the row tile in the group, in a weight gradient that of the tile along dw's
-            rows.
-        n_tile: the number of the tile along the columns.
+        m_tile: in a GEMM the index of the row tile in the group, in a weight gradient the index of the tile along
+            dw's rows.
+        n_tile: the index of the tile along the columns.
         pairs_columns: in adaptive clusters, not 0 if the two CTAs have the same rows and neighbouring columns, 0 if
             they have the same columns and neighbouring rows.
     """

@@ -231,8 +231,8 @@ class SwappedEpilogue(Epilogue):
         Args:
             acc: the thread's accumulators.
             biases: the biases that `begin` returned.
-            row_chunk: number of the chunk along output rows.
-            column_chunk: number of the chunk along the warpgroup's output columns.
+            row_chunk: index of the chunk along output rows.
+            column_chunk: index of the chunk along the warpgroup's output columns.
         """
         slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
         sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))

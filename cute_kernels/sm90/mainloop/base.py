@@ -62,7 +62,7 @@ class NoScales(Invariant):
 
 
 class Loop(NamedTuple):
-    """One of the consecutive loops over k-tiles that compute a tile.
+    """A loop over k-tiles; a tile is computed by one or several loops, one after the other.
 
     Attributes:
         num_k_tiles: number of k-tiles of the loop; 0: the loop does nothing for this tile.

@@ -435,7 +435,7 @@ class DecodingMainloop(WeightsFirst):
         Args:
             first: address of the thread's first share in the first stage.
             stage: index of the stage.
-            step: number of the step in the stage.
+            step: index of the step in the stage.
         """
         pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
@@ -452,7 +452,7 @@ class DecodingMainloop(WeightsFirst):
         return shares
 
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
-        """Decode a thread's shares of a step into `fragment`. step: number of the step in the k-tile."""
+        """Decode a thread's shares of a step into `fragment`. step: index of the step in the k-tile."""
         registers = cute.recast_tensor(fragment, Int32)
         element, pairs = self.decoder.element, self.decoder.element.pairs
         count = self.format.num_scales(STEP_K)

@@ -49,7 +49,7 @@ class RowScales(Invariant):
         first_row: first row of the thread in the tile.
         num_rows: number of the thread's rows.
         pitch: bytes of a row's scales.
-        last: number of the last k-tile.
+        last: index of the last k-tile.
         begins: for each row, the address of its scales.
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
@@ -108,9 +108,9 @@ class RowScales(Invariant):
 
         Args:
             scales: scales that `take` returned.
-            row: number of the row among the thread's rows.
-            columns: number of the piece along the tile's columns.
-            half: number of the part of the piece's columns, less than `halves`.
+            row: index of the row among the thread's rows.
+            columns: index of the piece along the tile's columns.
+            half: index of the part of the piece's columns, less than `halves`.
         """
         return scales[row]
 
@@ -219,8 +219,8 @@ class Fp8Mainloop(GemmMainloop):
         """Start the MMAs of one piece (64 rows by 128 columns) of a k-tile into `acc`, from zero.
 
         Args:
-            a: descriptors of A, the slab's number, the stage's index.
-            b: descriptors of B, the piece's number along columns, the stage's index.
+            a: descriptors of A, the slab's index, the stage's index.
+            b: descriptors of B, the piece's index along columns, the stage's index.
         """
         warpgroup.fence()
         for k_block in range(self.tile.k // MMA_K):
@@ -245,8 +245,8 @@ class Fp8Mainloop(GemmMainloop):
             partial: the piece's sums of one k-tile.
             scales: the thread's RowScales.
             taken: the k-tile's scales, from `scales.take`.
-            slab: number of the piece's slab.
-            columns: number of the piece along columns.
+            slab: index of the piece's slab.
+            columns: index of the piece along columns.
         """
         regs = PIECE_REGS // 2 // scales.halves
         for row in cutlass.range_constexpr(2):
