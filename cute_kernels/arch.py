@@ -105,7 +105,11 @@ def of_two_tiles(
 ) -> Reasons:
     """Return the reasons of a rule that chooses between two tiles by the average number of rows an expert.
 
-    tile: the chosen one. few, many: the tiles for at most `most_rows` rows an expert, and for more.
+    Args:
+        problem: the call.
+        tile: the chosen tile.
+        most_rows: the limit of the rule.
+        few, many: the tiles for at most `most_rows` rows an expert, and for more.
     """
     limits = {few: f"at most {most_rows}", many: f"more than {most_rows}"}
     other = many if tile is few else few

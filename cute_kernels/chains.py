@@ -156,7 +156,9 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     """Return the combine step, which runs if `out` is given: out[token] = residual[token] + the sum of the token's
     rows.
 
-    rows, out: the chain's names of the rows and of the sums. residual: the name of an address; 0: nothing is added.
+    Args:
+        rows, out: the chain's names of the rows and of the sums.
+        residual: the name of an address; 0: nothing is added.
     """
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),

@@ -80,8 +80,14 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Describe quantised weights, in host code. w: [E, rows, words or bytes of a row]; scales: the address of
-    contiguous scales; weights: the format; columns: elements of a row."""
+    """Describe quantised weights, in host code.
+
+    Args:
+        w: [E, rows, words or bytes of a row].
+        scales: the address of the weights' scales, which are contiguous.
+        weights: the weights' format.
+        columns: elements of a row.
+    """
     element_bytes = w.element_type.width // 8
     units = Int64(w.stride[0]) * element_bytes // CHUNK_BYTES
     pitch = Int32(w.shape[2]) * element_bytes // CHUNK_BYTES

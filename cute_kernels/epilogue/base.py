@@ -212,8 +212,13 @@ class Epilogue(KernelEpilogue):
         self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab. prefetched: what `begin`
-        returned; stores: a store for each output tensor; share: the warpgroup's slabs of the tile."""
+        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab.
+
+        Args:
+            prefetched: the result of `begin`.
+            stores: a store for each output tensor.
+            share: the warpgroup's slabs of the tile.
+        """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)

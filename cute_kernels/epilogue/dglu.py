@@ -102,7 +102,9 @@ class DgluEpilogue(Epilogue):
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
         """Return the number in the CTA, the first row and the first column of chunk `chunk` of a warpgroup's slabs.
 
-        turn: number of tiles that the CTA computed before. first_slab: the warpgroup's first slab.
+        Args:
+            turn: number of tiles that the CTA computed before.
+            first_slab: the warpgroup's first slab.
         """
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
@@ -141,8 +143,13 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows. acc: dm;
-        scales: the two row scales; place: the result of `_chunk_at`."""
+        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows.
+
+        Args:
+            acc: the accumulators, dm = dy w2 (the gradient of act).
+            scales: the two row scales.
+            place: the result of `_chunk_at`.
+        """
         number, row, column = place
         act_slot = state.ring.act_slot(number)
         state.ring.wait(number)

@@ -79,8 +79,12 @@ def _write_one_of(
 
 
 def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
-    """Fill slot i (0 or 1) of the pair in the layout `name`. a, u: columns of both halves, converted to the slot's
-    dtype; slot: the slot's index."""
+    """Fill slot i (0 or 1) of the pair in the layout `name`.
+
+    Args:
+        a, u: columns of both halves, converted to the slot's dtype.
+        slot: the slot's index.
+    """
     half = cute.size(a) // 2
     half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
     if name == "interleaved":

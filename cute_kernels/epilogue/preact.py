@@ -107,8 +107,12 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start to store a chunk's published gradients; called by the storing warp. target: the store of dpreact; row,
-        column: the chunk's first output."""
+        """Start to store a chunk's published gradients; called by the storing warp.
+
+        Args:
+            target: the store of dpreact.
+            row, column: the chunk's first output.
+        """
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.start(target.atom, target.tile(work, row, at, half), self.ring.slot(number, slot))

@@ -118,7 +118,9 @@ class KernelEpilogue(Invariant):
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
         """Load the inputs of one tile that `finish` reads; called by the load warp, if there is one.
 
-        ring: the result of `make_ring`. turn: number of tiles that the CTA computed before.
+        Args:
+            ring: the result of `make_ring`.
+            turn: number of tiles that the CTA computed before.
         """
         raise NotImplementedError
 

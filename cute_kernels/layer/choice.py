@@ -67,7 +67,12 @@ class Rule(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax over all of a token's experts. top: the largest logit. total: the sum of exp(logit - top)."""
+    """The softmax over all of a token's experts.
+
+    Attributes:
+        top: the largest logit.
+        total: the sum of exp(logit - top).
+    """
 
     top: Float32
     total: Float32

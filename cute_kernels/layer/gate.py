@@ -178,8 +178,10 @@ class GateBackward(_Gate):
     ):  # fmt: skip
         """Replace `parts`, [a, u] or [a], by their gradients, for the activation among `names` that `params` selects.
 
-        dm: the gradient of act. factor: the row's scale. total: a tensor of one element, to which the vector's part of
-        d_s is added.
+        Args:
+            dm: the gradient of act.
+            factor: the row's scale.
+            total: a tensor of one element, to which the vector's part of d_s is added.
         """
         if const_expr(len(names) == 1):
             self._fill(names[0], parts, dm, factor, total, params)

@@ -80,8 +80,12 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Make the order of an expert's weight rows. layout: the layout's number in specs.LAYOUTS; rows: weight rows of
-    both halves together."""
+    """Make the order of an expert's weight rows.
+
+    Args:
+        layout: the layout's number in specs.LAYOUTS.
+        rows: number of an expert's weight rows, both halves together.
+    """
     is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
     half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
     block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
@@ -177,8 +181,12 @@ def part_offset(address: ExpertAddress, part: int) -> Int64:
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer. layout, gate: as in `weight_view`;
-    half: columns of a part."""
+    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer.
+
+    Args:
+        layout, gate: as in `weight_view`.
+        half: number of columns of a part.
+    """
     if layout not in LAYOUTS:
         return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
     rows = {

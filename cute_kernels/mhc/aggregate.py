@@ -27,7 +27,9 @@ BACKWARD_THREADS = 128
 class Aggregate(Invariant):
     """Forward kernel for n streams x [T, n, C] of `dtype`.
 
-    forms: the dtype of h_pre (`dtypes.PARAM_FORMS`). width: C.
+    Args:
+        forms: the dtype of h_pre (`dtypes.PARAM_FORMS`).
+        width: C.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):

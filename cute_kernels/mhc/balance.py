@@ -67,8 +67,10 @@ class Balance(Invariant):
         With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward means H = H' - M' sum H' in
         backward.
 
-        d: the gradient of the lane's element of the result. steps: float32 [iters, 2, 32] in shared memory, this warp's
-        own, for each lane's element after each step.
+        Args:
+            d: the gradient of the lane's element of the result.
+            steps: float32 [iters, 2, 32] in shared memory, used by this warp alone: each lane's element after each
+                step.
         """
         lane = cute.arch.lane_idx()
         shares = self.softmax(logit)

@@ -28,8 +28,13 @@ FINISH_READS = 12
 
 
 class Gates(NamedTuple):
-    """Parameters of the gates. alpha_pre, alpha_post, alpha_res: addresses of one number each. bias: the address of
-    [K]. forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py)."""
+    """Parameters of the gates.
+
+    Attributes:
+        alpha_pre, alpha_post, alpha_res: addresses of one number each.
+        bias: the address of [K] numbers.
+        forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
+    """
 
     alpha_pre: Int64
     alpha_post: Int64
@@ -92,9 +97,10 @@ class ProjectFinish(Invariant):
     ):  # fmt: skip
         """Launch the kernel.
 
-        sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
-        results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
-        columns: columns of x, n C.
+        Args:
+            sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
+            results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
+            columns: columns of x, n C.
         """
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)

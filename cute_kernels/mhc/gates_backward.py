@@ -94,8 +94,13 @@ class GatesBackward(Invariant):
         self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. places: the addresses of products, pairs, norms and sums. parts: 1 or 2, numbers by which
-        blocks hold an element of dp (`split.py`). columns: n C."""
+        """Launch the kernel.
+
+        Args:
+            places: the addresses of products, pairs, norms and sums.
+            parts: how many numbers represent an element of dp in blocks, 1 or 2 (`split.py`).
+            columns: n C.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
             grid=(ctas, 1, 1),
@@ -245,7 +250,7 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """Store this CTA's sums over tokens as a row of `sums`: [K] for the bias, then [K] for the alphas, by output."""
+        """Store this CTA's sums over tokens as a row of `sums`: [K] for the bias, then [K] for the alphas."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES
@@ -268,8 +273,12 @@ class GatesBackward(Invariant):
 
 
 class GateRows(NamedTuple):
-    """Arguments of `GateSums`. rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32
-    [count, 2 K]. out: the address of float32 [K + 3], the gradients of the bias and of the three alphas."""
+    """Arguments of `GateSums`.
+
+    Attributes:
+        rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32 [count, 2 K].
+        out: the address of float32 [K + 3], the gradients of the bias and of the three alphas.
+    """
 
     rows: Int64
     count: Int32

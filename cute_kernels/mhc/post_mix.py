@@ -44,8 +44,13 @@ BACKWARD_THREADS = 128
 
 @cute.jit
 def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0. code: the bias' dtype. column:
-    the vector's index in the row. count: elements of the vector."""
+    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0.
+
+    Args:
+        code: the bias' dtype (`dtypes.PARAM_FORMS`).
+        column: the vector's index in the row.
+        count: elements of the vector.
+    """
     values = cute.make_rmem_tensor(count, Float32)
     values.store(floats(x).load())
     if bias != 0:
@@ -68,7 +73,10 @@ def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass
 class PostMix(Invariant):
     """Forward kernel for n streams of `dtype`.
 
-    forms: dtypes of h_res, h_post and bias (mhc/kernels.py). bias 0: none. width: C.
+    Args:
+        forms: dtypes of h_res, h_post and bias (mhc/kernels.py).
+        bias: its address; 0: there is no bias.
+        width: C.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):

@@ -95,8 +95,10 @@ class Project(Invariant):
     The kernel multiplies 16-bit weights, in the streams' dtype; for float32 weights `ExactProducts` is launched
     instead.
 
-    stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted. workspace: float32, of
-    `shapes.project_workspace` elements. slices, slice_columns, groups: `shapes.Slices`.
+    Args:
+        stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted.
+        workspace: float32, of `shapes.project_workspace` elements.
+        slices, slice_columns, groups: the division of the work, `shapes.Slices`.
     """
 
     def __init__(self, spec: MhcSpec):
@@ -227,8 +229,10 @@ class Project(Invariant):
     ):  # fmt: skip
         """Multiply all of a warp's token tiles; their steps form one copy pipeline, which does not drain between tiles.
 
-        ring: the warp's own stages, which `_start` began to fill. first: the step to multiply first. ahead: the step to
-        copy next.
+        Args:
+            ring: the warp's own stages, which `_start` began to fill.
+            first: the step to multiply first.
+            ahead: the step to copy next.
         """
         products = cute.make_rmem_tensor(self.outputs // 2, Float32)
         squares = cute.make_rmem_tensor(2, Float32)

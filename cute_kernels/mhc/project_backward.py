@@ -71,9 +71,14 @@ class ProjectBackward(Invariant):
     """Host function of the projection's backward. Results: d_x, d_weight (address 0: not wanted), and d_sums, float32
     [K + 3], the gradients of the bias and of the three alphas.
 
-    addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
-    layer's backward three passes over the streams. workspace: see `shapes.backward_workspace`. ctas:
-    `shapes.gate_ctas`. parts: `shapes.spread_splits`.
+    Args:
+        workspace: its address; see `shapes.backward_workspace`.
+        ctas: number of CTAs of the gates' kernel (`shapes.gate_ctas`).
+        parts: number of parts of the tokens (`shapes.spread_splits`).
+
+    Attributes:
+        addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
+            layer's backward three passes over the streams.
     """
 
     addends = False
@@ -142,8 +147,10 @@ class PreBackward(ProjectBackward):
 class VectorGradients(Invariant):
     """Kernel of the projection's backward for float32 streams.
 
-    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight, dp and x are each
-    split in two parts (`split.py`) for the products.
+    Args:
+        addends: True: d_x also gets the addends of `Streams`.
+        is_exact: True: the weight is float32; then weight, dp and x are each split in two parts (`split.py`) for the
+            products.
     """
 
     def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
@@ -420,7 +427,12 @@ class PartSums(Invariant):
         self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. out: address 0: not wanted; then only the gates' sums are added. size: elements of out."""
+        """Launch the kernel.
+
+        Args:
+            out: the address of the result; 0: not wanted, and only the gates' sums are added.
+            size: elements of out.
+        """
         ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:
             ctas = cute.ceil_div(size, threads * self.RUN)

@@ -56,8 +56,14 @@ class ExactProjection(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A warp's work. first: the first column of its CTA's slice. vectors: vectors of 16 bytes of a row in the slice.
-    steps: number of steps. token: the first token of the warp's first unit."""
+    """A warp's work: a slice of the columns, for the tokens of its units.
+
+    Attributes:
+        first: the first column of its CTA's slice.
+        vectors: vectors of 16 bytes of a row in the slice.
+        steps: number of steps.
+        token: the first token of the warp's first unit.
+    """
 
     first: Int32
     vectors: Int32

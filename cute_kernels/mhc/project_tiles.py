@@ -67,8 +67,12 @@ class Streams(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Addresses. blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`). weights: the
-    parts' sums for d_weight (`tile_sums.py`); 0: not wanted."""
+    """Addresses of the operands dp and f, and of the sums for d_weight.
+
+    Attributes:
+        blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`).
+        weights: the parts' sums for d_weight (`tile_sums.py`); 0: not wanted.
+    """
 
     blocks: Int64
     weights: Int64
@@ -77,8 +81,9 @@ class Products(NamedTuple):
 class TileGradients(Invariant):
     """Kernel of the projection's backward for 16-bit streams.
 
-    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight and dp have two parts
-    each (`split.py`).
+    Args:
+        addends: True: d_x also gets the addends of `Streams`.
+        is_exact: True: the weight is float32; then weight and dp have two parts each (`split.py`).
     """
 
     # True: a CTA's warps begin each tile together. Then their lines of x and d_x, which are neighbours, reach DRAM

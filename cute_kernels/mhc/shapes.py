@@ -209,10 +209,14 @@ class BackwardWorkspace(NamedTuple):
 
 
 def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any, splits: Any) -> BackwardWorkspace:
-    """Return the workspace of the projection's backward. Every array begins at a multiple of 16 bytes.
+    """Return the workspace of the projection's backward.
 
-    width: C. ctas: CTAs of the gates' backward (`gate_ctas`). splits: parts of the tokens (`spread_splits`). Numbers
-    are Python integers or the compiler's.
+    Every array begins at a multiple of 16 bytes. Numbers are Python integers or the compiler's.
+
+    Args:
+        width: C.
+        ctas: CTAs of the gates' backward (`gate_ctas`).
+        splits: parts of the tokens (`spread_splits`).
     """
     rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * TOKEN_TILE
     pairs = rows * (outputs(n) * itemsize)

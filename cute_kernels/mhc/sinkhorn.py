@@ -122,8 +122,10 @@ def _put_to_sleep(
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
     """Divide each line (row or column) of diag(u) M0 diag(v) by its sum + eps, by changing the lines' factors `ours`.
 
-    ours: u for rows, v for columns. theirs: the other of the two. strides: distance in m0 from line to line, and from
-    element to element of a line.
+    Args:
+        ours: u for rows, v for columns.
+        theirs: the factors of the other kind of line.
+        strides: distance in m0 from line to line, and from element to element of a line.
     """
     for i in range(n):
         total = m0[i * strides[0]] * theirs[0]

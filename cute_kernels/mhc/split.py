@@ -22,7 +22,12 @@ from ..device.warp_mma import WarpMma, as_operands
 
 
 class Split(NamedTuple):
-    """MMA operands as 32-bit words. near: the nearest numbers. rest: the rests times `rest_scale`."""
+    """The two parts of split numbers, as 32-bit words of MMA operands.
+
+    Attributes:
+        near: the nearest numbers.
+        rest: the rests times `rest_scale`.
+    """
 
     near: cute.Tensor
     rest: cute.Tensor

@@ -42,8 +42,12 @@ class TileSums(Invariant):
 
     @cute.jit
     def leave(self, partials: Int64, part: Int32, block: Int32, blocks: Int32, sums: cute.Tensor):
-        """Store a thread's sums in the workspace `partials`. sums: [FRAGMENT, K / 8, pairs of vectors]. blocks: number
-        of blocks of a part."""
+        """Store a thread's sums in the workspace `partials`.
+
+        Args:
+            sums: [FRAGMENT, K / 8, pairs of vectors].
+            blocks: number of blocks of a part.
+        """
         for i in cutlass.range_constexpr(self.count):
             mine = sums[None, i // self.pairs, i % self.pairs]
             self._fragment(partials, part * blocks + block, i).store(mine.load())
@@ -57,7 +61,12 @@ class TileSums(Invariant):
 
     @cute.jit
     def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
-        """Launch the second kernel. out, code: the address of d_weight and its dtype. width: C."""
+        """Launch the second kernel.
+
+        Args:
+            out, code: the address of d_weight and its dtype.
+            width: C.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, parts, width, out, code).launch(
             grid=(spread_blocks(self.n, 2, width), self.count, 1),

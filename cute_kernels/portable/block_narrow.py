@@ -48,8 +48,12 @@ class PendingScales(Invariant):
 
 
 def product_in_float32(pair: Int32, scale: Int32) -> Int32:
-    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16. pair: the two numbers in a word; scale:
-    the bits of the float32 number."""
+    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16.
+
+    Args:
+        pair: the two numbers in a word.
+        scale: the bits of the float32 number.
+    """
     ptx = """{
     .reg .b32 low, high; .reg .f32 first, second, scale;
     shl.b32 low, {$r0}, 16;

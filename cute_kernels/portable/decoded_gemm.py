@@ -83,8 +83,13 @@ class DecodedGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel on `stream`. groups: the first four fields of `Groups`; inputs: the epilogue's inputs;
-        position: ignored, see `GroupedGemm.launch`."""
+        """Launch the kernel on `stream`.
+
+        Args:
+            groups: the first four fields of `Groups`.
+            inputs: the epilogue's inputs.
+            position: ignored, see `GroupedGemm.launch`.
+        """
         GroupedGemm.launch(
             self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream
         )  # fmt: skip

@@ -113,7 +113,11 @@ class Mainloop(Invariant):
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
         """Add, for each slab (64 rows of the tile), the product of 16 rows and the 16 columns from 16 * `pair` on.
-        rows: a list of words for each slab; columns: words as `columns` of operand b returns."""
+
+        Args:
+            rows: a list of words for each slab.
+            columns: words as `columns` of operand b returns.
+        """
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
             sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))

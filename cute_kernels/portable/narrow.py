@@ -236,8 +236,13 @@ class Narrow(Along):
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
-        """Read a lane's four elements of a column, moved to bfloat16's places, as two words. first: the stage's
-        address; k: the step; number: the column's index among the lane's columns."""
+        """Read a lane's four elements of a column, moved to bfloat16's places, as two words.
+
+        Args:
+            first: the stage's address.
+            k: the step, 16 elements of the k-tile's depth.
+            number: the column's index among the lane's columns.
+        """
         raise NotImplementedError
 
     def _load(self, dtype: Any, at: Int32) -> Int32:

@@ -75,8 +75,12 @@ class TileKernel(Invariant):
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
-        """Run the mainloop over a tile's contraction. acc: the thread's accumulators; operands: the kernel's run-time
-        inputs of A and B."""
+        """Run the mainloop over a tile's contraction.
+
+        Args:
+            acc: the thread's accumulators.
+            operands: the kernel's run-time inputs of A and B.
+        """
         raise NotImplementedError
 
     @cute.jit
@@ -84,8 +88,12 @@ class TileKernel(Invariant):
         self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid, num_sms: Int32,
         stream: Any,
     ):  # fmt: skip
-        """Launch the kernel, two CTAs on each SM. operands, inputs: run-time inputs of the mainloop and of the
-        epilogue; stores: a store for each output tensor."""
+        """Launch the kernel, two CTAs on each SM.
+
+        Args:
+            operands, inputs: run-time inputs of the mainloop and of the epilogue.
+            stores: a store for each output tensor.
+        """
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(operands, stores, inputs, groups, grid).launch(

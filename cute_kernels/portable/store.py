@@ -63,7 +63,12 @@ class RowStore(NamedTuple):
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
         """Return the place of a slot whose first element is (row, col), clipped at the group's end and at the last
-        column. half: 0 or 1; None: no halves; cols: not used."""
+        column.
+
+        Args:
+            half: 0 or 1; None: no halves.
+            cols: not used.
+        """
         address = self.address + Int64(row) * self.pitch + col * self.itemsize
         if half is not None:
             address += half * self.half

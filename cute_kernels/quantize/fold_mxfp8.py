@@ -370,7 +370,9 @@ class FoldColumns(FoldMxfp8):
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
         """Quantise a block of 32 rows, rescale it to the exponents `targets` of its columns, and store it.
 
-        out: the address, in the result, of this thread's rows of its first column. pitch: bytes from column to column.
+        Args:
+            out: the address, in the result, of this thread's rows of its first column.
+            pitch: bytes from column to column.
         """
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)

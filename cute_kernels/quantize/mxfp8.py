@@ -31,11 +31,13 @@ from .tile import (
 
 
 class QuantizeMxfp8(Invariant):
-    """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 32
-    elements.
+    """Kernel for x in bfloat16, float16 or float32.
 
-    axis: blocks lie along "row", along "col", or "both" copies are made. tile: STRIP, which works only for plain scales
-    of 32 elements; None: `tile_of`, which works for all layouts.
+    Rows start at multiples of 16 bytes and hold a multiple of 32 elements.
+
+    Args:
+        axis: blocks lie along "row", along "col", or "both" copies are made.
+        tile: STRIP, which works only for plain scales of 32 elements; None: `tile_of`, which works for all layouts.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):

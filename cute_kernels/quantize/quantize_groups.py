@@ -31,9 +31,11 @@ from .tile import SMEM_PERCENT, WORDS, Origin, Outputs, Reach, ScaleLayout, read
 
 
 class Band(NamedTuple):
-    """A band: up to 128 rows of one group.
+    """A band: up to 128 rows of one group. Both numbers are 0 if there is no band.
 
-    row: the band's first row. end: the row where its group ends. Both are 0 if the place has no band.
+    Attributes:
+        row: the band's first row.
+        end: the row where its group ends.
     """
 
     row: Int32
@@ -92,8 +94,9 @@ class QuantizeGroups(QuantizeMxfp8):
     def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
         """Load the thread's vector of each of its rows of x, [vector, rows_per_thread], with all loads issued at once.
 
-        rows: see `launch_groups`. end: the row where the group ends; from there on, the group's last row is read again
-        and replaced by zeros.
+        Args:
+            rows: see `launch_groups`.
+            end: the row where the group ends; from there on, the group's last row is read again and replaced by zeros.
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -122,7 +125,10 @@ class QuantizeGroups(QuantizeMxfp8):
     ):  # fmt: skip
         """Quantise a band, and store its elements and its atom of 128 x 4 scales.
 
-        values: the thread's elements (`_load_rows`). end: the row where the group ends. places: number of places.
+        Args:
+            values: the thread's elements (`_load_rows`).
+            end: the row where the group ends.
+            places: number of places.
         """
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes

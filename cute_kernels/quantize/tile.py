@@ -30,8 +30,12 @@ class Outputs(NamedTuple):
 
 
 class ScaleLayout(NamedTuple):
-    """Layout of scales. wide: 1: one scale for 128 elements; 0: for 32. swizzled: 1: scales lie in atoms of 128 x 4; 0:
-    plain, row after row."""
+    """Layout of a matrix's scales.
+
+    Attributes:
+        wide: 1: blocks of 128 elements; 0: blocks of 32.
+        swizzled: 1: scales lie in atoms of 128 x 4; 0: plain, row after row.
+    """
 
     wide: Int32
     swizzled: Int32

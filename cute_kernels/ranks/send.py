@@ -47,7 +47,13 @@ CTAS_OF_SM = 2  # half of an SM's threads and registers, so that kernels of othe
 
 
 class Sizes(NamedTuple):
-    """Sizes. k: choices of a token. vectors: vectors of 16 bytes in a row. most: the most tokens of a rank."""
+    """Sizes of tokens and rows.
+
+    Attributes:
+        k: choices of a token.
+        vectors: vectors of 16 bytes in a row.
+        most: the most tokens of a rank.
+    """
 
     k: Int32
     vectors: Int32
@@ -211,8 +217,12 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """Write this operation's number, and how many tokens each rank sent, to the handle. word: the word of the rank
-        whose number is this lane's. handle: the address of int64 [1 + world]; 0: not wanted."""
+        """Write this operation's number, and how many tokens each rank sent, to the handle.
+
+        Args:
+            word: in lane r, the word of rank r.
+            handle: the address of int64 [1 + world]; 0: not wanted.
+        """
         kept = vector_at(Int64, handle)
         if handle != 0:
             if operation.lane == 0:
@@ -260,8 +270,11 @@ class SendTokens(_Send):
     ):  # fmt: skip
         """Send each token's row to the ranks that have one of its experts.
 
-        region: the region of the ranks' windows. A row is `vectors` vectors of `words` times 4 bytes. rows: the rows'
-        address. first: the index of this warp's first part among all parts of all tokens.
+        Args:
+            region: the name of the windows' region that receives the rows.
+            words, vectors: a row has `vectors` vectors of `words` 32-bit words.
+            rows: the rows' address.
+            first: the index of this warp's first part among all parts of all tokens.
         """
         _, warps = self._warps()
         link = operation.link
@@ -419,8 +432,11 @@ class SendSums(_Send):
     def _send_sum(self, target: Int64, part: RowVectors, y: Int64, found: Int32, choices: Int32):
         """Add the rows of y of a token, and store this lane's part of the sum at `target`.
 
-        found: in lane j, the row of the token's j-th choice. choices: a mask of the lanes that have a row. Sums are
-        float32, in the order of choices, and rounded once.
+        Sums are float32, in the order of choices, and rounded once.
+
+        Args:
+            found: in lane j, the row of the token's j-th choice.
+            choices: a mask of the lanes that have a row.
         """
         count = elements(self.dtype)
         sums = cute.make_rmem_tensor((count, UNROLL), Float32)

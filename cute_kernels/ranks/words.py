@@ -228,7 +228,9 @@ class Operation(Invariant):
     def compare(self, word: Int64, status: Int32):
         """Fail if a rank's `tokens` word says that it refused its tokens, or that their format is not this rank's.
 
-        word: in lane r, the word of rank r. status: this rank's, an index of STATUSES.
+        Args:
+            word: in lane r, the word of rank r.
+            status: this rank's status, an index of STATUSES.
         """
         theirs = Int32(word >> STATUS_SHIFT & 0xF)
         refused = Int32(cute.arch.vote_ballot_sync(theirs == STATUSES.index("refused")))
@@ -254,10 +256,13 @@ class Operation(Invariant):
 
     @cute.jit
     def end(self, last: Int64, latest: Int64):
-        """Record the end of the operation in the state; called by one warp. Operations are counted even after a
-        failure.
+        """Record the end of the operation in the state; called by one warp.
 
-        last: the operation's kind, an index of LAST. latest: the number of the latest dispatch.
+        Operations are counted even after a failure.
+
+        Args:
+            last: the operation's kind, an index of LAST.
+            latest: the number of the latest dispatch.
         """
         if self.lane == 0:
             state = vector_at(Int64, self.link.state)

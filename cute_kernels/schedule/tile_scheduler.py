@@ -47,8 +47,13 @@ class GroupWindow(NamedTuple):
 
 
 class GroupTileScheduler(Invariant):
-    """Scheduler of one CTA. tile: the CTA's tile and cluster, known at compile time; groups: group sizes; grid: cluster
-    tiles of an expert."""
+    """Scheduler of one CTA's tiles, in the order at the top of this file.
+
+    Args:
+        tile: the CTA's tile and cluster, known at compile time.
+        groups: group sizes.
+        grid: cluster tiles of an expert's output.
+    """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
         self.tile_m = tile.m
@@ -132,8 +137,12 @@ class GroupTileScheduler(Invariant):
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
-        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on. begin,
-        end: the group's rows; rank: the CTA's rank in its cluster."""
+        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on.
+
+        Args:
+            begin, end: the group's rows.
+            rank: the CTA's rank in its cluster.
+        """
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
         n_tile = n_cluster * self.cluster_n + rank // self.cluster_m

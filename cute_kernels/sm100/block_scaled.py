@@ -121,7 +121,12 @@ class ScaleLines(Invariant):
 
 def put(words: cute.Tensor, atom: Int32, i: int) -> None:
     """Write the lane's four words of the i-th k-tile to an atom (the scales of 128 rows in a k-tile) in shared memory.
-    words: the result of `ScaleLines.take`; atom: the address."""
+
+    Args:
+        words: the result of `ScaleLines.take`.
+        atom: the atom's address.
+        i: index of the k-tile in `words`.
+    """
     pointer = cute.make_ptr(
         Int32, atom + cute.arch.lane_idx() * VECTOR_BYTES, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
     )  # fmt: skip

@@ -131,7 +131,9 @@ class TensorCoreMainloop(Mainloop):
     ):  # fmt: skip
         """Issue the MMA of a k-tile's depth elements from `first` on, unless the k-tile ends before them.
 
-        operands: A and B of this MMA. depth: how many elements of the k-tile must be multiplied (`depth_of`).
+        Args:
+            operands: A and B of this MMA.
+            depth: how many elements of the k-tile must be multiplied (`depth_of`).
         """
         if first < depth:
             cute.gemm(tiled_mma, acc, *operands, acc)
@@ -142,8 +144,12 @@ class TensorCoreMainloop(Mainloop):
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp. operands: the result of
-        `operands_of`; depth: the result of `depth_of`."""
+        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp.
+
+        Args:
+            operands: the result of `operands_of`.
+            depth: the result of `depth_of`.
+        """
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
         """Return the operands A and B of MMA number `step` of a stage. operands: the result of `operands_of`."""
@@ -205,8 +211,14 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA. rows: the
-        operand's lines; first: its first stage."""
+        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA.
+
+        Args:
+            rows: the operand's lines.
+            first: the operand's first stage.
+            stage: index of the stage.
+            depth: how many rows of the k-tile belong to the group.
+        """
         line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
         zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         zeros.fill(0)

@@ -35,7 +35,9 @@ class PreactRing(preact.PreactRing):
     ):  # fmt: skip
         """Start to load one slot of preactivations, box by box.
 
-        row, at, half: the slot's first row, first column and half. barrier: the mbarrier that the bytes complete.
+        Args:
+            row, at, half: the slot's first row, first column and half.
+            barrier: the mbarrier that the bytes complete.
         """
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         for target, source in box_copies(loads.atom, self.smem, boxes_at(view, row, at, COLS), slot):
