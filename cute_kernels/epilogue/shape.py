@@ -25,9 +25,9 @@ class SlotShape:
     """Number and size of an epilogue's slots.
 
     Attributes:
-        dtype: the type of their elements.
+        dtype: the type of the slots' elements.
         chunks: how many chunks a warpgroup stores for a tile, over all outputs.
-        count: slots of each owner.
+        count: number of slots of each owner: of a warpgroup, or of the CTA if `shared`.
         rows, row_bytes: rows of a slot, and bytes of a row.
         shared: True if all warpgroups of a CTA use the same slots, False if each owns slots.
     """

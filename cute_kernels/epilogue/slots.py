@@ -50,7 +50,7 @@ class Slots(Invariant):
         smem: (row, column, slot), `cols` columns of `dtype`.
         thread: the thread's index in its warpgroup.
         is_storing_warp: True in the warp that calls `start` and `drain`.
-        warp_step: rows of a tile from one warp's 16 rows of a slab to the next warp's.
+        warp_step: distance, in rows of the tile, between the 16 rows of a slab that two consecutive warps have.
     """
 
     warp_step = 16
@@ -83,7 +83,7 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
-        """Start to store a published slot. atom, tile: of the store, see above."""
+        """Start to store a published slot. atom, tile: from the store (see the top of this file)."""
         raise NotImplementedError
 
     def store(self, target: Any, tile: Any, slot: int) -> None:

@@ -38,8 +38,13 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A 16-bit matrix at an address; its rows are `pitch` elements apart. columns: their number; 0: no matrix is
-    given."""
+    """A 16-bit matrix.
+
+    Attributes:
+        address: its address.
+        columns: number of columns; 0: no matrix is given.
+        pitch: distance of two rows, in elements.
+    """
 
     address: Int64
     columns: Int32

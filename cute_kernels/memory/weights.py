@@ -102,7 +102,8 @@ def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool
     """Make the tensor of an adapter's packed matrices, which multiply low [T, r]: [E, width, r], or [E, r, width] if
     transposed.
 
-    address: of the first matrix. The tensor's first dimension has size 1, since kernels address experts by offsets.
+    address: the address of the first matrix. The tensor's first dimension has size 1, since kernels address experts by
+        offsets.
     """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)

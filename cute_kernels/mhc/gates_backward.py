@@ -243,7 +243,8 @@ class GatesBackward(Invariant):
                         vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
 
     def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
-        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the element of the first token."""
+        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the index of the first token's
+        element."""
         narrow = cute.recast_tensor(words, self.dtype)
         for j in range(GATE_BATCH):
             vector_at(self.dtype, block)[at + 8 * j] = narrow[j]

@@ -74,7 +74,7 @@ class Place(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A warp's work.
+    """A warp's share of the work.
 
     Attributes:
         vectors: vectors of 16 bytes of a row in the slice.

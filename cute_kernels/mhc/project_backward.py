@@ -56,7 +56,8 @@ class Products(NamedTuple):
     """Addresses of the results of `GatesBackward`, and of the parts' sums for d_weight: see `shapes.BackwardWorkspace`.
 
     Attributes:
-        products: dp, the gradient of p = x weight^T, by token. pairs: dp by pairs of tokens.
+        products: dp, the gradient of p = x weight^T, by token.
+        pairs: dp by pairs of tokens.
         norms: for each token the factor f of the norm's term f x in d_x.
         weights: the sums for d_weight, one for each part of the tokens; 0: d_weight is not wanted.
     """

@@ -35,8 +35,8 @@ hide no more latency."""
 
 
 class Mainloop(Invariant):
-    """acc += A B^T for a tile. a, b: the operands (operands.py), whose stages lie in shared memory from the address
-    `smem` on."""
+    """The mainloop of a tile: acc += A B^T. a, b: the operands (operands.py), whose stages lie in shared memory from
+    the address `smem` on."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
@@ -133,7 +133,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """If warps share the depth, add the accumulators of warps 1, 2 and 3, in this order, to warp 0's."""
+        """Add the accumulators of warps 1, 2 and 3, in this order, to warp 0's, if the warps share the depth."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

@@ -395,7 +395,7 @@ class FoldColumns(FoldMxfp8):
 
 
 class Fold:
-    """Host function of both kernels; the spec's axis chooses."""
+    """Host function that launches the kernel of the spec's axis."""
 
     def __init__(self, spec: FoldMxfp8Spec):
         kernel = FoldRows if spec.axis == "row" else FoldColumns

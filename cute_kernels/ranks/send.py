@@ -143,7 +143,7 @@ class SentTokens(NamedTuple):
     Attributes:
         x: the address of their rows.
         scales: the address of the rows' scales, if the rows are in MXFP8.
-        words: size of a row's scales in 4 bytes; 0: there are none.
+        words: size of a row's scales in 32-bit words; 0: there are no scales.
         status: the format of the rows, an index of STATUSES.
     """
 

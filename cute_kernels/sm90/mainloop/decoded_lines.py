@@ -166,8 +166,8 @@ class DecodedLinesMainloop(Mainloop):
     ):  # fmt: skip
         """Start copying a k-tile of packed weights into `slot`, if the k-tile exists, and start loading its scales.
 
-        The scales of the previous call are written to that call's slot, `slot_before`. Always commits one cp.async
-        group, even an empty one, so that wait counts stay fixed.
+        The scales that the previous call loaded are written to that call's slot, `slot_before`. Always commits one
+        cp.async group, even an empty one, so that wait counts stay fixed.
         """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)
