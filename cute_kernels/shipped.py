@@ -127,7 +127,9 @@ def fp8_specs(
     Args:
         arch: a key of ARCHS.
         operands: a key of OPERANDS, in FP8.
-        tiles: FC1's tiles. second_tile: returns FC2's tile for FC1's. glu_form: see `arch.ArchPolicy`.
+        tiles: FC1's tiles.
+        second_tile: returns FC2's tile for FC1's.
+        glu_form: see `arch.ArchPolicy`.
         quantized: the values of `GroupedMlpSpec.quantized` to ship.
     """
     specs: list[Spec] = []

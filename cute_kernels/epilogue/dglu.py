@@ -33,8 +33,8 @@ class RowParts(NamedTuple):
     """The workspace of the row scale's gradient.
 
     Attributes:
-        parts: the address of float32 [count, T], a partial sum for each column of tiles and row; 0: no gradient is
-            wanted.
+        parts: the address of float32 [count, T]: for each column of tiles and each row, a partial sum; 0: no gradient
+            is wanted.
         count: tiles along the columns.
     """
 

@@ -28,8 +28,8 @@ class Accumulators(Invariant):
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
-    """Return `count` of a thread's accumulators, from number `first` on, as a vector in the order above. count: None:
-    all that follow."""
+    """Return `count` of a thread's accumulators, from number `first` on, in the order at the top of this file. count:
+    None: all that follow."""
     count = cute.size(acc) - first if count is None else count
     return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
 

@@ -25,8 +25,12 @@ PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """Order of the columns of a and u. name: a gate layout, or "single" without a gate; slots: slots that a chunk's
-    preactivation takes."""
+    """Order of the columns of a and u.
+
+    Attributes:
+        name: a gate layout, or "single" without a gate.
+        slots: number of slots that a chunk's preactivation takes.
+    """
 
     def __init__(self, glu_layout: str, gated: bool):
         self.name = glu_layout if gated else "single"
@@ -52,12 +56,13 @@ class PreactLayout(Invariant):
 
 
 class PreactPair(Invariant):
-    """A thread's access to the slots of chunks. Within a piece of 16 columns its registers are in the order of
+    """A thread's access to the slots of chunks. Within a piece of 16 columns, its registers are in the order of
     accumulators (fragments.py).
 
-    ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`,
-    `slot(number, slot)` (a slot of the pair), `wait(number)` until the pair is loaded, `release(number)` once it is
-    stored.
+    Attributes:
+        ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`;
+            `slot(number, slot)`, a slot of the pair; `wait(number)` until the pair is loaded; `release(number)` once
+            the pair is stored.
     """
 
     def __init__(self, ring: Any, slots: Slots):

@@ -24,7 +24,7 @@ def key_of(value: Float32) -> Int32:
 
 
 def number_of(key: Int32) -> Float32:
-    """Return the number that has a key (`key_of`); a NaN for NAN_KEY."""
+    """Return the number whose key (`key_of`) is `key`; a NaN for NAN_KEY."""
     return select(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
 
 

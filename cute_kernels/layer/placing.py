@@ -33,7 +33,7 @@ UNROLL = 8
 class Choices(NamedTuple):
     """The experts that tokens chose.
 
-    An expert's index is its id - first or, with an expert_map, the map's entry number id - first. A choice has no row
+    An expert's index is id - first or, with an expert_map, entry id - first of the map. A choice has no row
     if this index is not in 0 .. experts - 1, if id - first is outside of the map, or if its token is number `limit` or
     more.
 

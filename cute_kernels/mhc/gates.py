@@ -68,7 +68,7 @@ class LaneParams(NamedTuple):
 
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
-    """Load the parameters (alpha and bias) of this lane's outputs, numbers k of p = x weight^T."""
+    """Load the alpha and the bias of each of this lane's outputs, which are elements k of p = x weight^T."""
     rounds = cute.ceil_div(outputs(n), LANES)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)

@@ -59,8 +59,8 @@ class ProjectCta(NamedTuple):
 
 def project_cta(arch: str) -> ProjectCta:
     """Return the sizes of the projection's CTA on an architecture. On Hopper 64 KB of x are in flight. With 99 KB of
-    shared memory, a CTA has a quarter of that, read by half as many warps in rows half as long, so that the float32
-    weight of 8 streams still fits."""
+    shared memory, a quarter of these bytes are in flight: half as many warps read rows half as long, so that the
+    float32 weight of 8 streams still fits."""
     smem = ARCHS[arch].smem_bytes - 1024
     return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
 
@@ -84,8 +84,8 @@ def slice_capacity(cta: ProjectCta, n: int, itemsize: int) -> int:
 
 
 class Slices(NamedTuple):
-    """How the projection divides columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and for
-    each slice `groups` CTAs that share the tokens."""
+    """Division of the projection's columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and
+    for each slice `groups` CTAs that share the tokens."""
 
     slices: int
     slice_columns: int

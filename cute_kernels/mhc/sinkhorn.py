@@ -75,8 +75,8 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Return the start of a matrix: divide exp(logits - rowmax) by its columns' largest elements, and put columns that
-    are too small to sleep."""
+    """Return the `Start` of a matrix: exp(logits - rowmax) divided by its columns' largest elements, with columns that
+    are too small put to sleep."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):

@@ -276,7 +276,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring numbers, since
+        """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring indices, since
         they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]

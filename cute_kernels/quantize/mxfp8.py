@@ -76,7 +76,7 @@ class QuantizeMxfp8(Invariant):
         layout: ScaleLayout,
         stream: cuda.CUstream,
     ):
-        """Launch one CTA for each tile. CTAs of the same rows have neighbouring numbers, since they read the same pages
+        """Launch one CTA for each tile. CTAs of the same rows have neighbouring indices, since they read the same pages
         of memory. offs: the address of the group ends (`Reach`); 0: no groups."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)

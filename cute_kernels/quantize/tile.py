@@ -74,9 +74,9 @@ class Tile(NamedTuple):
 
     Attributes:
         run: consecutive rows in a quarter (32 rows) of a band of 128.
-        quarters: number of quarters that the tile has rows of: 4, or 1.
+        quarters: number of quarters from which the tile has rows, 4 or 1.
         columns: number of columns.
-        rows_per_thread: rows of which a thread has 16 bytes.
+        rows_per_thread: number of rows of a thread, which holds 16 bytes of each.
     """
 
     run: int

@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
 
 
 class RowVectors(NamedTuple):
-    """The vectors of a row that a lane handles at once: number first, first + WARP, ..., UNROLL of them, below
-    `vectors` (the vectors of the row). A vector may have any size."""
+    """The vectors of a row that a lane handles at once: indices first, first + WARP, ... (UNROLL of them), below
+    `vectors`, the row's number of vectors. A vector may have any size."""
 
     first: Int32
     vectors: Int32
@@ -86,7 +86,7 @@ def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
 
 @cute.jit
 def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load a lane's vectors, `part`, of the row at an address; a vector is `words` times 4 bytes."""
+    """Load a lane's vectors, `part`, of the row at an address; a vector has `words` 32-bit words."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:

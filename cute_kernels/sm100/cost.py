@@ -15,7 +15,7 @@ from ..tiles import TileConfig
 
 
 class Machine(NamedTuple):
-    """A GPU.
+    """Rates and sizes of a GPU.
 
     Attributes:
         sms: number of SMs.

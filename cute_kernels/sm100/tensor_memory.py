@@ -184,7 +184,7 @@ class ShuffledAccumulators(TileAccumulators):
         """Fetch the thread's two accumulators in one row of 8 columns.
 
         Args:
-            acc: receives them.
+            acc: registers that receive the two accumulators.
             to: the first of the 8 columns in the slab.
             rows, column: registers of this lane's row (`_rows`), and the first of the 8 columns in them.
             half: 0: the upper 8 of a warp's 16 rows of the slab; 1: the lower 8.

@@ -24,7 +24,7 @@ class Turns(Invariant):
 
     Args:
         first_barrier: named barrier of warpgroup 0.
-        apply: False: turns do nothing: every turn is this warpgroup's, and nothing waits.
+        apply: False: every turn is this warpgroup's, and nothing waits.
         warpgroup_index: 0 or 1, this warpgroup.
     """
 

@@ -58,8 +58,8 @@ def slots_bytes(weights: Format, width: int) -> int:
 
 
 class DecodedLinesMainloop(Mainloop):
-    """Multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B), contracted over
-    their rows.
+    """Mainloop that multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B),
+    contracted over their rows.
     """
 
     gathers = False

@@ -223,7 +223,8 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """Multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from any row on.
+    """Mainloop that multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from
+    any row on.
 
     `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
 

@@ -116,7 +116,7 @@ class RowScales(Invariant):
 
 
 class Fp8Mainloop(GemmMainloop):
-    """Multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
+    """Mainloop that multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
 
     Both operands are contiguous along the contraction. `operands.scales` is the address of the scale bytes of x's rows,
     [rows, K / 32]. The scales of the next tile's first k-tile are loaded during an epilogue.

@@ -107,7 +107,7 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
+    """Copies of gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines
@@ -147,7 +147,7 @@ def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> 
 
 
 class GatherAlongRows(Gather):
-    """Gathers an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
+    """Copies of an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
 
     @cute.jit
     def fill(
@@ -224,7 +224,7 @@ class GatherAlongRows(Gather):
 
 
 class GatherAcrossRows(Gather):
-    """Gathers an operand that is contracted over its rows.
+    """Copies of an operand that is contracted over its rows.
 
     A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
     32 for each warp: a lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row

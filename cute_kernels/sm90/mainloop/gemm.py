@@ -71,7 +71,7 @@ class Weights(Invariant):
 
 
 class GemmMainloop(WeightsFirst):
-    """Multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
+    """Mainloop that multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
 
     Rows of x are neighbours, from any row on, or come by index (gathered_rows.py). Groups need no alignment. Rows past
     a group's end are computed but not stored; they are loaded only if their box (row_boxes.py) also holds rows of the

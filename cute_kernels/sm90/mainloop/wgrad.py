@@ -19,7 +19,7 @@ from .gathered_rows import GatherAcrossRows, RowIndices, row_indices
 
 
 class WgradMainloop(Mainloop):
-    """Multiplies columns of dy (operand A) by columns of x (B), contracted over a group's rows.
+    """Mainloop that multiplies columns of dy (operand A) by columns of x (B), contracted over a group's rows.
 
     The rows of one operand may come by index. Rows past the group's end must not contribute, so both loads clip there
     and fill with zeros (`ragged_rows`). Zeros in one operand alone would not suffice, since the other may hold NaN.
