@@ -32,8 +32,9 @@ GREATEST = MXFP4_ROWS.row_binades
 """u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
-# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. They are the bytes for u = 0, except that of 0.5: half
-# of the least normal number is a subnormal, whose byte is not one exponent less.
+# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6, for u = 0. The byte of 0.5 is an exception
+# (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, whose byte is not that of 1 with an exponent
+# one less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
 HALF_OF_LEAST_NORMAL = 0x0400
 # Added to the bytes of four magnitudes: the first doubles all of them, the second all except the lowest, which is 0.

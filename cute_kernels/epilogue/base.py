@@ -228,7 +228,7 @@ class Epilogue(KernelEpilogue):
             row = work.row + (share.first_slab + slab) * self.tile.slab_step
             first_slot = slab * self.chunks_per_slab % SLOTS
             values, two_scales = slab_of(acc, slab, self.slabs), registers(scales, 2 * slab, 2)
-            # If warpgroups share a tile, a warpgroup without rows skips the work; no other waits for it.
+            # If warpgroups share a tile, a warpgroup without rows skips the work; no other warpgroup waits for it.
             if const_expr(self.tile.takes_turns):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
             elif row < work.group_end:
@@ -269,7 +269,7 @@ class Epilogue(KernelEpilogue):
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)
             if column < self.tile_n:
-                # Zeros for columns without a weight row, since these count in the scale of a quantised result.
+                # Columns without a weight row get zeros, since they count in the scale of a quantised result.
                 if element < state.bias_size:
                     state.smem.bias[column] = bias[element]
                 else:

@@ -19,7 +19,7 @@ from .gate_pair import halves
 from .sizes import COLS
 from .slots import Slots
 
-# Columns of a slab in four 8 x 8 matrices a warp, and a thread's elements of them.
+# Columns of a piece: four 8 x 8 matrices of each warp's 16 rows. PIECE_REGS: a thread's elements of a piece.
 PIECE = 16
 PIECE_REGS = 8
 

@@ -83,7 +83,7 @@ class FinishBackward(Invariant):
         if sums.result != 0:
             for row in cutlass.range(end + first, groups.rows, step):
                 vector_at(Float32, sums.result)[row] = Float32(0.0)
-        # The next kernel in the stream may rely on all kernels before this one having ended.
+        # Without this wait, the next kernel in the stream could not rely on all kernels before this one having ended.
         wait_for_earlier()
         if sums.result != 0:
             for row in cutlass.range(first, end, step):

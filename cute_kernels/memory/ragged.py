@@ -5,7 +5,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32
 
-# Bound of the row mode, and the stride by which it vanishes in address arithmetic: 2^30 x 2^34 = 2^64 = 0.
+# ROW_BOUND: bound of the row mode. WRAP_BYTES: the stride that cancels it in address arithmetic, as 2^30 x 2^34 = 2^64
+# = 0.
 ROW_BOUND = 2**30
 WRAP_BYTES = 2**34
 MODE_BOUND = 2**31 - 1

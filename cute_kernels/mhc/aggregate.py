@@ -48,7 +48,7 @@ class Aggregate(Invariant):
             self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
                 grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
                 block=(FORWARD_THREADS, 1, 1),
-                # Unasked, ptxas gives 4 float32 streams 48 registers on sm_80, and spills 2.
+                # Without this bound, ptxas gives 4 float32 streams 48 registers on sm_80, and spills 2.
                 min_blocks_per_mp=0 if is_for_hopper_alone() else 1,
                 stream=stream,
             )

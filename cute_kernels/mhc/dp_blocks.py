@@ -12,7 +12,7 @@ from cutlass import Int32
 
 from ..device.warp_mma import read_matrices
 
-BLOCK_WORDS = 32  # of 8 x 8 elements
+BLOCK_WORDS = 32  # 32-bit words of a block of 8 x 8 elements
 
 
 def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, transpose: bool, part: int) -> list:

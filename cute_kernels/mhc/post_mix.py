@@ -210,7 +210,7 @@ class PostMixBackward(Invariant):
                 grid=(ctas, 1, 1),
                 block=(BACKWARD_THREADS, 1, 1),
                 smem=smem + (self.sums_bytes + self.coefficients_bytes),
-                # Unasked, ptxas spills 8 bytes of 4 float32 streams on sm_86.
+                # Without this bound, ptxas spills 8 bytes of 4 float32 streams on sm_86.
                 min_blocks_per_mp=0 if is_for_hopper_alone() else 1,
                 stream=stream,
             )  # fmt: skip

@@ -37,7 +37,7 @@ from .shapes import (
 )
 
 LANES = 32
-# An operand: four lanes share a row of a token tile, and each lane has two rows.
+# In an MMA operand, four lanes share a row of a token tile, and each lane has two rows.
 LANES_PER_ROW = 4
 WORDS = VECTOR_BYTES // 4
 # Vectors of the weight that a thread reads at a time.

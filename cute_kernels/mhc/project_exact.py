@@ -30,7 +30,7 @@ from .shapes import TOKEN_TILE, UNIT_TOKENS, ProjectCta, exact_ring, outputs
 from .split import rest_scale, split
 
 LANES = 32
-LANES_PER_ROW = 4  # of an operand
+LANES_PER_ROW = 4  # lanes that share a row of an MMA operand
 WORDS = VECTOR_BYTES // 4
 UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
@@ -82,7 +82,7 @@ class ExactProducts(Invariant):
         self.step_words, self.step_vectors = cta.step_bytes // 4, cta.step_bytes // VECTOR_BYTES
         self.reads = self.step_vectors // LANES_PER_ROW
         self.copy_rows = LANES // self.step_vectors
-        self.copies = UNIT_TOKENS // self.copy_rows  # of a lane, for a unit
+        self.copies = UNIT_TOKENS // self.copy_rows  # copies of a lane for a unit
         self.unit_words = UNIT_TOKENS * self.step_words
         self.units, self.stages = exact_ring(n)
         self.tokens = self.warps * UNIT_TOKENS * self.units
@@ -96,7 +96,7 @@ class ExactProducts(Invariant):
         # Reads of a lane whose products the tensor cores add together: with one, the kernel takes 3 % longer. With 8
         # streams two do not fit into registers; with float32 streams the tensor cores would truncate too much.
         self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
-        # Vectors of a step of the weight for each thread.
+        # Vectors of a step of the weight that each thread loads.
         self.rounds = -(-self.outputs * self.step_vectors // self.threads)
 
     @cute.jit

@@ -24,7 +24,7 @@ MAX_EXTRA_SLICES = 5
 UNIT_TOKENS = 32
 MAX_EXACT_SLICES = 48  # with more slices, adding their sums takes longer than they save for few tokens
 
-# The projection's backward.
+# Constants of the projection's backward.
 GATE_WARPS = 8
 GATE_BATCH = 8
 """Tokens that a warp of the gates' backward handles at a time: for 4 streams, 50 KB of loads are then in flight on an

@@ -23,7 +23,7 @@ from .warp_columns import VECTOR, WarpColumns
 LANES = 32
 THREADS = SPREAD_WARPS * LANES
 FRAGMENT = 4
-PARTS = 4  # read at a time
+PARTS = 4  # parts that are read at a time
 
 
 class TileSums(Invariant):

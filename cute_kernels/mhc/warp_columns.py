@@ -11,7 +11,7 @@ from cutlass import Int32, const_expr
 from ..device.invariant import Invariant
 from .shapes import row_vectors
 
-VECTOR = 8  # elements of 16 bytes
+VECTOR = 8  # elements in 16 bytes
 
 
 class Place(NamedTuple):

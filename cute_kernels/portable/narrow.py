@@ -182,7 +182,8 @@ class Narrow(Along):
         self.scales = SCALES[weights.scale](self.element(), product)
         self.steps_per_block, self.blocks = weights.block // MMA_K, max(DEPTH // weights.block, 1)
         self.line_area = self.stage_bytes
-        # Columns lane / 4 + 8 i of a block are neighbours, so 8 lanes that read two of them each use different banks.
+        # Multipliers of columns lane / 4 + 8 i of a block are neighbours, so 8 lanes that read two of them each use
+        # different banks.
         pitch = lines // 8 + 2
         self.multipliers = cute.make_layout(((8, lines // 8), self.blocks), stride=((pitch, 1), 8 * pitch))
         self.stage_bytes += 8 * pitch * self.blocks * 4

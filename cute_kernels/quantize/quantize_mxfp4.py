@@ -33,11 +33,11 @@ from .tile import VECTOR_BYTES, WORDS, read_once
 
 BLOCK = MXFP4.block
 WARPS = 8
-MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
+MIN_BLOCKS = 4  # CTAs of an SM: 32 warps, 2 or 4 KB of loads each
 SMEM_PERCENT = 1  # no shared memory is used; loads in flight need it as cache
 MAX_EXPONENT = 2  # exponent of the greatest element, 6 = 1.5 * 2^2
 F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
-AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
+AS_F16 = 2.0**-14  # factor from E2M1's least exponent to float16's
 ROUNDING = 2.0**22
 GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; `min` with a NaN (an Inf has become NaN) also gives 6
 # A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs are moved from 15 and 31 to 12 and 28.

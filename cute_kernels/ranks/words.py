@@ -40,8 +40,8 @@ from ..windows import (
     WORDS,
 )
 
-SPIN_NS, SLEEP_NS = 20_000, 200  # spins at first, then sleeps between looks, to spare the GPU's memory bandwidth
-LAUNCH_TICKETS = 1 << 20  # each launch adds this much in all, for any grid, so the counter is never reset
+SPIN_NS, SLEEP_NS = 20_000, 200  # spin at first, then sleep between looks, to spare the GPU's memory bandwidth
+LAUNCH_TICKETS = 1 << 20  # each launch adds this much in all, whatever its grid, so the counter is never reset
 ENTER = WORDS.index("enter")
 LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
     REASONS.index(reason) for reason in ("late", "elsewhere", "refused", "other form")

@@ -15,7 +15,7 @@ from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
 from .tickets import Tickets
 from .work import TileGrid, WorkRing, no_work
 
-# If light groups have less than 1/FEW of the heavy groups' tiles, light tiles come last, together.
+# Light tiles come last, together, if light groups have less than 1/FEW of the heavy groups' tiles.
 FEW = 16
 
 

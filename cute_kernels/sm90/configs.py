@@ -40,13 +40,13 @@ ARCH = "sm_90a"
 # (0.98 instead of 0.95 of dense cuBLAS on Qwen3-30B). Otherwise they share rows, because a fixed (2, 1) cluster leaves
 # one CTA idle at a group's odd row tile (0.66 instead of 0.79 on Qwen3-30B under skew).
 LARGE = TileConfig(m=128, n=128, k=64, cluster_m=2, schedule="pingpong", adaptive=True)
-# Not adaptive: a weight gradient has no ragged row tiles. WGRAD_WIDE is for weights that its tiles cover with less
-# padding.
+# Not adaptive, since a weight gradient has no ragged row tiles. WGRAD_WIDE is for weights that its tiles cover with
+# less padding.
 WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
 WGRAD_WIDE = TileConfig(m=128, n=192, k=64, cluster_m=2, schedule="pingpong")
 WGRAD_TILES = (WGRAD, WGRAD_WIDE)
-# Few rows an expert: half the rows, so more stages fit. Weight tiles are narrow so that a token's few experts fill the
-# GPU (FC1 of two of DeepSeek-V3's experts: 31.8 us instead of 40.5).
+# For few rows an expert: with half the rows, more stages fit. Weight tiles are narrow so that a token's few experts
+# fill the GPU (FC1 of two of DeepSeek-V3's experts: 31.8 us instead of 40.5).
 SMALL = TileConfig(m=64, n=128, k=64)
 TILES = (LARGE, SMALL)
 # FP8 rows and weights. Cooperative, since promoting sums every 128 elements of k costs more than an exposed epilogue:
@@ -58,7 +58,7 @@ SMALL8 = TileConfig(m=64, n=256, k=128)
 # twice the CTAs, which fill more SMs if experts are few (grouped_mlp of two of Mixtral-8x7B's experts: 99 us instead
 # of 121).
 SMALL8_FC2 = TileConfig(m=64, n=128, k=128)
-# 128 columns: preactivations and their gradients take the shared memory that 256 columns would need.
+# 128 columns, since preactivations and their gradients take the shared memory that 256 columns would need.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
 # MXFP4 weights decoded to FP8. No cluster: each CTA decodes its own weights, so that a cluster would share little.

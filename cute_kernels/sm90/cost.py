@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ..arch import Gemm
 from ..tiles import TileConfig
 
-BYTES = 2  # of an element
+BYTES = 2  # bytes of an element
 EVEN, SKEWED = "uniform", "dirichlet"
-RARE = 1e-4  # a sum over row tiles ends where the probability of more rows falls below this
+RARE = 1e-4  # sums over row tiles end where the probability of more rows falls below this
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def active_share(average: float, routing: str) -> float:
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
-@functools.lru_cache(maxsize=1024)  # one choice calls it for several tiles, GEMMs and terms
+@functools.lru_cache(maxsize=1024)  # one choice of a tile calls row_tiles for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
     """Return the average number of row tiles of an expert.
 

@@ -17,7 +17,7 @@ from ..tiles import TileConfig
 # Bytes that a swizzle moves as one unit.
 SWIZZLE_CHUNK = 16
 
-# Rows of a slab that a thread has.
+# Rows of a slab that a thread has, 8 rows apart.
 ROW_HALVES = 2
 
 

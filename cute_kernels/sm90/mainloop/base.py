@@ -148,7 +148,8 @@ class Mainloop(Invariant):
     looks_ahead = AFTER_EPILOGUE
     # True: the previous kernel does not write the scales, so that they can be read before it has ended.
     scales_are_ready = False
-    # Bytes of shared memory for weights before they are decoded: of each decoding warpgroup, and in all.
+    # Bytes of shared memory for weights before they are decoded. slots_bytes: of each decoding warpgroup; narrow_bytes:
+    # in all.
     slots_bytes = 0
     narrow_bytes = 0
     # Slots of a ring of decoded weights, whose barriers follow those of the stages.

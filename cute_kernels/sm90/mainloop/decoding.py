@@ -48,9 +48,10 @@ from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
-# Scale bytes of a word. A row has one or two words of scales for a k-tile.
+# Scale bytes in a 32-bit word. A row has one or two words of scales for a k-tile.
 SCALES_PER_WORD = 4
-# Elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 of each 32; wgmmas of a step.
+# STEP_K: elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 elements of each 32. STEP:
+# wgmmas of a step.
 STEP_K = 32
 STEP = STEP_K // MMA_K
 # FRAGMENT_REGS: 32-bit registers of a slab's fragment for one wgmma; each holds a pair of elements, and the pairs lie

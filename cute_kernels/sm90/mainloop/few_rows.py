@@ -30,7 +30,7 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 
 # Threads with the same weight rows: each has its own 32 elements of every row in a k-tile.
 QUAD = 4
-# Words of a thread's elements in a row and k-tile, each of which has a pair of every 8 elements; bytes of a word.
+# WORDS: 32-bit words of a thread's elements in a row and k-tile; each word has a pair of every 8 elements.
 WORDS, WORD_BYTES = 4, 4
 ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
