@@ -121,7 +121,7 @@ def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor
 
 
 def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """Compute the one of the activations `names` that `params` chooses at run time; the rest is as in `activate`."""
+    """Compute the activation among `names` that `params` selects at run time; arguments and result as in `activate`."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
     _fill_one_of(outputs, names, parts, params)
     return outputs
@@ -129,8 +129,10 @@ def activate_one_of(names: tuple[str, ...], parts: tuple, params: ActivationPara
 
 @cute.jit
 def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, params: ActivationParams):
-    """Fill `outputs` with the activation that `params` chooses. One branch encloses all elements, so each activation
-    runs the same instructions as in a kernel for it alone."""
+    """Fill `outputs` with the activation that `params` selects among `names`.
+
+    One branch encloses all elements, so each activation runs the same instructions as in a kernel for it alone.
+    """
     if const_expr(len(names) == 1):
         _fill(outputs, names[0], parts, params)
     elif params.kind == KINDS[names[0]]:

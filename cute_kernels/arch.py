@@ -96,7 +96,7 @@ class Reasons(NamedTuple):
 
 
 def of_one_kernel(problem: PolicyProblem) -> Reasons:
-    """Return the reasons of a rule that always chooses the same tile, whatever the number of rows."""
+    """Return the reasons of a rule that always chooses the same tile, for any number of rows."""
     return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
 
 
@@ -105,7 +105,11 @@ def of_two_tiles(
 ) -> Reasons:
     """Return the reasons of a rule that chooses between two tiles by the average number of rows an expert.
 
-    tile: the chosen one. few, many: the tiles for at most `most_rows` rows an expert, and for more.
+    Args:
+        problem: the call.
+        tile: the chosen tile.
+        most_rows: the limit of the rule.
+        few, many: the tiles for at most `most_rows` rows an expert, and for more.
     """
     limits = {few: f"at most {most_rows}", many: f"more than {most_rows}"}
     other = many if tile is few else few
@@ -136,7 +140,7 @@ class ArchPolicy(Protocol):
         fixed_tile: returns the tile that a fixed rule chooses; None if the tiles' times are compared instead.
         reasons: returns the reasons for a tile that a rule chose.
         suggestions: returns sentences about other calls that would be faster than this one with any tile.
-        second_tile: returns the tile of FC2, or of the data gradient, that goes with FC1's (the gradient's first) tile.
+        second_tile: returns FC2's tile for FC1's, or in a backward the data gradient's tile for grouped_dglu's.
         glu_form: returns the form (activations, gate layouts; keys of ACTIVATION_FORMS and LAYOUT_FORMS) of the kernel
             that serves an activation and a gate layout in an FC1.
         time_us: returns the modelled microseconds of a GEMM, the mean over even and skewed routing.

@@ -19,7 +19,7 @@ class Architecture(NamedTuple):
         gpus: some GPUs that run its kernels.
         tested_on: GPUs that ran the tests of all its kernels; empty: none.
         smem_bytes: bytes of shared memory that a CTA may have. Portable kernels are the same on all GPUs, so they get
-            smallest limit of all GPUs, which sm_86, sm_89 and sm_120 have.
+            the smallest limit, which sm_86, sm_89 and sm_120 have.
         schedules: schedules that its tiles can have (`tiles.SCHEDULES`).
         lacks: operands (`formats.OPERANDS`) that none of its GEMMs multiplies.
         recipes: names of quantisation recipes, each with the recipe that replaces it on this architecture.

@@ -92,8 +92,9 @@ def each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
 def numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
     """Make the signature of a kernel without tensor arguments, which therefore also takes the stream.
 
-    addresses, integers, floats: names of arguments, separated by spaces. optional: the integers are optional, as
-    addresses always are.
+    Args:
+        addresses, integers, floats: names of arguments, separated by spaces.
+        optional: the integers are optional, as addresses always are.
     """
     kinds = (*each(ADDRESS, addresses, optional=True), *each(INT32, integers, optional), *each(FLOAT32, floats))
     return Signature((*kinds, *each(STREAM, "stream")))

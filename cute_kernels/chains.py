@@ -122,8 +122,8 @@ count of every expert for each of its warps, which takes 32 KiB of shared memory
 
 
 def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
-    """Return the step that quantises all T rows of a matrix to the row format of `operands`. Rows after the last group
-    are also quantised, but never read.
+    """Return the step that quantises all T rows of a matrix to the row format of `operands`, also rows after the last
+    group, which are never read.
 
     x, data, scale: the chain's names of the matrix, of the quantised elements and of their scales.
     """
@@ -137,9 +137,10 @@ def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, da
 
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:
-    """Return the sources of a GEMM stage's scales; for weights without scales, of its table of experts' weights.
+    """Return the sources of a GEMM stage's scales; for weights without scales, the source of its table of experts'
+    weights.
 
-    x, w: the chain's names of the operands, from which the names of scales and table are made ("w1_scale").
+    x, w: the chain's names of the operands; names of scales and of the table are derived from them ("w1_scale").
     """
     formats = OPERANDS[operands]
     if not formats.w.scale:
@@ -155,7 +156,9 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     """Return the combine step, which runs if `out` is given: out[token] = residual[token] + the sum of the token's
     rows.
 
-    rows, out: the chain's names of the rows and of the sums. residual: the name of an address; 0: nothing is added.
+    Args:
+        rows, out: the chain's names of the rows and of the sums.
+        residual: the name of an address; 0: nothing is added.
     """
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),

@@ -58,8 +58,10 @@ def glu_forms(
     """Return every pair of forms (activations, gate layouts) that FC1 kernels of these operands and tile are compiled
     for.
 
-    glu_form: the policy's function (`arch.ArchPolicy`). save_preact: FC1 stores the preactivation. transpose_w: w1 is
-    transposed.
+    Args:
+        glu_form: the policy's function (`arch.ArchPolicy`).
+        save_preact: FC1 stores the preactivation.
+        transpose_w: w1 is transposed.
     """
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
     pairs = product(activation_forms(), widths)
@@ -83,7 +85,10 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
     """Return every 16-bit forward GEMM and grouped_mlp, with and without a stored preactivation, with plain and with
     transposed weights.
 
-    tiles: the tiles of these GEMMs. glu_form: the policy's function (`arch.ArchPolicy`), here and below.
+    Args:
+        arch: a key of ARCHS.
+        tiles: the tiles of these GEMMs.
+        glu_form: the policy's function (`arch.ArchPolicy`).
     """
     specs: list[Spec] = []
     for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
@@ -122,7 +127,9 @@ def fp8_specs(
     Args:
         arch: a key of ARCHS.
         operands: a key of OPERANDS, in FP8.
-        tiles: FC1's tiles. second_tile: returns FC2's tile for FC1's. glu_form: see `arch.ArchPolicy`.
+        tiles: FC1's tiles.
+        second_tile: returns FC2's tile for FC1's.
+        glu_form: see `arch.ArchPolicy`.
         quantized: the values of `GroupedMlpSpec.quantized` to ship.
     """
     specs: list[Spec] = []
@@ -169,7 +176,7 @@ def decoded_specs(
     Args:
         arch: a key of ARCHS.
         tiles: the tiles for each key of OPERANDS.
-        glu_form: see `arch.Room`.
+        glu_form: see `arch.ArchPolicy`.
         dgrad: the tile of data gradients.
     """
     specs: dict[Spec, None] = {}

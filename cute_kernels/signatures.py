@@ -285,7 +285,7 @@ def _quantize8_block(spec: QuantizeFp8BlockSpec) -> Signature:
 
     data: the address of E4M3 [T, K]. scale: the address of float32 [T, ceil(K / 128)]. Both are packed.
     offs: the address of int32 [num_groups], the ends of groups; rows after the last end are not quantised. 0: all rows
-    are.
+    are quantised.
     """
     addresses = (*each(ADDRESS, "data scale"), *each(ADDRESS, "offs", True), *each(INT32, "num_groups", True))
     return Signature((_tensor("x", "T K", spec.dtype), *addresses), (("K", FP8_ROWS.multiple),))

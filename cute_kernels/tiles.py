@@ -216,7 +216,7 @@ class TileConfig:
         return self.cluster_size if self.adaptive else self.cluster_n
 
     def padded(self, m: int, n: int) -> int:
-        """Return how many elements the whole cluster tiles have that cover an m x n result."""
+        """Return the number of elements of all cluster tiles that cover an m x n result, padding included."""
         height, width = self.m * self.cluster_m, self.n * self.cluster_n
         return math.ceil(m / height) * height * math.ceil(n / width) * width
 

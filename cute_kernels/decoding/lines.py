@@ -1,13 +1,13 @@
 """Weight rows decoded into shared memory, for GEMMs that contract over these rows: dx = dy w.
 
-An MMA's registers hold neighbours along the contraction, which here belong to different weight rows, but a word of
-narrow elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in
-shared memory, from where MMAs read it transposed, like weights of 16 bits.
+MMA registers hold neighbours along the contraction, which here belong to different weight rows, while a word of narrow
+elements holds neighbours of one row. So a k-tile (64 weight rows) of 128 columns is decoded to 16-bit numbers in shared
+memory, from which MMAs read it transposed, like 16-bit weights.
 
 A chunk is 16 bytes of a weight row: 16 elements of 8 bits or 32 of 4. Each of 128 threads has two or four chunks of
-every k-tile, and a word of scales for each. It copies them to a slot in shared memory some k-tiles ahead. No other
-thread reads them, so the thread waits only for its own copies. When threads of a quarter warp write decoded numbers,
-they write to different banks.
+every k-tile, and a word of scales for each chunk. The thread copies them to a slot in shared memory some k-tiles ahead.
+No other thread reads them, so the thread waits only for its own copies. Threads of a quarter warp write decoded numbers
+to different banks.
 """
 
 from __future__ import annotations
@@ -80,8 +80,14 @@ class LineSources(NamedTuple):
 
 
 def experts_of(w: cute.Tensor, scales: Int64, weights: Format, columns: Int32) -> Experts:
-    """Describe quantised weights, in host code. w: [E, rows, words or bytes of a row]; scales: the address of
-    contiguous scales; weights: the format; columns: elements of a row."""
+    """Describe quantised weights, in host code.
+
+    Args:
+        w: [E, rows, words or bytes of a row].
+        scales: the address of the weights' scales, which are contiguous.
+        weights: the weights' format.
+        columns: elements of a row.
+    """
     element_bytes = w.element_type.width // 8
     units = Int64(w.stride[0]) * element_bytes // CHUNK_BYTES
     pitch = Int32(w.shape[2]) * element_bytes // CHUNK_BYTES
@@ -98,7 +104,7 @@ class DecodedLines(Invariant):
     Attributes:
         slot_bytes: bytes of a slot, which holds a k-tile's chunks and scales.
         lines_at_once: weight rows of which the 128 threads have one chunk each, in every block of 64 columns.
-        times: a number for each group of `lines_at_once` weight rows of a k-tile.
+        times: indices of the groups of `lines_at_once` weight rows of a k-tile.
         blocks: blocks of 64 columns.
         count: chunks of a thread in a k-tile.
         pending: the scales that the thread is loading.
@@ -132,7 +138,7 @@ class DecodedLines(Invariant):
         raise NotImplementedError
 
     def sources(self, experts: Experts, expert: Int32, n_tile: Int32) -> LineSources:
-        """Return the addresses of a thread's chunks and scales of a tile. n_tile: number of the tile along the
+        """Return the addresses of a thread's chunks and scales of a tile. n_tile: index of the tile along the
         columns."""
         first = experts.address + Int64(expert) * experts.units * CHUNK_BYTES
         scales = experts.scales + Int64(expert) * experts.scale_rows * experts.scale_pitch
@@ -144,8 +150,10 @@ class DecodedLines(Invariant):
         return LineSources(tuple(chunks), tuple(at), experts.pitch, experts.rows, experts.scale_pitch)
 
     def copy(self, sources: LineSources, slot: Int32, first_row: Int32) -> None:
-        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`;
-        write zeros for what is outside of w."""
+        """Start to copy the thread's chunks of 64 weight rows, from `first_row` on, to the slot at address `slot`.
+
+        Chunks outside of w are filled with zeros.
+        """
         target = slot + self.thread * CHUNK_BYTES
         for time in self.times:
             line = first_row + self.line + time * self.lines_at_once
@@ -159,8 +167,10 @@ class DecodedLines(Invariant):
 
     @cute.jit
     def start_loads(self, sources: LineSources, first_row: Int32, slot_before: Int32):
-        """Start to load the scales of 64 weight rows, from `first_row` on. First write the scales that the previous
-        call loaded to their own slot, `slot_before`."""
+        """Start to load the scales of 64 weight rows, from `first_row` on.
+
+        First write the scales that the previous call loaded to the slot of their k-tile, `slot_before`.
+        """
         words = self._scale_words(slot_before)
         for i in cutlass.range_constexpr(self.count):
             words[i * THREADS] = self.pending[i]
@@ -178,8 +188,9 @@ class DecodedLines(Invariant):
                 self.pending[time * self.blocks + block] = word
 
     def read(self, slot: Int32, times: Sequence[int]) -> tuple[list[cute.Tensor], list[Int32]]:
-        """Return the thread's chunks of a slot, as words, and the words of their scales. Called before `write`, so that
-        all loads are under way before the first store: the compiler moves no load past a store.
+        """Return the thread's chunks of a slot, as words, and the words of their scales.
+
+        All reads must be issued before `write`, since the compiler moves no load past a store.
 
         Args:
             slot: the slot's address.
@@ -191,8 +202,10 @@ class DecodedLines(Invariant):
         return chunks, [scales[number * THREADS] for number in numbers]
 
     def write(self, chunks: list[cute.Tensor], scales: list[Int32], target: Int32, times: Sequence[int]) -> None:
-        """Decode what `read` returned, and write it to `target`, the address of a decoded k-tile: blocks of 64 columns,
-        in lines with a 128-byte swizzle. times: as for `read`."""
+        """Decode the result of `read` and write it to `target`, the address of a decoded k-tile.
+
+        The k-tile has blocks of 64 columns, in lines with a 128-byte swizzle. times: as for `read`.
+        """
         swizzled = (self.lane * self.vectors ^ self.line % 8) * CHUNK_BYTES
         first = target + self.line * LINE_BYTES + swizzled
         for i, time in enumerate(times):

@@ -1,9 +1,9 @@
-"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs whose registers have no room for decoding.
+"""Weight rows of E2M1 decoded to E4M3 in shared memory, for FP8 MMAs, which leave no registers for decoding.
 
-A block of 32 elements has a power of two, and so has a row. The epilogue multiplies sums by the row's power. The
-block's power relative to the row's, 2^(u - 6) with u = 0 .. 12, multiplies the elements: an E2M1 number times this
-factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes, from which a byte
-permutation takes four at a time.
+Each block of 32 elements has a power-of-two scale, and so has each row. The epilogue multiplies sums by the row's
+scale. The elements are multiplied by the block's scale relative to the row's, 2^(u - 6) with u = 0 .. 12: an E2M1
+number times this factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes,
+and a byte permutation looks up four elements at a time.
 
 A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions.
 """
@@ -32,8 +32,9 @@ GREATEST = MXFP4_ROWS.row_binades
 """u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
-# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6. They are the bytes for u = 0, except that of 0.5: half
-# of the least normal number is a subnormal, whose byte is not one exponent less.
+# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6, for u = 0. The byte of 0.5 is an exception
+# (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, whose byte is not that of 1 with an exponent
+# one less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
 HALF_OF_LEAST_NORMAL = 0x0400
 # Added to the bytes of four magnitudes: the first doubles all of them, the second all except the lowest, which is 0.
@@ -73,7 +74,7 @@ class RowsInFp8(Invariant):
         ahead: chunks that a thread reads before it decodes the first.
 
     Attributes:
-        times: numbers of a thread's rows of a tile, which are THREADS / 4 apart.
+        times: indices of a thread's rows of a tile; the rows are THREADS / 4 apart.
         first: the thread's first weight row of a tile.
         expert: the address of the expert's block scales.
         bases: each row's own scale byte, four in a word.
@@ -101,8 +102,10 @@ class RowsInFp8(Invariant):
 
     @cute.jit
     def begin(self, work: WorkTile, k_tile: Int32, following: Int32):
-        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles,
-        whose numbers are `k_tile` and `following`."""
+        """Load a tile's scales: the scales of the thread's rows, and its block scales in the tile's first two k-tiles.
+
+        k_tile, following: the indices of these two k-tiles.
+        """
         scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
         self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
@@ -125,7 +128,7 @@ class RowsInFp8(Invariant):
         self._start_loads(k_tile)
 
     def _row(self, i: int) -> Int32:
-        """Return the number, in its expert, of a thread's i-th weight row; it may be past the last row."""
+        """Return the index, in the expert, of a thread's i-th weight row; it may be past the last row."""
         part, in_part = divmod(i * self.rows_at_once, self.part_n)
         return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
 
@@ -138,7 +141,8 @@ class RowsInFp8(Invariant):
     @cute.jit
     def _start_loads(self, k_tile: Int32):
         """Start to load the block scales of a k-tile. Past a row's last block and past the last row any scale will do,
-        since elements are zeros there."""
+        since the elements there are zeros.
+        """
         rows, blocks = self.scales.rows, self.scales.blocks
         block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
         scales = vector_at(Uint8, self.expert[0])
@@ -146,11 +150,11 @@ class RowsInFp8(Invariant):
             self.pending[i] = Int32(scales[cutlass.min(self._row(i) * blocks + block, rows * blocks - 1)])
 
     def _of_word(self, word: int) -> range:
-        """Return the numbers of the rows whose bytes are in word `word` of bases or shifts."""
+        """Return the indices of the thread's rows whose bytes lie in word number `word` of `bases` or `shifts`."""
         return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
 
     def _packed(self, numbers: list[Int32]) -> Int32:
-        """Return up to four numbers, each of one byte, in one word."""
+        """Pack up to four numbers of one byte each into one word."""
         first, *others = numbers
         for place, number in enumerate(others, 1):
             first |= number << 8 * place

@@ -1,4 +1,4 @@
-"""Scale types of weights that are decoded: a class for each type, whose objects belong to an element type.
+"""Scale types of weights that are decoded, one class each. An object is made for the element type that it scales.
 
 Some scale bytes are bad, for example NaN: their weight row must give NaN for all rows of x. Kernels note bad bytes, and
 write NaN at the end of a tile.
@@ -54,9 +54,10 @@ class Scales:
         raise NotImplementedError
 
     def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
-        """Return the multipliers (scale times the inverse of `Element.read_exponent`'s power) of `count` of the four
-        bytes in `scales`, from byte number `first` on. What a large byte's multiplier lacks is in
-        `rest_of_multiplier`."""
+        """Return the multipliers of `count` of the four bytes in `scales`, from byte number `first` on.
+
+        A large byte's multiplier is too small by the factor `rest_of_multiplier`.
+        """
         raise NotImplementedError
 
     def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
@@ -65,12 +66,17 @@ class Scales:
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
-        """Return the factor that the multiplier of byte number `index` lacks if the byte is large; 1 if it is not."""
+        """Return the factor by which the multiplier of byte number `index` is too small if the byte is large; otherwise
+        1.
+        """
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
-        """Return a word that is not 0 if one of the four bytes in `scales` is bad, so that its weight row must give
-        NaN. Rows 0 to 7 set different bits, so that words of several rows can be combined; see `is_bad`."""
+        """Return a word that is not 0 if one of the four bytes in `scales` is bad, so that its weight row must become
+        NaN.
+
+        Rows 0 to 7 set different bits, so that words of several rows can be combined; see `is_bad`.
+        """
         raise NotImplementedError
 
     def large(self, scales: Int32) -> Int32:
@@ -80,11 +86,13 @@ class Scales:
 
 
 class E8m0(Scales):
-    """Powers of two: byte e is 2^(e - 127), a subnormal number at e = 0. Bad bytes are NaN and scales with which the
-    greatest element exceeds bfloat16's range: all bytes from `first_bad` (128 or more) on.
+    """Powers of two: byte e is 2^(e - 127), a subnormal number at e = 0.
 
-    If elements are read as 2^-126 times their value, multipliers include 2^126. Then they are bfloat16 numbers for
-    scales up to 2; larger scales take a second product.
+    Bad bytes are NaN and all bytes from `first_bad` (128 or more) on, whose scale times the greatest element exceeds
+    bfloat16's range.
+
+    If elements are read as 2^-126 times their value, multipliers include 2^126. Then multipliers of scales up to 2 fit
+    into bfloat16; larger scales take a second product.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -100,7 +108,7 @@ class E8m0(Scales):
         return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
 
     def _multiplier(self, byte: Int32) -> Int32:
-        """Return the multiplier of one byte or, if the byte is large, of the greatest byte that is not."""
+        """Return the multiplier of a byte. For a large byte: the multiplier of the greatest byte that is not large."""
         if self.first_large is None:
             return power_of(byte)
         return self._small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))
@@ -129,9 +137,8 @@ class UnsignedE4m3(Scales):
     """E4M3 numbers of at most 448, without sign. Bad bytes are NaN and bytes with a sign.
 
     A byte moved up by four bits has its exponent and significand in bfloat16's places, and is the scale times 2^-120,
-    including subnormals. Two powers of two (`powers`) then multiply it. Together they make up for 2^-120 and for the
-    power of two by which elements are read too small; for the latter only as far as bfloat16's range allows, and
-    `rest_exponent` is the rest.
+    including subnormals. Two powers of two (`powers`) then multiply it. They compensate 2^-120 and, as far as
+    bfloat16's range allows, the power of two by which elements are read too small; `rest_exponent` is the rest.
     """
 
     def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
@@ -165,8 +172,9 @@ class UnsignedE4m3(Scales):
 
 
 class Float32s(Scales):
-    """float32 numbers, one for each block, which multiply elements in float32; they are passed on unchanged. No scale
-    is bad: a NaN or infinite scale makes its weights NaN or infinite by itself."""
+    """float32 numbers, one for each block, passed on unchanged: they multiply elements in float32. No scale is bad,
+    since a NaN or infinite scale makes its weights NaN or infinite by itself.
+    """
 
     def value(self, byte: Int32) -> Int32:
         return byte
@@ -203,16 +211,18 @@ def power_of(byte: Int32) -> Int32:
 
 
 def _from(first: Any, scales: Int32) -> Int32:
-    """Return a word in which bit 7 of each byte says whether that byte of `scales` is `first` or more (first: 128 or
-    more); other bits mean nothing."""
-    # Added to the lower 7 bits of a byte, it carries into bit 7 if the byte, with bit 7 set, is `first` or more.
+    """Return a word in which bit 7 of each byte is set if that byte of `scales` is at least `first` (128 or more).
+    Other bits are arbitrary.
+    """
+    # Adding 256 - first to a byte's lower 7 bits carries into bit 7 if the byte (with bit 7 set) is at least `first`.
     carry = Int32((256 - first) * BYTE_LANES)
     return ((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales
 
 
 def _signs_of(row: int) -> int:
-    """Return the mask of the bits by which `Scales.bad` notes bad bytes of a row, 0 to 7: the sign bits of all bytes,
-    moved down by `row`."""
+    """Return the mask of the bits that `Scales.bad` sets for a row (0 to 7): the sign bits of all bytes, shifted right
+    by `row`.
+    """
     bits = BYTE_SIGNS >> row
     return bits - (bits >> 31 << 32)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Invariant:
-    """Base of classes whose attributes are never assigned again after `__init__`, as far as loops and branches can
-    tell.
+    """Base of classes whose attributes do not change after `__init__`, as far as run-time loops and branches are
+    concerned.
 
     The DSL makes a run-time loop or branch carry every object whose method it calls, because the call might change the
     object. These objects have nothing to carry: their values are defined before the loop and do not change.

@@ -21,6 +21,7 @@ def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cut
 
 
 def swizzle_of(row: Int32, row_bytes: int) -> Int32:
-    """Return the number by which the numbers of a row's 16-byte chunks are XORed. row_bytes: 32, 64 or 128, which is
-    also the width of the swizzle."""
+    """Return the number that is XORed with the index of each 16-byte chunk in a row. row_bytes: 32, 64 or 128, which is
+    also the width of the swizzle.
+    """
     return row % 8 // (SWIZZLE_BYTES // row_bytes)

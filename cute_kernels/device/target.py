@@ -29,21 +29,26 @@ def has_packed_integers() -> bool:
 
 
 def is_for_hopper_alone() -> bool:
-    """Return True if the target is sm_90a, whose kernels are Hopper's own. Kernels that the other architectures share
-    are compiled for six of them, and may spill registers on none."""
+    """Return True if the target is sm_90a, whose kernels serve only Hopper.
+
+    Shared kernels are compiled for six other architectures, and must not spill registers on any of them.
+    """
     return ARCHS[_target()].folder == "sm90"
 
 
 def has_fp8() -> bool:
-    """Return True if kernels convert to FP8 in hardware: only Hopper's own kernels do. All others convert by
-    arithmetic, since sm_80 and sm_86 have no such conversions, and since an H100 can then test the code that all others
-    run."""
+    """Return True if kernels convert to FP8 in hardware: only Hopper's own kernels do.
+
+    All other kernels convert by arithmetic: sm_80 and sm_86 have no such conversions, and an H100 can then test the
+    code that all other GPUs run.
+    """
     return is_for_hopper_alone()
 
 
 def has_float_pairs() -> bool:
-    """Return True if one instruction of the GPU adds two float32 numbers to two others, in pairs of registers. Using it
-    takes more registers."""
+    """Return True if the GPU has an instruction that adds two pairs of float32 numbers in register pairs. Using it
+    takes more registers.
+    """
     return capability(_target())[0] == 10
 
 

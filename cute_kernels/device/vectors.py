@@ -20,8 +20,8 @@ def elements(dtype: type[cutlass.Numeric]) -> int:
 
 
 def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
-    """Return the view of `count` elements in global memory, from element `first` after `address` on. first is a
-    multiple of count; address is aligned to 16 bytes."""
+    """Return a view of `count` elements in global memory, from element `first` after `address` on. `first` must be a
+    multiple of `count`, and `address` aligned to 16 bytes."""
     itemsize = dtype.width // 8
     align = min(VECTOR_BYTES, count * itemsize)
     # The alignment is assumed, since `Pointer.align` rounds at run time.
@@ -30,8 +30,8 @@ def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: in
 
 
 def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
-    """Return the view of `count` elements in shared memory at `pointer`, a multiple of their size in bytes or, if they
-    have more than 16 bytes, of 16."""
+    """Return a view of `count` elements in shared memory at `pointer`, which must be aligned to their total size, or to
+    16 bytes if they are larger."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
     first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
     return cute.make_tensor(first, cute.make_layout(count))

@@ -40,9 +40,11 @@ class ActivationEpilogue(Epilogue):
     """Epilogue of grouped_glu: act = activation(acc + bias) * scale[row]. If the spec saves the preactivation, a second
     store receives acc + bias.
 
-    With a gate, a tile's accumulators are [a | u], so a thread holds both halves of each of its outputs. in_order: the
-    columns of a and u lie in the tile as w1 has them in memory (natural_order.py), so biases and preactivations are
-    handled as without a gate.
+    With a gate, a tile's accumulators are [a | u], so a thread holds a and u of each of its outputs.
+
+    Args:
+        in_order: True: the tile's columns are in w1's memory order (natural_order.py), so biases and preactivations are
+            handled as without a gate.
 
     Attributes:
         act_n: columns of a tile's activation.
@@ -91,8 +93,9 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """Return the activations, times the row scales, of chunk number `chunk` (the columns that are stored at once,
-        `cols`), in the order of accumulators."""
+        """Return the activations of chunk number `chunk`, times the row scales, in the order of accumulators. cols:
+        columns of a chunk, which are stored at once.
+        """
         outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
             outputs[i] *= scales[self.row_of_output(i)]
@@ -104,7 +107,7 @@ class ActivationEpilogue(Epilogue):
         return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
 
     def row_of_output(self, i: int) -> int:
-        """Return which of the thread's two rows (0 or 1) its i-th output of a chunk is in."""
+        """Return the row (0 or 1, of the thread's two rows) of the thread's i-th output of a chunk."""
         return i // 2 % 2
 
     def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:

@@ -101,8 +101,9 @@ class Prefetched(NamedTuple):
 
 
 class WarpgroupState(Invariant):
-    """State of one warpgroup's epilogue: its inputs, slots and shared memory. A kernel makes it once; portable kernels
-    make it twice for each tile.
+    """State of one warpgroup's epilogue: its inputs, slots and shared memory.
+
+    A kernel makes the state once; portable kernels make it twice for each tile.
 
     Attributes:
         lane: the thread's lane in its warp.
@@ -125,11 +126,11 @@ class WarpgroupState(Invariant):
 
 
 class Epilogue(KernelEpilogue):
-    """An epilogue, as far as it is known at compile time; run-time values are in a `WarpgroupState`. A warpgroup calls
-    `begin` before a tile's mainloop and `finish` after it.
+    """Compile-time part of an epilogue; run-time values are in a `WarpgroupState`.
 
-    `begin` fetches the tile's other inputs while MMAs run: two row scales for each thread and slab into registers, and
-    the tile's biases into the warpgroup's shared memory.
+    A warpgroup calls `begin` before a tile's mainloop and `finish` after it. `begin` fetches the tile's other inputs
+    while MMAs run: two row scales for each thread and slab into registers, and the tile's biases into the warpgroup's
+    shared memory.
 
     Attributes:
         scales_columns: True if each weight row has a scale, by which the epilogue multiplies its column.
@@ -169,13 +170,11 @@ class Epilogue(KernelEpilogue):
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def store_columns(self, dtype: type[cutlass.Numeric]) -> int:
-        """Return the number of columns of an output of `dtype` that a slot (a buffer in shared memory for what is
-        stored at once) holds."""
+        """Return how many columns of an output of `dtype` fit into a slot (the shared-memory buffer for one store)."""
         return self.shape.slots.columns(dtype)
 
     def kernel_inputs(self, inputs: Any) -> Any:
-        """Return the inputs in the form that the kernel takes, for example with TMA descriptors instead of tensors;
-        called in host code."""
+        """Host side: return the inputs as the kernel takes them, e.g. with TMA descriptors instead of tensors."""
         return inputs
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
@@ -188,8 +187,9 @@ class Epilogue(KernelEpilogue):
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """Return which element of an expert's bias a column of a part has; bias_size or more if the column has no
-        weight row."""
+        """Return the index in an expert's bias of a column of a part; bias_size or more if the column has no weight
+        row.
+        """
         return column
 
     def finish_slab(
@@ -212,8 +212,13 @@ class Epilogue(KernelEpilogue):
         self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab. prefetched: what `begin`
-        returned; stores: a store for each output tensor; share: the warpgroup's slabs of the tile."""
+        """Turn a warpgroup's accumulators of a tile into stores, slab (64 rows) by slab.
+
+        Args:
+            prefetched: the result of `begin`.
+            stores: a store for each output tensor.
+            share: the warpgroup's slabs of the tile.
+        """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -223,7 +228,7 @@ class Epilogue(KernelEpilogue):
             row = work.row + (share.first_slab + slab) * self.tile.slab_step
             first_slot = slab * self.chunks_per_slab % SLOTS
             values, two_scales = slab_of(acc, slab, self.slabs), registers(scales, 2 * slab, 2)
-            # If warpgroups share a tile, a warpgroup without rows skips the work; no other waits for it.
+            # If warpgroups share a tile, a warpgroup without rows skips the work; no other warpgroup waits for it.
             if const_expr(self.tile.takes_turns):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
             elif row < work.group_end:
@@ -231,8 +236,11 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
-        """Fetch the tile's biases into shared memory, and return this thread's two row scales of each slab (1 without
-        row scales) and its scale bytes of columns."""
+        """Fetch the tile's biases into shared memory.
+
+        Returns this thread's two row scales of each slab (1 if there are no row scales), and its scale bytes of
+        columns.
+        """
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
         if state.optional.scale != 0:
@@ -261,7 +269,7 @@ class Epilogue(KernelEpilogue):
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)
             if column < self.tile_n:
-                # Zeros for columns without a weight row, since these count in the scale of a quantised result.
+                # Columns without a weight row get zeros, since they count in the scale of a quantised result.
                 if element < state.bias_size:
                     state.smem.bias[column] = bias[element]
                 else:
@@ -269,7 +277,7 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
-        """Load the scale bytes of every THREADS-th column of the tile, from this thread's number on."""
+        """Load this thread's scale bytes: one for each THREADS-th column of the tile, from the thread's index on."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         count = (self.tile_n + THREADS - 1) // THREADS
         fetched = cute.make_rmem_tensor(count, Int32)
@@ -282,8 +290,9 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
-        """Write the scales that `_fetch_column_scales` loaded into shared memory, as bfloat16 numbers, and wait for the
-        warpgroup."""
+        """Write the loaded scales (`_fetch_column_scales`) into shared memory as bfloat16 numbers; then wait for the
+        warpgroup.
+        """
         for i in cutlass.range_constexpr(cute.size(fetched)):
             column = state.slots.thread + i * THREADS
             if column < self.tile_n:
@@ -298,8 +307,9 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
-        """Multiply the accumulators of a slab (64 rows), in place, by the scales of the weight rows that are the tile's
-        columns."""
+        """Multiply the accumulators of a slab (64 rows), in place, by the scales of the tile's columns, which are
+        weight rows.
+        """
         if const_expr(self.scales_columns):
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
@@ -323,8 +333,9 @@ class Epilogue(KernelEpilogue):
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
-        """acc += bias * scale, where scale_upper_row belongs to the thread's first row of the slab and scale_lower_row
-        to its second."""
+        """Add bias * scale to acc. scale_upper_row is the scale of the thread's first row of the slab, scale_lower_row
+        of its second.
+        """
         if state.has_bias():
             state.slots.sync()
             values = registers(acc)

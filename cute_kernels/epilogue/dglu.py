@@ -33,8 +33,8 @@ class RowParts(NamedTuple):
     """The workspace of the row scale's gradient.
 
     Attributes:
-        parts: the address of float32 [count, T], a partial sum for each column of tiles and row; 0: no gradient is
-            wanted.
+        parts: the address of float32 [count, T]: for each column of tiles and each row, a partial sum; 0: no gradient
+            is wanted.
         count: tiles along the columns.
     """
 
@@ -100,8 +100,12 @@ class DgluEpilogue(Epilogue):
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Return the number, first row and first column of chunk number `chunk` of a warpgroup's slabs. turn: how many
-        tiles the CTA had before; first_slab: the warpgroup's first slab."""
+        """Return the number in the CTA, the first row and the first column of chunk `chunk` of a warpgroup's slabs.
+
+        Args:
+            turn: number of tiles that the CTA computed before.
+            first_slab: the warpgroup's first slab.
+        """
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
         row = work.row + (first_slab + chunk // self.chunks_per_slab) * self.tile.slab_step
@@ -112,8 +116,11 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and leave its row
-        sums. prefetched: the result of `begin`."""
+        """Turn a warpgroup's accumulators of a tile into stores of dpreact and act, chunk by chunk, and store the row
+        sums.
+
+        prefetched: the result of `begin`.
+        """
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
@@ -136,8 +143,13 @@ class DgluEpilogue(Epilogue):
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor, stores: tuple, work: WorkTile,
         place: tuple,
     ):  # fmt: skip
-        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows. acc: dm;
-        scales: the two row scales; place: the result of `_chunk_at`."""
+        """Store dpreact and act of a chunk (64 x 64 outputs), and add to the sums of the thread's two rows.
+
+        Args:
+            acc: the accumulators, dm = dy w2 (the gradient of act).
+            scales: the two row scales.
+            place: the result of `_chunk_at`.
+        """
         number, row, column = place
         act_slot = state.ring.act_slot(number)
         state.ring.wait(number)
@@ -183,7 +195,10 @@ class DgluEpilogue(Epilogue):
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
         """Write the row sums of a slab (64 rows) to the workspace, as this tile's part of d_row_scale. row: the slab's
-        first row. A tile past the last column, as an adaptive cluster may have, writes nothing."""
+        first row.
+
+        A tile past the last column, which an adaptive cluster may have, writes nothing.
+        """
         parts = vector_at(Float32, state.sums.parts)
         end = work.group_end
         if const_expr(self.tile.m < ROWS):  # the slab's other rows belong to other tiles

@@ -20,8 +20,7 @@ from .sizes import ROWS, THREADS
 
 
 class Accumulators(Invariant):
-    """Accumulators that are not in registers. `slab` reads them into registers; it is called once for each slab, in
-    order."""
+    """Accumulators that are not in registers. `slab` reads them; it is called once for each slab, in order."""
 
     def slab(self, slab: int) -> cute.Tensor:
         """Read a thread's accumulators of slab number `slab`, 64 rows of the tile."""
@@ -29,8 +28,8 @@ class Accumulators(Invariant):
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
-    """Return `count` of a thread's accumulators, from number `first` on, as a vector in the order above. count: None:
-    all that follow."""
+    """Return `count` of a thread's accumulators, from number `first` on, in the order at the top of this file. count:
+    None: all that follow."""
     count = cute.size(acc) - first if count is None else count
     return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
 

@@ -66,8 +66,10 @@ def _write_one_of(
     slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
     i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Fill slot i (0 or 1) of the pair in the layout with number `layout`, one of `names`. a, u: columns of both
-    halves, converted to the slot's dtype."""
+    """Fill slot i (0 or 1) of a pair, in the layout that the run-time number `layout` selects among `names`.
+
+    a, u: columns of both halves, converted to the slot's dtype.
+    """
     if const_expr(len(names) == 1):
         _write_of_pair(slots, names[0], a, u, i, slot)
     elif layout == LAYOUTS[names[0]]:
@@ -77,8 +79,12 @@ def _write_one_of(
 
 
 def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
-    """Fill slot i (0 or 1) of the pair in the layout `name`. a, u: columns of both halves, converted to the slot's
-    dtype; slot: the slot's number."""
+    """Fill slot i (0 or 1) of the pair in the layout `name`.
+
+    Args:
+        a, u: columns of both halves, converted to the slot's dtype.
+        slot: the slot's index.
+    """
     half = cute.size(a) // 2
     half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
     if name == "interleaved":
@@ -90,7 +96,7 @@ def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: i
 
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
-    """Return one vector of registers that holds two."""
+    """Concatenate two vectors of registers."""
     both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), first.element_type)
     registers(both, 0, cute.size(first)).store(first.load())
     registers(both, cute.size(first)).store(second.load())

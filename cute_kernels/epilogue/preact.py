@@ -19,14 +19,18 @@ from .gate_pair import halves
 from .sizes import COLS
 from .slots import Slots
 
-# Columns of a slab in four 8 x 8 matrices a warp, and a thread's elements of them.
+# Columns of a piece: four 8 x 8 matrices of each warp's 16 rows. PIECE_REGS: a thread's elements of a piece.
 PIECE = 16
 PIECE_REGS = 8
 
 
 class PreactLayout(Invariant):
-    """Order of the columns of a and u. name: a gate layout, or "single" without a gate; slots: slots that a chunk's
-    preactivation takes."""
+    """Order of the columns of a and u.
+
+    Attributes:
+        name: a gate layout, or "single" without a gate.
+        slots: number of slots that a chunk's preactivation takes.
+    """
 
     def __init__(self, glu_layout: str, gated: bool):
         self.name = glu_layout if gated else "single"
@@ -38,7 +42,7 @@ class PreactLayout(Invariant):
 
     def slot_of(self, part: int, piece: int) -> tuple[int, int]:
         """Return where a piece of 16 columns of a (part 0) or u (part 1) lies in a chunk's pair of slots: the slot, and
-        the number of the piece in this slot."""
+        the piece's index in this slot."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
         return part, piece
@@ -52,12 +56,13 @@ class PreactLayout(Invariant):
 
 
 class PreactPair(Invariant):
-    """A thread's access to the slots of chunks. Within a piece of 16 columns its registers are in the order of
+    """A thread's access to the slots of chunks. Within a piece of 16 columns, its registers are in the order of
     accumulators (fragments.py).
 
-    ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`,
-    `slot(number, slot)` (a slot of the pair), `wait(number)` until the pair is loaded, `release(number)` once it is
-    stored.
+    Attributes:
+        ring: an object with the `layout` and four methods, which take a chunk's number: `act_slot(number)`;
+            `slot(number, slot)`, a slot of the pair; `wait(number)` until the pair is loaded; `release(number)` once
+            the pair is stored.
     """
 
     def __init__(self, ring: Any, slots: Slots):
@@ -107,8 +112,12 @@ class PreactPair(Invariant):
 
     @cute.jit
     def store(self, target: Any, work: WorkTile, number: Int32, row: Int32, column: Int32):
-        """Start to store a chunk's published gradients; called by the storing warp. target: the store of dpreact; row,
-        column: the chunk's first output."""
+        """Start to store a chunk's published gradients; called by the storing warp.
+
+        Args:
+            target: the store of dpreact.
+            row, column: the chunk's first output.
+        """
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.start(target.atom, target.tile(work, row, at, half), self.ring.slot(number, slot))

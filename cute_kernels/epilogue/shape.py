@@ -25,9 +25,9 @@ class SlotShape:
     """Number and size of an epilogue's slots.
 
     Attributes:
-        dtype: the type of their elements.
+        dtype: the type of the slots' elements.
         chunks: how many chunks a warpgroup stores for a tile, over all outputs.
-        count: slots of each owner.
+        count: number of slots of each owner: of a warpgroup, or of the CTA if `shared`.
         rows, row_bytes: rows of a slot, and bytes of a row.
         shared: True if all warpgroups of a CTA use the same slots, False if each owns slots.
     """
@@ -109,13 +109,19 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """Make the pipeline of loads into slots, if the epilogue has such loads; called by all threads before warps
-        take their roles. staging: all slots of the CTA."""
+        """Make the pipeline of loads into slots, if the epilogue has such loads. staging: all slots of the CTA.
+
+        Called by all threads before the warps take their roles.
+        """
         raise NotImplementedError
 
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Load the inputs of one tile that `finish` reads; called by the load warp, if there is one. ring: the result
-        of `make_ring`; turn: how many tiles the CTA had before."""
+        """Load the inputs of one tile that `finish` reads; called by the load warp, if there is one.
+
+        Args:
+            ring: the result of `make_ring`.
+            turn: number of tiles that the CTA computed before.
+        """
         raise NotImplementedError
 
     def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
@@ -130,8 +136,9 @@ class KernelEpilogue(Invariant):
         raise NotImplementedError
 
     def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
-        """Start to fetch a tile's inputs before its MMAs, which hide the latency. Return them: `finish` takes them as
-        `prefetched`."""
+        """Start to fetch a tile's inputs before its MMAs, which hide the latency. The result is the `prefetched` of
+        `finish`.
+        """
         raise NotImplementedError
 
     def finish(

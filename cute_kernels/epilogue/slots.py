@@ -50,7 +50,7 @@ class Slots(Invariant):
         smem: (row, column, slot), `cols` columns of `dtype`.
         thread: the thread's index in its warpgroup.
         is_storing_warp: True in the warp that calls `start` and `drain`.
-        warp_step: rows of a tile from one warp's 16 rows of a slab to the next warp's.
+        warp_step: distance, in rows of the tile, between the 16 rows of a slab that two consecutive warps have.
     """
 
     warp_step = 16
@@ -70,12 +70,12 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def write(self, values: cute.Tensor, slot: int) -> None:
-        """Write registers of dtype `dtype`, a whole chunk, into a free slot."""
+        """Write a whole chunk of registers of dtype `dtype` into a free slot."""
         raise NotImplementedError
 
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
-        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: number of these columns in the
-        slot."""
+        """Write registers of dtype `dtype` into 16 columns of a free slot. piece: index of these
+        columns: column / 16."""
         raise NotImplementedError
 
     def publish(self) -> None:
@@ -83,7 +83,7 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
-        """Start to store a published slot. atom, tile: of the store, see above."""
+        """Start to store a published slot. atom, tile: from the store (see the top of this file)."""
         raise NotImplementedError
 
     def store(self, target: Any, tile: Any, slot: int) -> None:
@@ -99,8 +99,9 @@ class Slots(Invariant):
         raise NotImplementedError
 
     def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Return the view of shared memory where this thread's accumulators 2 * number and 2 * number + 1 of a chunk
-        lie in a slot."""
+        """Return the view of a slot where this thread's accumulators 2 * number and 2 * number + 1 of a chunk are
+        stored.
+        """
         lane = self.thread % WARP
         line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
         return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))

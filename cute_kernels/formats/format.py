@@ -31,8 +31,8 @@ class Format:
         copies: how many equal copies of each block's scale memory holds, one after the other.
         has_global: float32 global scales multiply all scales: one for all experts, one for each expert, or one for each
             half of an expert.
-        row_binades: how many powers of two the scales of a row's blocks may be apart, in formats whose rows also have a
-            power of two each; 0: rows have none.
+        row_binades: for formats whose rows have a power-of-two scale besides their blocks: how many powers of two the
+            scales of a row's blocks may be apart. 0: rows have no such scale.
         rows: neighbouring rows that share a scale; the last group of rows may be smaller.
         whole: True if a row consists of whole blocks, False if its last block may be shorter.
         holds: for 16-bit elements, the format to whose values they are rounded; None: any values.
@@ -65,7 +65,7 @@ class Format:
 
     def columns(self, letter: str) -> str:
         """Return the last dimension of the tensor of elements, as text of a signature: `letter`, or `letter/8` if a
-        word holds eight elements. letter: the name of a row's number of elements."""
+        word holds eight elements. letter: the dimension name for the elements of a row."""
         return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
 
     def num_bytes(self, elements: Any) -> Any:
@@ -90,8 +90,9 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """The number of which a row's number of elements is a multiple, since a row is whole loads of 16 bytes and, if
-        the format requires them, whole blocks."""
+        """Number that must divide a row's number of elements: a row is whole loads of 16 bytes and, if the format
+        requires it, whole blocks.
+        """
         return max(self.scale_step if self.whole else 1, LOAD_BITS // self.bits)
 
 

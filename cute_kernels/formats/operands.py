@@ -40,8 +40,8 @@ class Operands:
 
     @property
     def has_data_gradients(self) -> bool:
-        """True if the gradient of x can be computed from decoded weights: kernels also contract over the rows of these
-        weights."""
+        """True if the gradient of x can be computed: there is a kernel that decodes these weights and contracts over
+        their rows."""
         return self.decodes and self.x.holds is None
 
     @property
@@ -62,7 +62,7 @@ class Operands:
 
     @property
     def multiple(self) -> int:
-        """The number of elements of which matrices' widths are multiples."""
+        """Number that must divide the widths of matrices, in elements."""
         return max(self.x.multiple, self.w.multiple)
 
 

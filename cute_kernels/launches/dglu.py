@@ -66,7 +66,11 @@ class DgluAdapted(Dglu):
 
 
 def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
-    class of GEMM kernels; epilogue_type: its epilogue of grouped_dglu."""
+    """Make the launch for a spec and the stand-in arguments with which it is compiled.
+
+    Args:
+        gemm_type: the architecture's class of GEMM kernels.
+        epilogue_type: the architecture's epilogue of grouped_dglu.
+    """
     kind = DgluAdapted if spec.adapted else Dglu
     return traced(spec, kind(spec, gemm_type, epilogue_type))

@@ -57,7 +57,11 @@ class GluWithGlobalScales(Glu):
 
 
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    """Make the launch for a spec and the stand-in arguments with which it is compiled. gemm_type: the architecture's
-    class of GEMM kernels with decoded weights; epilogue_type: its epilogue."""
+    """Make the launch for a spec and the stand-in arguments with which it is compiled.
+
+    Args:
+        gemm_type: the architecture's class of GEMM kernels with decoded weights.
+        epilogue_type: the architecture's epilogue.
+    """
     launch = GluWithGlobalScales if OPERANDS[spec.operands].w.has_global else Glu
     return traced(spec, launch(spec, gemm_type, epilogue_type))

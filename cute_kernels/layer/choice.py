@@ -67,7 +67,12 @@ class Rule(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax over all of a token's experts. top: the largest logit. total: the sum of exp(logit - top)."""
+    """The softmax over all of a token's experts.
+
+    Attributes:
+        top: the largest logit.
+        total: the sum of exp(logit - top).
+    """
 
     top: Float32
     total: Float32
@@ -104,9 +109,12 @@ class Chooser(Invariant):
 
     @cute.jit
     def _rank(self, token: Int32, keys: cute.Tensor) -> Softmax:
-        """Fill `keys` with the keys (integers ordered like numbers) by which a token's experts are chosen: scores with
-        bias, or logits if they give the same order. Return the softmax over all experts if weights need it, else (0,
-        1)."""
+        """Compute the keys (integers ordered like numbers) by which a token's experts are chosen.
+
+        keys: filled with keys of scores with bias, or of logits if they give the same order.
+
+        Returns the softmax over all experts if weights need it, else (0, 1).
+        """
         self._load(token, keys)
         top = Float32(0.0)
         total = Float32(1.0)
@@ -147,8 +155,7 @@ class Chooser(Invariant):
 
     @cute.jit
     def _limit(self, keys: cute.Tensor):
-        """Set the keys of experts in all groups of experts except the best `top_groups` to ABSENT, so that none is
-        chosen."""
+        """Set the keys of experts outside the best `top_groups` groups to ABSENT, so that none of them is chosen."""
         size = self.logits.experts // self.rule.num_groups
         lane = cute.arch.lane_idx()
         best = Int32(ABSENT)

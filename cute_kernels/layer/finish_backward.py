@@ -24,8 +24,13 @@ LOADS = 16  # partial sums that a thread loads at once: a row of Mixtral-8x7B ha
 
 
 class RowSums(NamedTuple):
-    """Sums for each row. result: the address of float32 [T] to write; 0: not wanted. parts: the address of the float32
-    [num_parts, T] to add."""
+    """Sums for each row.
+
+    Attributes:
+        result: the address of the float32 [T] to write; 0: not wanted.
+        parts: the address of the float32 [num_parts, T] to add.
+        num_parts: number of parts.
+    """
 
     result: Int64
     parts: Int64
@@ -33,8 +38,13 @@ class RowSums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A 16-bit matrix at an address; its rows are `pitch` elements apart. columns: their number; 0: no matrix is
-    given."""
+    """A 16-bit matrix.
+
+    Attributes:
+        address: its address.
+        columns: number of columns; 0: no matrix is given.
+        pitch: distance of two rows, in elements.
+    """
 
     address: Int64
     columns: Int32
@@ -73,7 +83,7 @@ class FinishBackward(Invariant):
         if sums.result != 0:
             for row in cutlass.range(end + first, groups.rows, step):
                 vector_at(Float32, sums.result)[row] = Float32(0.0)
-        # The next kernel in the stream may rely on all kernels before this one having ended.
+        # Without this wait, the next kernel in the stream could not rely on all kernels before this one having ended.
         wait_for_earlier()
         if sums.result != 0:
             for row in cutlass.range(first, end, step):

@@ -45,11 +45,10 @@ class _Gate(Invariant):
         self.kernel(*arguments).launch(grid=(tokens, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def _places(self, vector: Int32, vectors: Int32, glu_layout: Int32) -> tuple[Int32, Int32]:
-        """Return the positions, in a row of h, of the two vectors that hold the a and u of act's vector number
-        `vector`.
+        """Return the positions, in a row of h, of the two vectors that hold a and u for vector number `vector` of act.
 
-        Positions and `vectors` (the length of a row of act) count vectors. In layout "interleaved" either of the two
-        vectors has both a and u (see `_halves`).
+        Positions and `vectors` (the length of a row of act) count vectors. In layout "interleaved" both vectors hold a
+        and u in turns (see `_halves`).
         """
         of_block = BLOCK_ROWS // self.count
         in_blocks = vector // of_block * (2 * of_block) + vector % of_block
@@ -59,8 +58,11 @@ class _Gate(Invariant):
         return first, second
 
     def _halves(self, first: cute.Tensor, second: cute.Tensor, is_mixed: Boolean) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return a and u from two loaded vectors of h: the vectors themselves, or, if they are mixed ("interleaved"),
-        the even and the odd elements of both."""
+        """Return a and u from two loaded vectors of h.
+
+        In layout "interleaved" (`is_mixed`), a is the even and u the odd elements of both vectors; otherwise a is the
+        first vector and u the second.
+        """
         a, u = (cute.make_rmem_tensor(self.count, Float32) for _ in range(2))
         both = [one[i] for one in (first, second) for i in range(self.count)]
         for i in range(self.count):
@@ -174,10 +176,12 @@ class GateBackward(_Gate):
         self, names: cutlass.Constexpr, parts: tuple, dm: cute.Tensor, factor: Float32, total: cute.Tensor,
         params: ActivationParams,
     ):  # fmt: skip
-        """Replace `parts`, [a, u] or [a], by their gradients, for the activation among `names` that `params` chooses.
+        """Replace `parts`, [a, u] or [a], by their gradients, for the activation among `names` that `params` selects.
 
-        dm: the gradient of act. factor: the row's scale. total: a tensor of one element, to which the vector's part of
-        d_s is added.
+        Args:
+            dm: the gradient of act.
+            factor: the row's scale.
+            total: a tensor of one element, to which the vector's part of d_s is added.
         """
         if const_expr(len(names) == 1):
             self._fill(names[0], parts, dm, factor, total, params)

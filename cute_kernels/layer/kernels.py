@@ -23,9 +23,8 @@ Further arguments of send_tokens and send_sums:
     regions, state              see `windows`
     handle                      int64 [1 + world]: the dispatch's number, and how many tokens came from each rank
     sum_rows, weight_places     tables for sending results back (`ranks.send.Table`)
-    status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a byte
-    for
-                                32 elements
+    status                      the format of x, an index of `windows.STATUSES`; for MXFP8 rows, `x_scale` has a
+                                byte for 32 elements
     is_summed                   1: y is [N, H], each token's rows already added; 0: y has rows, and row_of says whose
 """
 

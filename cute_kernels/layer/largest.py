@@ -1,6 +1,6 @@
 """Search for the largest of the numbers that a warp holds, by integer keys that are ordered like the numbers.
 
-Each lane holds the same count of numbers. The lane's number `index` is number lane + 32 index of the warp: its place.
+Each lane holds the same count of numbers. A lane's number `index` has the place lane + 32 index among the warp's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def key_of(value: Float32) -> Int32:
 
 
 def number_of(key: Int32) -> Float32:
-    """Return the number that has a key (`key_of`); a NaN for NAN_KEY."""
+    """Return the number whose key (`key_of`) is `key`; a NaN for NAN_KEY."""
     return select(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
 
 

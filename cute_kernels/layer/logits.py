@@ -84,8 +84,10 @@ class Logits(Invariant):
         self, sums: cute.Tensor, dtype: cutlass.Constexpr, x: Int64, weight: Int64, expert: Int32, first: Int32,
         tokens: Int32, width: Int32,
     ):  # fmt: skip
-        """Add to sums[t], t < TOKENS, this thread's part of the dot product of an expert's weight row and token
-        first + t. Past the last token, the last token is read again. dtype: the dtype of the weight.
+        """Add this thread's part of the dot products of an expert's weight row with tokens first + t to sums[t], t <
+        TOKENS.
+
+        Past the last token, the last token is read again. dtype: the dtype of the weight.
         """
         thread, _, _ = cute.arch.thread_idx()
         count = elements(self.dtype)

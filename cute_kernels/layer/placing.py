@@ -33,7 +33,7 @@ UNROLL = 8
 class Choices(NamedTuple):
     """The experts that tokens chose.
 
-    An expert's index is its id - first or, with an expert_map, the map's entry number id - first. A choice has no row
+    An expert's index is id - first or, with an expert_map, entry id - first of the map. A choice has no row
     if this index is not in 0 .. experts - 1, if id - first is outside of the map, or if its token is number `limit` or
     more.
 
@@ -62,7 +62,7 @@ class Choices(NamedTuple):
 
 
 def unmapped(ids: Int64, experts: Int32, k: Int32, limit: Int32) -> Choices:
-    """Return Choices whose ids are int32 and are experts' indices themselves."""
+    """Return Choices whose ids are int32 expert indices, without a map."""
     return Choices(ids, Int32(0), Int32(0), Int64(0), Int32(0), experts, k, limit)
 
 
@@ -85,7 +85,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
 
 @cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
-    """Return the number of tokens that are not padding, int32 at `address`, clamped to 0 .. tokens; address 0: all."""
+    """Read how many tokens are not padding (int32 at `address`), clamped to 0 .. tokens. address 0: all tokens."""
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
@@ -113,8 +113,8 @@ class Results(NamedTuple):
 
 
 def counters_of(capacity: int) -> int:
-    """Return how many warps of a CTA can have choices: the number for which counts of `capacity` experts fit into
-    shared memory, at most WARPS."""
+    """Return how many warps of a CTA handle choices: at most WARPS, and no more than have room in shared memory for
+    their counts of `capacity` experts."""
     return min(WARPS, (smem_of_cta() - TOTALS_BYTES) // (capacity * 4))
 
 

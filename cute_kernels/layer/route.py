@@ -55,8 +55,10 @@ class _Chunks(Invariant):
 
 
 class Choose(_Chunks):
-    """Kernel that chooses experts. workspace: the address for all chunks' counts; 0: one chunk, whose rows are
-    placed."""
+    """Kernel that chooses experts.
+
+    workspace: the address of all chunks' counts; 0: there is only one chunk, and this kernel also places its rows.
+    """
 
     @cute.jit
     def __call__(

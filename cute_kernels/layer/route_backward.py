@@ -99,7 +99,7 @@ class RouteBackward(Invariant):
     def _of_all(self, logits: Int64, forms: Int32, first: Int64, experts: Int32) -> tuple[Float32, Float32]:
         """Return the largest of a token's logits, and the sum of exp(logit - largest) over all experts.
 
-        first: the number of the token's first logit among all logits.
+        first: the index of the token's first logit among all logits.
         """
         top = Float32(LOWEST)
         lane = cute.arch.lane_idx()

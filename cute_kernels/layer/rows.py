@@ -58,7 +58,7 @@ class _Rows(Invariant):
 
     @staticmethod
     def _place() -> tuple[Int64, Int32]:
-        """Return this thread's token, and the number of its vector of 16 bytes within the token."""
+        """Return this thread's token, and the index of its vector of 16 bytes within the token."""
         thread, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
         return Int64(token), part * VECTORS + thread
@@ -119,7 +119,7 @@ class Permute(_Rows):
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
         wait_for_earlier()
-        # After the wait, since the next kernel may read results of earlier kernels before its own wait.
+        # Only after the wait, since the next kernel may read results of earlier kernels before its own wait.
         let_next_begin()
         token, column = self._place()
         if column < vectors:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32
 
-# Bound of the row mode, and the stride by which it vanishes in address arithmetic: 2^30 x 2^34 = 2^64 = 0.
+# ROW_BOUND: bound of the row mode. WRAP_BYTES: the stride that cancels it in address arithmetic, as 2^30 x 2^34 = 2^64
+# = 0.
 ROW_BOUND = 2**30
 WRAP_BYTES = 2**34
 MODE_BOUND = 2**31 - 1
@@ -33,8 +34,10 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def clipped(view: cute.Tensor, row: Int32, end: Int32, row_mode: int = 0) -> cute.Tensor:
-    """Return a ragged view's rows from `row` to before row `end`. The view's last two modes, `wrap` and `end`, are
-    gone. row_mode: the mode that counts rows."""
+    """Return a ragged view's rows from `row` up to, not including, row `end`, without the modes `wrap` and `end`.
+
+    row_mode: the mode that counts rows.
+    """
     modes = cute.rank(view) - 2
     at = (*[None] * modes, ROW_BOUND, end)
     start = [0] * modes

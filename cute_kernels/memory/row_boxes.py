@@ -1,9 +1,8 @@
-"""Loads of rows of x in boxes (`TileConfig.box_rows` rows each): a tile loads only the boxes that hold rows of its
-group.
+"""Loads of rows of x in boxes of `TileConfig.box_rows` rows: a tile loads only the boxes that hold rows of its group.
 
 The rest of the tile's shared memory keeps its old content, possibly NaN. This is harmless: rows of a GEMM do not mix,
-and rows past a group's end are never stored. Loading the rest would cost traffic from L2. Past the last row of x, where
-TMA fills with zeros, such loads are even slower: an SM gets 38 GB/s of such rows, 62 GB/s of others.
+and rows past a group's end are never stored. Loading the rest would cost L2 traffic. Past the last row of x, where TMA
+fills with zeros, loads are even slower: an SM gets 38 GB/s of such rows, 62 GB/s of others.
 """
 
 from __future__ import annotations

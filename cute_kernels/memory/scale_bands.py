@@ -27,8 +27,8 @@ class ScaleBands(NamedTuple):
     """The scales of a matrix.
 
     Attributes:
-        address: the first atom.
-        count: places, which is also the number of atoms for each 128 columns.
+        address: the address of the first atom.
+        count: number of places, which is also the number of atoms for each 128 columns.
     """
 
     address: Int64

@@ -60,8 +60,9 @@ class ExpertAddress(NamedTuple):
 
 
 class GateRows(NamedTuple):
-    """The order of a gated layer's weight rows, at run time: row i of half h is weight row i % 32 * step + i / 32 *
-    block + h * half.
+    """The order of a gated layer's weight rows, known at run time.
+
+    Row i of half h is weight row i % 32 * step + i / 32 * block + h * half.
 
     Attributes:
         layout: the layout's number in specs.LAYOUTS.
@@ -79,8 +80,12 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 
 
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
-    """Make the order of an expert's weight rows. layout: the layout's number in specs.LAYOUTS; rows: weight rows of
-    both halves together."""
+    """Make the order of an expert's weight rows.
+
+    Args:
+        layout: the layout's number in specs.LAYOUTS.
+        rows: number of an expert's weight rows, both halves together.
+    """
     is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
     half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
     block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
@@ -94,9 +99,12 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 
 
 def low_weights(low: cute.Tensor, address: Int64, width: Int32, transposed: bool) -> cute.Tensor:
-    """Make the tensor of an adapter's packed matrices at `address`, by which low [T, r] is multiplied: [E, width, r],
-    or [E, r, width] if transposed. The tensor's first dimension has size 1, since kernels address experts by
-    offsets."""
+    """Make the tensor of an adapter's packed matrices, which multiply low [T, r]: [E, width, r], or [E, r, width] if
+    transposed.
+
+    address: the address of the first matrix. The tensor's first dimension has size 1, since kernels address experts by
+        offsets.
+    """
     rank = low.shape[1]
     rows, columns = (rank, width) if transposed else (width, rank)
     pointer = cute.make_ptr(low.element_type, address, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
@@ -174,8 +182,12 @@ def part_offset(address: ExpertAddress, part: int) -> Int64:
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
-    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer. layout, gate: as in `weight_view`;
-    half: columns of a part."""
+    """Return the weight row of a column of part 0 (a) or 1 (u) of a gated layer.
+
+    Args:
+        layout, gate: as in `weight_view`.
+        half: number of columns of a part.
+    """
     if layout not in LAYOUTS:
         return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
     rows = {
@@ -192,8 +204,8 @@ def lo_hi(units: Int64) -> tuple[Int32, Int32]:
 
 
 def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
-    """Return True if a tile's weights should be the first to leave L2: the group is one row tile, so no other tile
-    reads them. row_bytes: bytes of a weight row.
+    """Return True if a tile's weights should be the first to leave L2, because no other tile reads them: the group has
+    only one row tile. row_bytes: bytes of a weight row.
 
     Return False if weight rows do not begin at lines of L2, since a line that leaves half-read is read from memory
     again (rows of 2880 bytes, gpt-oss-120b in MXFP8: 5 % more time).

@@ -27,7 +27,9 @@ BACKWARD_THREADS = 128
 class Aggregate(Invariant):
     """Forward kernel for n streams x [T, n, C] of `dtype`.
 
-    forms: the dtype of h_pre (`dtypes.PARAM_FORMS`). width: C.
+    Args:
+        forms: the dtype of h_pre (`dtypes.PARAM_FORMS`).
+        width: C.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -46,7 +48,7 @@ class Aggregate(Invariant):
             self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
                 grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
                 block=(FORWARD_THREADS, 1, 1),
-                # Unasked, ptxas gives 4 float32 streams 48 registers on sm_80, and spills 2.
+                # Without this bound, ptxas gives 4 float32 streams 48 registers on sm_80, and spills 2.
                 min_blocks_per_mp=0 if is_for_hopper_alone() else 1,
                 stream=stream,
             )
@@ -79,7 +81,7 @@ class AggregateBackward(Invariant):
     """Backward kernel: makes d_x[t, j, c] = h_pre[t, j] d_out[t, c] and
     d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c].
 
-    Address 0 of either gradient: it is not wanted.
+    Address 0 for d_x or d_h_pre: this gradient is not wanted.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):

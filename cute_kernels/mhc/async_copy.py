@@ -1,5 +1,6 @@
-"""Asynchronous copies (cp.async) from global to shared memory: they run while the thread goes on, and take no
-registers."""
+"""Asynchronous copies (cp.async) from global to shared memory: the thread continues while they run, and they need no
+registers.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from ..device.vectors import VECTOR_BYTES, shared_at
 
 
 class AsyncCopy(Invariant):
-    """Copies of 2 or 4 32-bit words each. `commit` closes a group of the thread's copies; groups complete in order.
+    """Copies of 2 or 4 32-bit words each.
 
-    words: 2 or 4. is_shared: True if other warps of the SM read the same words, so that the L1 cache should keep them.
+    `commit` closes a group of the thread's copies; groups complete in order.
+
+    Args:
+        words: 32-bit words of a copy, 2 or 4.
+        is_shared: True if other warps of the SM read the same words, so that the L1 cache should keep them.
     """
 
     def __init__(self, words: int, is_shared: bool = False):

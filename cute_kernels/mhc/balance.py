@@ -15,8 +15,10 @@ from ..device.invariant import Invariant
 
 
 def total(value: Float32, distances: tuple[int, ...]) -> Float32:
-    """Return the sum over the lanes whose numbers differ only in the bits `distances`. All these lanes get bit for bit
-    the same sum."""
+    """Return the sum of `value` over all lanes whose index differs only in the bits `distances`.
+
+    All of these lanes get the same bits.
+    """
     for distance in distances:
         value = value + cute.arch.shuffle_sync_bfly(value, distance)
     return value
@@ -26,8 +28,8 @@ class Balance(Invariant):
     """Forward and backward for one matrix a warp.
 
     Attributes:
-        rows: bits of a lane's number by which the elements of one row differ.
-        columns: bits of a lane's number by which the elements of one column differ.
+        rows: bits of the lane index in which the elements of one row differ.
+        columns: bits of the lane index in which the elements of one column differ.
     """
 
     def __init__(self, n: int):
@@ -65,8 +67,10 @@ class Balance(Invariant):
         With H = gradient * M, elementwise, a step M' = M / (sum M + eps) of forward means H = H' - M' sum H' in
         backward.
 
-        d: the gradient of the lane's element of the result. steps: float32 [iters, 2, 32] in shared memory, this warp's
-        own, for each lane's element after each step.
+        Args:
+            d: the gradient of the lane's element of the result.
+            steps: float32 [iters, 2, 32] in shared memory, used by this warp alone: each lane's element after each
+                step.
         """
         lane = cute.arch.lane_idx()
         shares = self.softmax(logit)

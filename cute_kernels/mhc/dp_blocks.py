@@ -12,12 +12,23 @@ from cutlass import Int32
 
 from ..device.warp_mma import read_matrices
 
-BLOCK_WORDS = 32  # of 8 x 8 elements
+BLOCK_WORDS = 32  # 32-bit words of a block of 8 x 8 elements
 
 
 def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, transpose: bool, part: int) -> list:
-    """Return a lane's words of a part's blocks: of tokens 0 .. 7, then 8 .. 15 for the first 8 outputs, then for the
-    next 8, and so on. blocks: where all parts begin. steps: K / 8. part: 0: the nearest numbers; 1: the rests."""
+    """Load a lane's MMA operand words of dp with `ldmatrix`.
+
+    Args:
+        blocks: the start of dp in shared memory, with both parts.
+        dtype: the dtype of dp.
+        steps: K / 8.
+        transpose: transpose each 8 x 8 block.
+        part: 0: the nearest numbers; 1: the rests (`split.py`).
+
+    Returns:
+        2 `steps` words: for outputs 0 .. 7 the words of tokens 0 .. 7, then of tokens 8 .. 15; the same for each next 8
+            outputs.
+    """
     lane = cute.arch.lane_idx()
     words: list = []
     blocks = blocks + part * (2 * steps * BLOCK_WORDS)
@@ -30,5 +41,5 @@ def dp_words(blocks: cute.Pointer, dtype: type[cutlass.Numeric], steps: int, tra
 
 
 def place_in_blocks(token: Int32, output: Int32) -> Int32:
-    """Return the number of the element of a tile's token (0 .. 15) and output within a part."""
+    """Return the index, within a part, of the element for a tile's token (0 .. 15) and an output."""
     return (output // 8 * 2 + token // 8) * 64 + token % 8 * 8 + output % 8

@@ -28,8 +28,13 @@ FINISH_READS = 12
 
 
 class Gates(NamedTuple):
-    """Parameters of the gates. alpha_pre, alpha_post, alpha_res: addresses of one number each. bias: the address of
-    [K]. forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py)."""
+    """Parameters of the gates.
+
+    Attributes:
+        alpha_pre, alpha_post, alpha_res: addresses of one number each.
+        bias: the address of [K] numbers.
+        forms: dtypes of the weight, the alphas and the bias (mhc/kernels.py).
+    """
 
     alpha_pre: Int64
     alpha_post: Int64
@@ -63,7 +68,7 @@ class LaneParams(NamedTuple):
 
 @cute.jit
 def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
-    """Load the parameters (alpha and bias) of this lane's outputs, numbers k of p = x weight^T."""
+    """Load the alpha and the bias of each of this lane's outputs, which are elements k of p = x weight^T."""
     rounds = cute.ceil_div(outputs(n), LANES)
     alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
     alphas.fill(0.0)
@@ -92,9 +97,10 @@ class ProjectFinish(Invariant):
     ):  # fmt: skip
         """Launch the kernel.
 
-        sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
-        results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
-        columns: columns of x, n C.
+        Args:
+            sums: the addresses of float32 products [slices, T, K] and squares [slices, T], and the number of slices.
+            results: the addresses of float32 h_pre, h_post, h_res, and stats [T, K + 1] (p and rms; 0: not wanted).
+            columns: columns of x, n C.
         """
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -144,8 +150,11 @@ class ProjectFinish(Invariant):
     def _add(
         self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
     ):  # fmt: skip
-        """Add the sums of FINISH_READS slices, from slice `first` on, to a lane's outputs p, in order. All are read
-        before any is added; after the last slice, that one is read again, but not added."""
+        """Add the partial sums of FINISH_READS slices, from slice `first` on, to p of the lane's outputs, in order.
+
+        All loads are issued before the first addition. Past the last slice, the last slice is loaded again but not
+        added.
+        """
         raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
         for j in cutlass.range_constexpr(FINISH_READS):
             row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs

@@ -18,7 +18,7 @@ from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
 from .split import split
 
-# Percent of an SM's memory that is shared memory, for the sums of the CTAs of the gates' backward.
+# Shared memory's percentage of an SM's memory: enough for the sums of the CTAs of this kernel.
 CARVEOUT = 16
 
 
@@ -33,7 +33,7 @@ class GateInputs(NamedTuple):
 
 
 class LaneGradients(NamedTuple):
-    """Places of the gradients of a lane's outputs: lists with an item for each output k = lane, lane + 32, ...
+    """Gradients of the outputs that a lane handles: lists with one item for each output k = lane, lane + 32, ...
 
     Attributes:
         addresses: the address of the gradient for token 0; 0: absent.
@@ -74,8 +74,11 @@ class GatesBackward(Invariant):
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, carveout: int = CARVEOUT):
-        """Set up a kernel for n streams of a dtype. carveout: percent of an SM's memory that is shared memory in the
-        next kernel, which then does not wait until the SM's memory is divided anew."""
+        """Set up the kernel for n streams of a dtype.
+
+        carveout: shared memory's percentage of an SM's memory. With the next kernel's percentage, that kernel need not
+        wait until the SM's memory is divided anew.
+        """
         self.name = name
         self.dtype = dtype
         self.n = n
@@ -91,8 +94,13 @@ class GatesBackward(Invariant):
         self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. places: the addresses of products, pairs, norms and sums. parts: 1 or 2, numbers by which
-        blocks hold an element of dp (`split.py`). columns: n C."""
+        """Launch the kernel.
+
+        Args:
+            places: the addresses of products, pairs, norms and sums.
+            parts: how many numbers represent an element of dp in blocks, 1 or 2 (`split.py`).
+            columns: n C.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(inputs, gates, places, parts, tokens, columns).launch(
             grid=(ctas, 1, 1),
@@ -111,7 +119,8 @@ class GatesBackward(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        # Until it waits for this kernel, the next kernel relies on the kernels before this one to have ended.
+        # The next kernel reads results of this kernel's predecessors before it waits for this kernel. So it may start
+        # only after these predecessors have ended.
         wait_for_earlier()
         let_next_begin()
         products, pairs, norms, sums = places
@@ -149,7 +158,7 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def _read(self, stats: Int64, gradients: LaneGradients, index: Int32, tokens: Int32, batch: Batch):
-        """Load batch number `index`; past the last token, that token is loaded again."""
+        """Load batch number `index`. Past the last token, the last token is loaded again."""
         lane, row_bytes = cute.arch.lane_idx(), (self.outputs + 1) * 4
         mine = cutlass.min(index * GATE_BATCH + lane % GATE_BATCH, tokens - 1)
         batch.rms[0] = vector_at(Float32, stats + Int64(mine) * row_bytes)[self.outputs]
@@ -159,7 +168,8 @@ class GatesBackward(Invariant):
             for i in cutlass.range_constexpr(self.rounds):
                 k = cutlass.min(lane + LANES * i, self.outputs - 1)
                 batch.p[j, i] = vector_at(Float32, row)[k]
-                # Instead of an absent gradient, something else is read and not used: a branch would delay others.
+                # For an absent gradient, load the row of stats and ignore it: a branch around the load would delay the
+                # other loads.
                 first = gradients.addresses[i]
                 source = select(first != 0, first + token * Int64(gradients.strides[i]), row)
                 batch.d[j, i] = vector_at(Float32, source)[0]
@@ -194,8 +204,11 @@ class GatesBackward(Invariant):
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
-        """Return the factor f of the term f x in the gradient of x. It follows from the gradient of rms by x, which is
-        x / (columns rms)."""
+        """Return the factor f of the term f x in the gradient of x.
+
+        f is the gradient of rms divided by (columns rms), because the derivative of rms with respect to x is x /
+        (columns rms).
+        """
         r = 1.0 / (rms + eps)
         return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
 
@@ -230,14 +243,15 @@ class GatesBackward(Invariant):
                         vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
 
     def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
-        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the element of the first token."""
+        """Store a batch's gradients of one output in a column of an 8 x 8 block. at: the index of the first token's
+        element."""
         narrow = cute.recast_tensor(words, self.dtype)
         for j in range(GATE_BATCH):
             vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
-        """Store this CTA's row of `sums`: its sums over tokens for the bias [K], then for the alphas, by output [K]."""
+        """Store this CTA's sums over tokens as a row of `sums`: [K] for the bias, then [K] for the alphas."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         places = self.rounds * LANES
@@ -260,8 +274,12 @@ class GatesBackward(Invariant):
 
 
 class GateRows(NamedTuple):
-    """Arguments of `GateSums`. rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32
-    [count, 2 K]. out: the address of float32 [K + 3], the gradients of the bias and of the three alphas."""
+    """Arguments of `GateSums`.
+
+    Attributes:
+        rows: the address of the CTAs' sums over tokens that `GatesBackward` stored, float32 [count, 2 K].
+        out: the address of float32 [K + 3], the gradients of the bias and of the three alphas.
+    """
 
     rows: Int64
     count: Int32

@@ -44,8 +44,13 @@ BACKWARD_THREADS = 128
 
 @cute.jit
 def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0. code: the bias' dtype. column:
-    the vector's number in the row. count: elements of the vector."""
+    """Return a vector of x as float32, plus the bias at its columns unless `bias` is 0.
+
+    Args:
+        code: the bias' dtype (`dtypes.PARAM_FORMS`).
+        column: the vector's index in the row.
+        count: elements of the vector.
+    """
     values = cute.make_rmem_tensor(count, Float32)
     values.store(floats(x).load())
     if bias != 0:
@@ -68,7 +73,10 @@ def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass
 class PostMix(Invariant):
     """Forward kernel for n streams of `dtype`.
 
-    forms: dtypes of h_res, h_post and bias (mhc/kernels.py). bias 0: none. width: C.
+    Args:
+        forms: dtypes of h_res, h_post and bias (mhc/kernels.py).
+        bias: its address; 0: there is no bias.
+        width: C.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
@@ -116,11 +124,10 @@ class PostMix(Invariant):
 
 
 class Coefficients(Invariant):
-    """A token's h_res and h_post in shared memory, in two buffers for a CTA's tokens in turns; registers are needed for
-    sums.
+    """A token's h_res and h_post in shared memory, since the registers are needed for sums.
 
-    Element j n + i is the factor of stream j in output i, so that the factors of one stream are neighbours; the n
-    elements of h_post follow.
+    Two buffers, used in turns, hold the current and the next token's coefficients. Element j n + i is the factor of
+    stream j in output i, so that the factors of one stream are neighbours; the n elements of h_post follow.
     """
 
     def __init__(self, h_res: Int64, h_post: Int64, forms: Int32, transpose: Int32, n: int, smem: cute.Pointer):
@@ -203,7 +210,7 @@ class PostMixBackward(Invariant):
                 grid=(ctas, 1, 1),
                 block=(BACKWARD_THREADS, 1, 1),
                 smem=smem + (self.sums_bytes + self.coefficients_bytes),
-                # Unasked, ptxas spills 8 bytes of 4 float32 streams on sm_86.
+                # Without this bound, ptxas spills 8 bytes of 4 float32 streams on sm_86.
                 min_blocks_per_mp=0 if is_for_hopper_alone() else 1,
                 stream=stream,
             )  # fmt: skip

@@ -37,7 +37,7 @@ from .shapes import (
 )
 
 LANES = 32
-# An operand: four lanes share a row of a token tile, and each lane has two rows.
+# In an MMA operand, four lanes share a row of a token tile, and each lane has two rows.
 LANES_PER_ROW = 4
 WORDS = VECTOR_BYTES // 4
 # Vectors of the weight that a thread reads at a time.
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A warp's work.
+    """A warp's share of the work.
 
     Attributes:
         vectors: vectors of 16 bytes of a row in the slice.
@@ -95,8 +95,10 @@ class Project(Invariant):
     The kernel multiplies 16-bit weights, in the streams' dtype; for float32 weights `ExactProducts` is launched
     instead.
 
-    stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted. workspace: float32, of
-    `shapes.project_workspace` elements. slices, slice_columns, groups: `shapes.Slices`.
+    Args:
+        stats: float32 [T, K + 1], each token's p, then the root mean square of x; 0: not wanted.
+        workspace: float32, of `shapes.project_workspace` elements.
+        slices, slice_columns, groups: the division of the work, `shapes.Slices`.
     """
 
     def __init__(self, spec: MhcSpec):
@@ -107,8 +109,8 @@ class Project(Invariant):
         self.n = n
         self.outputs = outputs(n)
         self.smem_bytes, self.warps, self.threads = cta.smem, cta.warps, cta.warps * LANES
-        # A step is so many vectors of each of a lane's two rows. A copy: lanes side by side on a row, as many as its
-        # bytes of a step need.
+        # reads: vectors in a step of each of a lane's two rows. copy_lanes: neighbouring lanes that copy one row's
+        # bytes of a step.
         self.reads = cta.step_bytes // (LANES_PER_ROW * VECTOR_BYTES)
         self.copy_lanes = cta.step_bytes // VECTOR_BYTES
         self.copy_rows = LANES // self.copy_lanes
@@ -156,7 +158,7 @@ class Project(Invariant):
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
         mine, weights = ring + warp * (self.stages * self.stage_words), ring + self.ring_words
         if group < tiles:
-            # Neighbouring tiles go to neighbouring CTAs: they are in flight at once, wherever T ends.
+            # Neighbouring tiles go to neighbouring CTAs, so that they are in flight at the same time whatever T is.
             first, stride = Place(group + warp * problem.groups, Int32(0)), problem.groups * self.warps
             count = (tiles - first.tile + stride - 1) // stride
             path = self._path(problem, stride, count)
@@ -204,7 +206,9 @@ class Project(Invariant):
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Projection, path: Path, first: Place) -> Place:
-        """Start to fill all stages except one; this goes on while the weight is read. Return the step to copy next."""
+        """Start the copies that fill all stages except one; they run while the weight is read. Return the step to copy
+        next.
+        """
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
             ahead = self._advance(ring + stage * self.stage_words, problem, path, ahead, stage < path.total)
@@ -225,8 +229,10 @@ class Project(Invariant):
     ):  # fmt: skip
         """Multiply all of a warp's token tiles; their steps form one copy pipeline, which does not drain between tiles.
 
-        ring: the warp's own stages, which `_start` began to fill. first: the step to multiply first. ahead: the step to
-        copy next.
+        Args:
+            ring: the warp's own stages, which `_start` began to fill.
+            first: the step to multiply first.
+            ahead: the step to copy next.
         """
         products = cute.make_rmem_tensor(self.outputs // 2, Float32)
         squares = cute.make_rmem_tensor(2, Float32)
@@ -234,7 +240,8 @@ class Project(Invariant):
         squares.fill(0.0)
         place, stage = first, Int32(0)
         for done in cutlass.range(path.total):
-            # All lanes have the oldest stage, and have read the one before it, which is the next to be filled.
+            # After this wait, all lanes see the oldest stage and have finished with the stage before it, which is
+            # filled next.
             AsyncCopy.wait(self.stages - 2)
             cute.arch.sync_warp()
             free = stage - 1
@@ -283,8 +290,10 @@ class Project(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, step: Int32, vectors: Int32, products: cute.Tensor,
         squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a step's products and squares. Vectors that were copied again past the last one meet zeros of the
-        weight."""
+        """Add a step's products and squares to the sums.
+
+        Vectors that were copied again past the last vector are multiplied by zeros of the weight.
+        """
         lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype)
         for i in cutlass.range_constexpr(self.reads):

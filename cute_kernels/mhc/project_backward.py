@@ -56,7 +56,8 @@ class Products(NamedTuple):
     """Addresses of the results of `GatesBackward`, and of the parts' sums for d_weight: see `shapes.BackwardWorkspace`.
 
     Attributes:
-        products: dp, the gradient of p = x weight^T, by token. pairs: dp by pairs of tokens.
+        products: dp, the gradient of p = x weight^T, by token.
+        pairs: dp by pairs of tokens.
         norms: for each token the factor f of the norm's term f x in d_x.
         weights: the sums for d_weight, one for each part of the tokens; 0: d_weight is not wanted.
     """
@@ -71,9 +72,14 @@ class ProjectBackward(Invariant):
     """Host function of the projection's backward. Results: d_x, d_weight (address 0: not wanted), and d_sums, float32
     [K + 3], the gradients of the bias and of the three alphas.
 
-    addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
-    layer's backward three passes over the streams. workspace: see `shapes.backward_workspace`. ctas:
-    `shapes.gate_ctas`. parts: `shapes.spread_splits`.
+    Args:
+        workspace: its address; see `shapes.backward_workspace`.
+        ctas: number of CTAs of the gates' kernel (`shapes.gate_ctas`).
+        parts: number of parts of the tokens (`shapes.spread_splits`).
+
+    Attributes:
+        addends: True: d_x also gets h_pre d_aggregate, the gradient through `aggregate`, and d_residual, which saves a
+            layer's backward three passes over the streams.
     """
 
     addends = False
@@ -83,7 +89,8 @@ class ProjectBackward(Invariant):
         self.itemsize = dtype.width // 8
         self.outputs = outputs(n)
         if self.itemsize == 2:
-            # With addends, the streams share d_aggregate, which is then read once.
+            # With addends, neighbouring warps have the same columns of different streams, so that d_aggregate is read
+            # once.
             self.tile_sums = TileSums(f"{name}_weight", n, WarpColumns(n, side_by_side=not self.addends))
             self.rounded: Any = TileGradients(name, dtype, n, self.addends, False, self.tile_sums)
             self.exact: Any = TileGradients(f"{name}_exact", dtype, n, self.addends, True, self.tile_sums)
@@ -141,8 +148,10 @@ class PreBackward(ProjectBackward):
 class VectorGradients(Invariant):
     """Kernel of the projection's backward for float32 streams.
 
-    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight, dp and x are each
-    split in two parts (`split.py`) for the products.
+    Args:
+        addends: True: d_x also gets the addends of `Streams`.
+        is_exact: True: the weight is float32; then weight, dp and x are each split in two parts (`split.py`) for the
+            products.
     """
 
     def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
@@ -155,7 +164,7 @@ class VectorGradients(Invariant):
         self.outputs = outputs(n)
         self.columns = thread_columns(n, self.itemsize)
         self.words = self.columns
-        # dp and addends are read early if there are registers for them.
+        # Load dp and the addends early if there are registers for them.
         self.reads_pairs_early = n < 8
         self.reads_addends_early = addends and n < 8
 
@@ -170,7 +179,7 @@ class VectorGradients(Invariant):
             grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
             block=(THREADS, 1, 1),
             smem=self.outputs // 8 * (self.columns // 2) * THREADS * 16 if self.is_exact else 0,
-            # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
+            # Without a bound, the compiler spills registers (n = 2) to make room for more CTAs than are launched.
             min_blocks_per_mp=int(self.n == 2),
             stream=stream,
         )
@@ -181,12 +190,13 @@ class VectorGradients(Invariant):
         block, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         warp, lane = cute.arch.make_warp_uniform(thread // LANES), cute.arch.lane_idx()
-        # The streams of a column are neighbouring warps', so that what they share comes from cache.
+        # Neighbouring warps have the same columns of different streams, so that the data they share comes from the
+        # cache.
         index = block * SPREAD_WARPS + warp
         stream, column = index % self.n, index // self.n * (LANES_IN_ROW * self.columns)
         if column < streams.width:
             mine = column + lane // 4 * self.columns
-            # Lanes behind the last column work on it too, and store nothing.
+            # Lanes past the last column load and multiply the last columns, and store nothing.
             is_inside = mine < streams.width
             at = stream * streams.width + cutlass.min(mine, streams.width - self.columns)
             tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
@@ -209,8 +219,9 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
-        """Load a lane's columns of its four tokens of a tile. Past the last token, that token is read again, with
-        dp = 0."""
+        """Load a lane's columns of its four tokens of a tile. Past the last token, the last token is loaded again; its
+        dp is 0.
+        """
         for j in cutlass.range_constexpr(len(OFFSETS)):
             token = cutlass.min(self._token(tile, j), streams.tokens - 1)
             row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
@@ -220,8 +231,7 @@ class VectorGradients(Invariant):
         return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
-        """Return the weight at a lane's columns as left operands: words for each step of 8 outputs and each 16
-        columns."""
+        """Return the weight at a lane's columns as left MMA operands, listed by step of 8 outputs and by 16 columns."""
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
@@ -234,9 +244,14 @@ class VectorGradients(Invariant):
         return steps
 
     def _left(self, low: cute.Tensor, high: cute.Tensor, index: int) -> list:
-        """Return a left operand from columns 2i and 2i + 1 of `low` and `high`, the weight at the two outputs of a step
-        that the lane has. index: step times number of operands of a step, + i. An exact weight is stored by `_held`
-        instead."""
+        """Return the left operand made of columns 2i and 2i + 1 of `low` and `high`.
+
+        An exact weight's operand goes to shared memory instead (`_held`), and the returned list is empty.
+
+        Args:
+            low, high: the weight at the lane's columns, for the lane's two outputs of a step.
+            index: step * (operands per step) + i.
+        """
         i = index % (self.columns // 2)
         values = [values[2 * i + e] for values in (low, high) for e in range(2)]
         if self.is_exact:
@@ -252,12 +267,16 @@ class VectorGradients(Invariant):
         return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
 
     def _parts(self, raw: cute.Tensor) -> list:
-        """Return an operand's words; for an exact weight, of its nearest numbers and of its rests (`split`)."""
+        """Return the words of an operand: of its TF32 numbers, or for an exact weight of its nearest numbers and rests
+        (`split`).
+        """
         parts = split(raw, Float32) if self.is_exact else (as_operands(cute.recast_tensor(raw, Int32), Float32),)
         return [[words[i] for i in range(cute.size(raw))] for words in parts]
 
     def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
-        """Add left right to `sums`; products with one rest come first, products of two rests are left out."""
+        """Add left times right to `sums`. With split operands, products with one rest come first; rest times rest is
+        left out.
+        """
         for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
             mma.add(sums, left[i], right[j])
 
@@ -266,8 +285,9 @@ class VectorGradients(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process a tile: add to d_weight's sums, and store d_x. All reads come first, since the compiler cannot move a
-        read before a store."""
+        """Process a tile: add to d_weight's sums, and store d_x. All loads come first, since the compiler cannot move a
+        load before a store.
+        """
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)
         pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
@@ -355,7 +375,7 @@ class VectorGradients(Invariant):
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
         if self.is_exact:
-            cute.arch.sync_warp()  # or the compiler would read all that is held ahead of the loop, and spill it
+            cute.arch.sync_warp()  # or the compiler loads all held operands ahead of the loop, and spills them
         for step, right in enumerate(rows):
             for i in range(self.columns // 2):
                 left = fixed[step][i]
@@ -386,13 +406,14 @@ def _registers(values: list) -> cute.Tensor:
 
 
 def _at(early: list, index: int, read: Callable, *arguments):
-    """Return item `index` of what was read early; if nothing was, call `read` now."""
+    """Return early[index] if values were loaded early; otherwise call `read` now."""
     return early[index] if early else read(*arguments)
 
 
 class PartSums(Invariant):
-    """Kernel for out[i] = sum over parts p of partials[p, i], in order, four elements a thread. One more CTA, the last,
-    adds the gates' sums (`GateSums`) at the same time, so that they take no time of their own.
+    """Kernel for out[i] = sum over parts p of partials[p, i], in order, with four elements a thread.
+
+    One more CTA, the last, adds the gates' sums (`GateSums`) at the same time.
     """
 
     RUN = 4
@@ -407,7 +428,12 @@ class PartSums(Invariant):
         self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel. out: address 0: not wanted; then only the gates' sums are added. size: elements of out."""
+        """Launch the kernel.
+
+        Args:
+            out: the address of the result; 0: not wanted, and only the gates' sums are added.
+            size: elements of out.
+        """
         ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:
             ctas = cute.ceil_div(size, threads * self.RUN)

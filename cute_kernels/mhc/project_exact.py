@@ -30,7 +30,7 @@ from .shapes import TOKEN_TILE, UNIT_TOKENS, ProjectCta, exact_ring, outputs
 from .split import rest_scale, split
 
 LANES = 32
-LANES_PER_ROW = 4  # of an operand
+LANES_PER_ROW = 4  # lanes that share a row of an MMA operand
 WORDS = VECTOR_BYTES // 4
 UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
@@ -56,8 +56,14 @@ class ExactProjection(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A warp's work. first: the first column of its CTA's slice. vectors: vectors of 16 bytes of a row in the slice.
-    steps: number of steps. token: the first token of the warp's first unit."""
+    """A warp's work: a slice of the columns, for the tokens of its units.
+
+    Attributes:
+        first: the first column of its CTA's slice.
+        vectors: vectors of 16 bytes of a row in the slice.
+        steps: number of steps.
+        token: the first token of the warp's first unit.
+    """
 
     first: Int32
     vectors: Int32
@@ -76,7 +82,7 @@ class ExactProducts(Invariant):
         self.step_words, self.step_vectors = cta.step_bytes // 4, cta.step_bytes // VECTOR_BYTES
         self.reads = self.step_vectors // LANES_PER_ROW
         self.copy_rows = LANES // self.step_vectors
-        self.copies = UNIT_TOKENS // self.copy_rows  # of a lane, for a unit
+        self.copies = UNIT_TOKENS // self.copy_rows  # copies of a lane for a unit
         self.unit_words = UNIT_TOKENS * self.step_words
         self.units, self.stages = exact_ring(n)
         self.tokens = self.warps * UNIT_TOKENS * self.units
@@ -90,7 +96,7 @@ class ExactProducts(Invariant):
         # Reads of a lane whose products the tensor cores add together: with one, the kernel takes 3 % longer. With 8
         # streams two do not fit into registers; with float32 streams the tensor cores would truncate too much.
         self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
-        # Vectors of a step of the weight for each thread.
+        # Vectors of a step of the weight that each thread loads.
         self.rounds = -(-self.outputs * self.step_vectors // self.threads)
 
     @cute.jit
@@ -133,12 +139,14 @@ class ExactProducts(Invariant):
         self._read(problem, mine, Int32(1), upcoming)
         stage, slot = Int32(0), Int32(0)
         for step in cutlass.range(mine.steps):
-            # All have left this step of the weight, and are done with the one before it, where the next one goes.
+            # After this barrier, all warps see this step of the weight and have finished with the step before it, whose
+            # slot is written next.
             cute.arch.sync_threads()
             self._keep(slots + (1 - slot) * self.slot_words, mine, step + 1, upcoming)
             self._read(problem, mine, step + 2, upcoming)
             for unit in cutlass.range_constexpr(self.units):
-                # All lanes have the oldest stage, and have read the one before it, which is the next to be filled.
+                # After this wait, all lanes see the oldest stage and have finished with the stage before it, which is
+                # filled next.
                 AsyncCopy.wait(self.stages - 2)
                 cute.arch.sync_warp()
                 free = stage - 1
@@ -158,7 +166,7 @@ class ExactProducts(Invariant):
 
     @cute.jit
     def _read(self, problem: ExactProjection, mine: Slice, step: Int32, values: cute.Tensor):
-        """Load a thread's vectors of a step of the weight. After the last column or row, that one is read again."""
+        """Load a thread's vectors of a step of the weight. Past the last column or row, the last one is read again."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
             vector += step * self.step_vectors
@@ -167,18 +175,19 @@ class ExactProducts(Invariant):
             values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
 
     def _place(self, i: int) -> tuple[Int32, Int32]:
-        """Return the row of the weight and the number in the step of a thread's i-th vector."""
+        """Return the weight row, and the index within the step, of a thread's i-th vector."""
         thread, _, _ = cute.arch.thread_idx()
         at = thread + i * self.threads
         return at // self.step_vectors, at % self.step_vectors
 
     @cute.jit
     def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
-        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps;
-        zeros after the last column. (`_read` does not set these zeros, since it would then have to wait for its loads.)
+        """Split a step's vectors, which `_read` loaded to `values`, and write them to shared memory for all warps.
+
+        Past the last column, write zeros. (If `_read` set these zeros, it would have to wait for its loads.)
         """
         for i in cutlass.range_constexpr(self.rounds):
-            cute.arch.sync_warp()  # or the compiler would split all of 8 streams' vectors at once, and spill them
+            cute.arch.sync_warp()  # or the compiler splits all vectors of 8 streams at once, and spills
             row, vector = self._place(i)
             if step * self.step_vectors + vector >= mine.vectors:
                 values[None, i].fill(0.0)
@@ -296,9 +305,11 @@ class ExactProducts(Invariant):
         return [[as_operands(words, self.dtype) for words in rows]]
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
-        """Add left right to `sums`, without products of rests with rests. Products with one rest come first, since they
-        may need scaling. The tensor cores add only 4 products a read before a float32 addition: they truncate their
-        sums, and the error would grow with the number of steps.
+        """Add left times right to `sums`; rest times rest is left out.
+
+        Products with one rest come first, since they may need scaling. Each read's 4 products are summed by the tensor
+        cores and then added in float32: tensor cores truncate their sums, and the error would grow with the number of
+        steps.
         """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)

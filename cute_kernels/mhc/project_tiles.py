@@ -67,8 +67,12 @@ class Streams(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Addresses. blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`). weights: the
-    parts' sums for d_weight (`tile_sums.py`); 0: not wanted."""
+    """Addresses of the operands dp and f, and of the sums for d_weight.
+
+    Attributes:
+        blocks: dp and the factors f, as `GatesBackward` stores them (`shapes.block_bytes`).
+        weights: the parts' sums for d_weight (`tile_sums.py`); 0: not wanted.
+    """
 
     blocks: Int64
     weights: Int64
@@ -77,15 +81,16 @@ class Products(NamedTuple):
 class TileGradients(Invariant):
     """Kernel of the projection's backward for 16-bit streams.
 
-    addends: d_x also gets the addends of `Streams`. is_exact: the weight is float32; then weight and dp have two parts
-    each (`split.py`).
+    Args:
+        addends: True: d_x also gets the addends of `Streams`.
+        is_exact: True: the weight is float32; then weight and dp have two parts each (`split.py`).
     """
 
-    # True if a CTA's warps begin each tile together. Then their lines of x and d_x, which are neighbours, reach memory
-    # together (a page of DRAM is some KB), and dp is found in the L1 cache. Indexed by `addends`, with which warps
-    # share lines.
+    # True: a CTA's warps begin each tile together. Then their lines of x and d_x, which are neighbours, reach DRAM
+    # together (a page is some KB), and dp is found in the L1 cache. Indexed by `addends`: with addends, the warps share
+    # lines of d_aggregate instead.
     IN_STEP = (True, False)
-    # Stages of the ring. Indexed by `addends`, with which stages are larger.
+    # Stages of the ring, indexed by `addends`: with addends a stage is larger.
     STAGES = (3, 2)
 
     def __init__(
@@ -108,7 +113,8 @@ class TileGradients(Invariant):
         self.tile_words = TOKEN_TILE * self.vectors * WORDS
         self.block_words = block_bytes(n, self.parts) // WORD_BYTES
         self.padded_words = -(-self.block_words // LANES) * LANES
-        # Each warp has its own stages. After all rings come stages of dp, shared if warps are in step, else one's own.
+        # Each warp has its own stages of the streams. Stages of dp follow all rings: one set for all warps if these are
+        # in step, otherwise one set for each warp.
         self.stage_words = self.tile_words * (3 if addends else 1)
         self.dp_warps = 1 if self.in_step else SPREAD_WARPS
         self.groups = self.vectors // 4
@@ -158,7 +164,8 @@ class TileGradients(Invariant):
                 self.gate_sums.add(rows)
         elif index < warps:
             place = self.columns.place(index, streams.width)
-            # This thread's number and the count of the threads that copy a stage of dp: all warps with columns, or one.
+            # This thread's index among the threads that copy a stage of dp (all warps with columns, or this warp), and
+            # their count.
             threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
             copiers = (thread, threads)
             if const_expr(not self.in_step):
@@ -168,12 +175,13 @@ class TileGradients(Invariant):
             first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
             sums = cute.make_rmem_tensor((4, self.steps, self.vectors // 2), Float32)
             sums.fill(0.0)
-            # The streams were there before the gates' kernel, which began when all before it had ended.
+            # The streams may be read before the wait: the gates' kernel began only after all kernels before it had
+            # ended.
             for stage in cutlass.range_constexpr(self.stages - 1):
                 if first + stage < last:
                     self._copy_streams(ring + stage * self.stage_words, streams, place, first + stage)
             fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, place)
-            # All before this line overlaps the gates' kernel, what follows reads what that has written.
+            # Everything above overlaps the gates' kernel; everything below reads its results.
             wait_for_earlier()
             let_next_begin()
             for stage in cutlass.range_constexpr(self.stages - 1):
@@ -189,14 +197,21 @@ class TileGradients(Invariant):
         self, rings: tuple, copiers: tuple, streams: Streams, products: Products, place: Place, fixed: list,
         first: Int32, last: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """Process tiles `first` .. `last` - 1, a part of the tokens, in one copy pipeline.
+        """Process tiles `first` .. `last` - 1, which are one part of the tokens, in one copy pipeline.
 
-        rings: the stages of the streams (the warp's) and of dp. copiers: this thread's number among the threads that
-        copy dp, and their count. fixed: the weight (`_fixed_operand`). sums: d_weight's.
+        Args:
+            rings: this warp's stages of the streams, and the stages of dp.
+            copiers: this thread's index among the threads that copy dp, and their count.
+            streams, products: addresses and sizes.
+            place: the warp's columns.
+            fixed: the weight (`_fixed_operand`).
+            first, last: the range of tiles.
+            sums: the sums for d_weight.
         """
         stage = Int32(0)
         for tile in cutlass.range(first, last):
-            # All lanes have the oldest stage, and are done with the one before it, which is the next to be filled.
+            # After this wait, all lanes see the oldest stage and have finished with the stage before it, which is
+            # filled next.
             AsyncCopy.wait(self.stages - 2)
             if const_expr(self.in_step):
                 cute.arch.barrier(barrier_id=1, number_of_threads=copiers[1])
@@ -255,10 +270,11 @@ class TileGradients(Invariant):
         return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
 
     def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
-        """Return the weight at a warp's columns as operands: a nested list of words by group of 4 vectors, pair j of
-        elements, part, and step of 8 outputs.
+        """Return the weight at a warp's columns as MMA operands.
 
-        In the product for pair j, column g (the lane's) is element 2 j + g % 2 of the group's vector g / 2.
+        Returns:
+            Words, nested by group of 4 vectors, pair j of elements, part (`split.py`) and step of 8 outputs. In the
+            product for pair j, column g (the lane's) is element 2 j + g % 2 of the group's vector g / 2.
         """
         lane = cute.arch.lane_idx()
         made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]
@@ -316,7 +332,7 @@ class TileGradients(Invariant):
             for group in range(self.groups)
         ]
         weights = self._addend_weights(streams, place, tile)
-        cute.arch.sync_warp()  # all lanes have read x as matrices, so that d_x may take its place
+        cute.arch.sync_warp()  # after this barrier all lanes have read x as matrices, so that d_x may take its place
         for group in cutlass.range_constexpr(self.groups):
             made = self._group(places[group], left, norms, fixed[group], weights, streams.d_residual)
             for half in cutlass.range_constexpr(2):

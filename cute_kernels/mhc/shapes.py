@@ -24,7 +24,7 @@ MAX_EXTRA_SLICES = 5
 UNIT_TOKENS = 32
 MAX_EXACT_SLICES = 48  # with more slices, adding their sums takes longer than they save for few tokens
 
-# The projection's backward.
+# Constants of the projection's backward.
 GATE_WARPS = 8
 GATE_BATCH = 8
 """Tokens that a warp of the gates' backward handles at a time: for 4 streams, 50 KB of loads are then in flight on an
@@ -59,8 +59,8 @@ class ProjectCta(NamedTuple):
 
 def project_cta(arch: str) -> ProjectCta:
     """Return the sizes of the projection's CTA on an architecture. On Hopper 64 KB of x are in flight. With 99 KB of
-    shared memory, a CTA has a quarter of that, read by half as many warps in rows half as long, so that the float32
-    weight of 8 streams still fits."""
+    shared memory, a quarter of these bytes are in flight: half as many warps read rows half as long, so that the
+    float32 weight of 8 streams still fits."""
     smem = ARCHS[arch].smem_bytes - 1024
     return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
 
@@ -84,8 +84,8 @@ def slice_capacity(cta: ProjectCta, n: int, itemsize: int) -> int:
 
 
 class Slices(NamedTuple):
-    """How the projection divides columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and for
-    each slice `groups` CTAs that share the tokens."""
+    """Division of the projection's columns and tokens over CTAs: `slices` slices of `slice_columns` columns each, and
+    for each slice `groups` CTAs that share the tokens."""
 
     slices: int
     slice_columns: int
@@ -209,10 +209,14 @@ class BackwardWorkspace(NamedTuple):
 
 
 def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any, splits: Any) -> BackwardWorkspace:
-    """Return the workspace of the projection's backward. Every array begins at a multiple of 16 bytes.
+    """Return the workspace of the projection's backward.
 
-    width: C. ctas: CTAs of the gates' backward (`gate_ctas`). splits: parts of the tokens (`spread_splits`). Numbers
-    are Python integers or the compiler's.
+    Every array begins at a multiple of 16 bytes. Numbers are Python integers or the compiler's.
+
+    Args:
+        width: C.
+        ctas: CTAs of the gates' backward (`gate_ctas`).
+        splits: parts of the tokens (`spread_splits`).
     """
     rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * TOKEN_TILE
     pairs = rows * (outputs(n) * itemsize)

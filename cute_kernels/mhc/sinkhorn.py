@@ -75,8 +75,8 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Return the start of a matrix: divide exp(logits - rowmax) by its columns' largest elements, and put columns that
-    are too small to sleep."""
+    """Return the `Start` of a matrix: exp(logits - rowmax) divided by its columns' largest elements, with columns that
+    are too small put to sleep."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
@@ -122,8 +122,10 @@ def _put_to_sleep(
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
     """Divide each line (row or column) of diag(u) M0 diag(v) by its sum + eps, by changing the lines' factors `ours`.
 
-    ours: u for rows, v for columns. theirs: the other of the two. strides: distance in m0 from line to line, and from
-    element to element of a line.
+    Args:
+        ours: u for rows, v for columns.
+        theirs: the factors of the other kind of line.
+        strides: distance in m0 from line to line, and from element to element of a line.
     """
     for i in range(n):
         total = m0[i * strides[0]] * theirs[0]
@@ -162,8 +164,11 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
 
 
 def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """Turn Q, in place, from the one after a step to the one before it. The step normalised the lines whose factors
-    after it are `ours`; arguments as in `_balance`."""
+    """Replace Q after a step, in place, by Q before this step. The step normalised the lines whose factors after it are
+    `ours`.
+
+    Arguments as in `_balance`.
+    """
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]
         total = m0[at[0]] * q[at[0]]
@@ -175,8 +180,11 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
 
 
 def _through_maximum(start: Start, h: cute.Tensor, n: int):
-    """Turn H, in place, into the gradient of the logits. M0 = exp(l - rowmax), so each row's sum of H is subtracted at
-    the row's maximum, in equal shares if several elements tie."""
+    """Replace H, in place, by the gradient of the logits.
+
+    M0 = exp(l - rowmax), so each row's sum of H is subtracted at the row's maximum, in equal shares if several elements
+    tie.
+    """
     for i in range(n):
         total, ties = h[i * n], Float32(0.0)
         is_largest = [Float32((start.m0[i * n + j] == 1.0) & (start.first[j] == 1.0)) for j in range(n)]
@@ -226,8 +234,7 @@ class Sinkhorn(Invariant):
 
 
 class SinkhornBackward(Invariant):
-    """Backward kernel: makes d_logits. Each launch sets the size of shared memory: 2n numbers a thread and
-    iteration."""
+    """Backward kernel: makes d_logits. A launch's shared memory holds 2n factors for each thread and iteration."""
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
         self.name = name

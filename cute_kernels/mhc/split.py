@@ -22,7 +22,12 @@ from ..device.warp_mma import WarpMma, as_operands
 
 
 class Split(NamedTuple):
-    """MMA operands as 32-bit words. near: the nearest numbers. rest: the rests times `rest_scale`."""
+    """The two parts of split numbers, as 32-bit words of MMA operands.
+
+    Attributes:
+        near: the nearest numbers.
+        rest: the rests times `rest_scale`.
+    """
 
     near: cute.Tensor
     rest: cute.Tensor
@@ -49,11 +54,13 @@ def split(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> Split:
 
 
 def append_pairs(operands: list, low: cute.Tensor, high: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
-    """Append a step of 8 outputs to a lane's operands of a fixed matrix, from the same columns of two of its rows.
+    """Append a lane's operand words of one step (8 outputs) of a fixed matrix, made from two of its rows.
 
     Args:
-        operands: lists of words by pair j of columns, and by part; one part: the nearest numbers.
-        low, high: the columns in both rows, two for each pair.
+        operands: lists of words by pair j of columns, and by part; with one part, only the nearest numbers are
+            appended.
+        low, high: the same columns of the two rows, two for each pair.
+        dtype: the dtype of the operands.
     """
     for j, parts in enumerate(operands):
         pair = split(_chosen(low, high, j), dtype)

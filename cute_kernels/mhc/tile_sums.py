@@ -23,13 +23,14 @@ from .warp_columns import VECTOR, WarpColumns
 LANES = 32
 THREADS = SPREAD_WARPS * LANES
 FRAGMENT = 4
-PARTS = 4  # read at a time
+PARTS = 4  # parts that are read at a time
 
 
 class TileSums(Invariant):
-    """Second kernel, which makes d_weight (`launch`), and device code for the kernel that makes the sums (`leave`).
+    """Second kernel, which makes d_weight (`launch`), and device code for the first kernel, which makes the sums
+    (`leave`).
 
-    That kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
+    The first kernel has CTAs (block, part), each with the columns of SPREAD_WARPS warps (`WarpColumns`).
     """
 
     def __init__(self, name: str, n: int, columns: WarpColumns):
@@ -41,21 +42,31 @@ class TileSums(Invariant):
 
     @cute.jit
     def leave(self, partials: Int64, part: Int32, block: Int32, blocks: Int32, sums: cute.Tensor):
-        """Store a thread's sums in the workspace `partials`. sums: [FRAGMENT, K / 8, pairs of vectors]. blocks: number
-        of blocks of a part."""
+        """Store a thread's sums in the workspace `partials`.
+
+        Args:
+            sums: [FRAGMENT, K / 8, pairs of vectors].
+            blocks: number of blocks of a part.
+        """
         for i in cutlass.range_constexpr(self.count):
             mine = sums[None, i // self.pairs, i % self.pairs]
             self._fragment(partials, part * blocks + block, i).store(mine.load())
 
     def _fragment(self, partials: Int64, row: Int32, index: Int32) -> cute.Tensor:
-        """Return, in the workspace, the thread's registers of a CTA's fragment number `index`. row: the CTA's number,
-        part * blocks + block."""
+        """Return the thread's 4 registers of fragment `index` of a CTA, in the workspace. row: the CTA's index, part *
+        blocks + block.
+        """
         thread, _, _ = cute.arch.thread_idx()
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)
 
     @cute.jit
     def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
-        """Launch the second kernel. out, code: the address of d_weight and its dtype. width: C."""
+        """Launch the second kernel.
+
+        Args:
+            out, code: the address of d_weight and its dtype.
+            width: C.
+        """
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, parts, width, out, code).launch(
             grid=(spread_blocks(self.n, 2, width), self.count, 1),

@@ -1,4 +1,4 @@
-"""Sums over the columns of a token, which the threads of a CTA share; added in a fixed order."""
+"""Sums over a token's columns, which the threads of a CTA share. The order of additions is fixed."""
 
 from __future__ import annotations
 

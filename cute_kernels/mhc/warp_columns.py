@@ -11,12 +11,17 @@ from cutlass import Int32, const_expr
 from ..device.invariant import Invariant
 from .shapes import row_vectors
 
-VECTOR = 8  # elements of 16 bytes
+VECTOR = 8  # elements in 16 bytes
 
 
 class Place(NamedTuple):
-    """A warp's columns. stream: the stream. at: the first column, counted in a token's row of n C. inside: how many of
-    the warp's vectors exist; the rest lie past the stream's end."""
+    """The columns of a warp.
+
+    Attributes:
+        stream: index of their stream.
+        at: the first column, counted in a token's row of n C columns.
+        inside: how many of the warp's vectors exist; the rest lie past the stream's end.
+    """
 
     stream: Int32
     at: Int32

@@ -37,8 +37,10 @@ class PendingScales(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scale of k-tile `tile`, number `place` of the run. Past the last block: use scale 0, since
-        a stale NaN scale would turn padding zeros into NaN."""
+        """Start to load the scale of k-tile `tile`, number `place` of the run.
+
+        Past the last block, use scale 0, since a stale NaN scale would turn padding zeros into NaN.
+        """
         number = tile // (BLOCK // DEPTH)
         self.words[place] = Int32(0)
         if number < sources.blocks:
@@ -46,8 +48,12 @@ class PendingScales(Invariant):
 
 
 def product_in_float32(pair: Int32, scale: Int32) -> Int32:
-    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16. pair: the two numbers in a word; scale:
-    the bits of the float32 number."""
+    """Return two bfloat16 numbers times a float32 number, rounded to bfloat16.
+
+    Args:
+        pair: the two numbers in a word.
+        scale: the bits of the float32 number.
+    """
     ptx = """{
     .reg .b32 low, high; .reg .f32 first, second, scale;
     shl.b32 low, {$r0}, 16;
@@ -63,8 +69,9 @@ def product_in_float32(pair: Int32, scale: Int32) -> Int32:
 
 
 class BlockScaled(Narrow):
-    """Weights with float32 block scales. Their multipliers, in registers and in shared memory, are the bits of these
-    scales."""
+    """Weights with float32 block scales. The multipliers, in registers and in shared memory, are the bits of these
+    scales.
+    """
 
     def make_pending(self, weights: Format) -> PendingScales:
         return PendingScales(self.run)

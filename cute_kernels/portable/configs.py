@@ -26,9 +26,12 @@ def glu_form(
     activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
     transpose_w: bool = False,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the activations and the gate layouts for which an FC1's kernel is compiled: a key of
-    specs.ACTIVATION_FORMS, and one of specs.LAYOUT_FORMS. One kernel serves all merged activations, gated or not, and
-    all layouts, except that each layout of transposed weights has its own kernel. width: I."""
+    """Return the activation form and the layout form of an FC1 kernel: keys of specs.ACTIVATION_FORMS and
+    specs.LAYOUT_FORMS.
+
+    One kernel serves all merged activations, gated or not, and all layouts. With transposed weights, each layout has a
+    kernel of its own. width: I.
+    """
     form = form_of_several(activation)
     if not is_gated(activation) or transpose_w:
         return form, glu_layout
@@ -36,8 +39,7 @@ def glu_form(
 
 
 def second_tile(first: TileConfig) -> TileConfig:
-    """Return the tile of the second GEMM of a layer, which is `first`: FC2's tile for FC1's, or the data gradient's for
-    that of grouped_dglu."""
+    """Return `first`: both GEMMs of a layer (FC1 and FC2, or grouped_dglu and the data gradient) have the same tile."""
     return first
 
 

@@ -50,8 +50,10 @@ class RoundingEpilogue(ActivationEpilogue):
 
 
 def _round(outputs: cute.Tensor, first: int) -> None:
-    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8. The row's other
-    results in the block are in three other lanes. first: the first of the eight registers."""
+    """Round, in place, a thread's eight results in one row of a block of 32 columns to values of MXFP8.
+
+    Three other lanes hold the row's other results in the block. first: the first of the eight registers.
+    """
     places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
     amax = Int32(0)
     for place in places:
@@ -81,8 +83,13 @@ class DecodedGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel on `stream`. groups: the first four fields of `Groups`; inputs: the epilogue's inputs;
-        position: ignored, see `GroupedGemm.launch`."""
+        """Launch the kernel on `stream`.
+
+        Args:
+            groups: the first four fields of `Groups`.
+            inputs: the epilogue's inputs.
+            position: ignored, see `GroupedGemm.launch`.
+        """
         GroupedGemm.launch(
             self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream
         )  # fmt: skip

@@ -106,8 +106,13 @@ class DecodedLinesGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch the kernel on `stream`. groups: the first four fields of `Groups`; inputs: the epilogue's inputs;
-        position: ignored, see `GroupedGemm.launch`."""
+        """Launch the kernel on `stream`.
+
+        Args:
+            groups: the first four fields of `Groups`.
+            inputs: the epilogue's inputs.
+            position: ignored, see `GroupedGemm.launch`.
+        """
         columns = Int32(y.shape[1])
         experts = experts_of(w, inputs.w_scale, self.weights, columns)
         operands = Operands(rows_of(x, Int64(0)), experts, Int32(x.shape[1]))

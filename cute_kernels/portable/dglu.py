@@ -39,8 +39,12 @@ class PreactSlots(Invariant):
         return number * (1 + self.layout.slots) + 1 + slot
 
     def load(self, preact: RowStore, work: WorkTile, chunk: int, row: Int32, column: Int32) -> None:
-        """Start to copy a chunk's preactivations into their slots. preact: the tensor; row, column: the chunk's first
-        output."""
+        """Start to copy a chunk's preactivations into their slots.
+
+        Args:
+            preact: the store of the preactivations.
+            row, column: the chunk's first output.
+        """
         for slot in range(self.layout.slots):
             at, half = self.layout.column(column, slot)
             self.slots.bring(preact.tile(work, row, at, half), self.slot(chunk, slot))

@@ -35,8 +35,8 @@ hide no more latency."""
 
 
 class Mainloop(Invariant):
-    """acc += A B^T for a tile. a, b: the operands (operands.py), whose stages lie in shared memory from the address
-    `smem` on."""
+    """The mainloop of a tile: acc += A B^T. a, b: the operands (operands.py), whose stages lie in shared memory from
+    the address `smem` on."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
@@ -78,9 +78,11 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """Start to copy the run (k-tiles between two barriers) from `tile` on into the stages from `stage` on, unless
-        `tile` is past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts stay
-        fixed."""
+        """Start to copy one run (the k-tiles between two barriers), from `tile` on, into the stages from `stage` on.
+
+        Nothing is copied past the last k-tile. Always commit one cp.async group, even an empty one, so that wait counts
+        stay fixed.
+        """
         if tile < num_tiles:
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
@@ -95,7 +97,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
-        """Multiply the k-tile in a stage. tile: the number of the k-tile."""
+        """Multiply the k-tile in a stage. tile: the k-tile's index."""
         if cutlass.const_expr(self.is_split):
             self._step(acc, stage, tile, self.warp)
         else:
@@ -111,21 +113,27 @@ class Mainloop(Invariant):
 
     def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
         """Add, for each slab (64 rows of the tile), the product of 16 rows and the 16 columns from 16 * `pair` on.
-        rows: a list of words for each slab; columns: words as `columns` of operand b returns."""
+
+        Args:
+            rows: a list of words for each slab.
+            columns: words as `columns` of operand b returns.
+        """
         for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
             first = slab * (self.n // 2) + (2 * pair + half) * 4
             sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))
             self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
 
     def _add_nans(self, acc: cute.Tensor) -> None:
-        """Add NaN to the columns that held a NaN, since `columns` of operand b returned it as a number: multiply rows
-        of zeros by columns of NaN."""
+        """Add NaN to the columns that held a NaN, since `columns` of operand b returned these NaNs as numbers.
+
+        This multiplies rows of zeros by columns of NaN.
+        """
         for pair in range(self.n // 16):
             self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):
-        """If warps share the depth, add the accumulators of warps 1, 2 and 3, in this order, to warp 0's."""
+        """Add the accumulators of warps 1, 2 and 3, in this order, to warp 0's, if the warps share the depth."""
         if cutlass.const_expr(self.is_split):
             count = cute.size(acc)
             pointer = cute.make_ptr(Float32, self.smem, cute.AddressSpace.smem, assumed_align=16)

@@ -1,18 +1,18 @@
 """Weights in a narrow format, decoded to pairs of bfloat16 numbers on their way from shared memory to mma.sync.
 
 A stage holds the weights' bytes as they lie in memory and, for each weight row and scale block, a multiplier: the
-bfloat16 number by which the block's elements are multiplied, in both halves of a word. Multipliers are made one run
+bfloat16 number by which the block's elements are multiplied, in both halves of a word. Multipliers are computed one run
 (mainloop.py) ahead: a thread loads the scale bytes of one weight row, and writes their multipliers when it loads the
 next scale bytes.
 
-For each column mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 elements is right if the
+For each column, mma.sync takes two pairs of every 16 elements from a lane. Any order of the 16 elements is right if the
 rows of x are in the same order. With t = lane % 4, a lane takes
 
     E4M3, few rows    elements 4t .. 4t + 3, a word. Pairs are bytes 0, 2 and bytes 1, 3: a shift and a mask each.
-    E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The other order needs more registers for x's rows than
-                      there are (sm_100 spilled 216 bytes).
+    E4M3, many rows   elements 2t + (0, 1) and 8 + 2t + (0, 1). The order for few rows needs more registers for x's
+                      rows than there are (sm_100 spilled 216 bytes).
     E2M1              word t of 32 elements, which holds the pairs of two steps (`python/glulam/formats/words.py`).
-                      Every second pair of such blocks of 32 has the two steps exchanged.
+                      In every second k-tile (two blocks of 32 elements) the two steps are exchanged.
 
 E4M3 is decoded in integer arithmetic, which every GPU since Ampere has: when an element's bits are moved to the places
 of bfloat16's exponent and significand, they are 2^-120 times the element, including subnormals.
@@ -80,8 +80,8 @@ def e4m3_pairs(word: Int32) -> list[Int32]:
 
 
 def nan_bytes(word: Int32) -> Int32:
-    """Return a word in which the sign bit of some byte is set if one of four E4M3 numbers is NaN, and of none
-    otherwise; its other bits mean nothing.
+    """Return a word that has a byte's sign bit set only if one of four E4M3 numbers is NaN; its other bits are
+    arbitrary.
 
     Adding 1 to a byte changes its sign bit if all its other bits are 1, and only such a byte carries into the next.
     """
@@ -119,8 +119,10 @@ class ScaleBytes(Invariant):
 
     @cute.jit
     def start_loads(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
-        """Start to load the scales of k-tile `tile`, number `place` of the run. Past the last block: byte 0, since a
-        stale NaN scale would turn padding zeros into NaN."""
+        """Start to load the scales of k-tile `tile`, number `place` of the run.
+
+        Past the last block, use byte 0, since a stale NaN scale would turn padding zeros into NaN.
+        """
         for block in cutlass.range_constexpr(self.blocks):
             number = tile * self.blocks + block
             self.bytes[place, block] = Int32(0)
@@ -180,7 +182,8 @@ class Narrow(Along):
         self.scales = SCALES[weights.scale](self.element(), product)
         self.steps_per_block, self.blocks = weights.block // MMA_K, max(DEPTH // weights.block, 1)
         self.line_area = self.stage_bytes
-        # Columns lane / 4 + 8 i of a block are neighbours, so 8 lanes that read two of them each use different banks.
+        # Multipliers of columns lane / 4 + 8 i of a block are neighbours, so 8 lanes that read two of them each use
+        # different banks.
         pitch = lines // 8 + 2
         self.multipliers = cute.make_layout(((8, lines // 8), self.blocks), stride=((pitch, 1), 8 * pitch))
         self.stage_bytes += 8 * pitch * self.blocks * 4
@@ -207,8 +210,9 @@ class Narrow(Along):
             self.pending.start_loads(sources, place, tile + place)
 
     def _place(self, block: int, tile: Int32) -> Int32 | int:
-        """Return where a block's multiplier lies among those of k-tile `tile`: multipliers are in the order of
-        steps."""
+        """Return the position of a block's multiplier among the multipliers of k-tile `tile`, which are in the order of
+        steps.
+        """
         return block
 
     def make_pending(self, weights: Format) -> Any:
@@ -233,8 +237,13 @@ class Narrow(Along):
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
-        """Read a lane's four elements of a column, moved to bfloat16's places, as two words. first: the stage's
-        address; k: the step; number: the column's index among the lane's columns."""
+        """Read a lane's four elements of a column, moved to bfloat16's places, as two words.
+
+        Args:
+            first: the stage's address.
+            k: the step, 16 elements of the k-tile's depth.
+            number: the column's index among the lane's columns.
+        """
         raise NotImplementedError
 
     def _load(self, dtype: Any, at: Int32) -> Int32:

@@ -5,7 +5,7 @@ line, in chunks of 16 bytes. Across: an operand whose lines lie across the contr
 blocks of 64 elements a line (8 KB), which ldmatrix transposes.
 
 Chunks are swizzled so that 8 chunks that are read at once lie in different banks: chunk c of a line of 128 bytes is at
-c ^ line % 8. Narrower lines share 128 bytes, and lines that share them have the same number in the swizzle.
+c ^ line % 8. Narrower lines share 128 bytes; lines that share 128 bytes count as one line in the swizzle.
 
 A copy of 16 bytes past the end of the contraction or of the matrix writes zeros.
 
@@ -124,8 +124,8 @@ class Along(Operand):
         return read_matrices(pointer, self.dtype, 4, False)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows from row `first` on, in step `k` (two chunks of depth), as words of mma.sync's operand a: of the
-        four matrices, rows vary first."""
+        """Read 16 rows from row `first` on, in step `k` (two chunks of depth), as words of mma.sync's operand a: rows
+        0 .. 7 and 8 .. 15 of the first chunk, then of the second."""
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
 
     def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
@@ -144,7 +144,7 @@ class Along(Operand):
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
         """Read the 16 columns from 16 * `pair` on, in step `k` (two chunks of depth), as words of mma.sync's operand b:
-        of the four matrices, chunks vary first."""
+        both chunks of columns 0 .. 7, then of columns 8 .. 15."""
         line = self.lane // 16 * 8 + self.lane % 8 + pair * 16
         return self.matrices(stage, line, self.lane // 8 % 2 + 2 * k)
 
@@ -156,8 +156,8 @@ class Contraction(NamedTuple):
         blocks: for each block of 64 elements, the address of the thread's chunk in line 0, and whether the matrix has
             its columns.
         pitch: distance of two lines, in units of 16 bytes.
-        first: the number of the first line to contract.
-        indices: the address of int32 line numbers, each below `count`; 0: lines lie in order.
+        first: the index of the first line to contract.
+        indices: the address of int32 line indices, each below `count`; 0: lines lie in order.
         count: lines of the matrix.
     """
 
@@ -213,13 +213,13 @@ class Across(Operand):
         return read_matrices(pointer, self.dtype, 4, True)
 
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
-        """Read 16 rows from row `first` on, in step `k` (16 lines), as words of mma.sync's operand a: of the four
-        matrices, rows vary first."""
+        """Read 16 rows from row `first` on, in step `k` (16 lines), as words of mma.sync's operand a: rows 0 .. 7
+        and 8 .. 15 of the first 8 lines, then of the last 8."""
         line = self.lane // 16 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, first, line, self.lane // 8 % 2)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
-        """Read the 16 columns from 16 * `pair` on, in step `k` (16 lines), as words of mma.sync's operand b: of the
-        four matrices, lines vary first."""
+        """Read the 16 columns from 16 * `pair` on, in step `k` (16 lines), as words of mma.sync's operand b:
+        the first and the last 8 lines of columns 0 .. 7, then of columns 8 .. 15."""
         line = self.lane // 8 % 2 * 8 + self.lane % 8 + 16 * k
         return self._matrices(stage, pair * 16, line, self.lane // 16)

@@ -35,9 +35,11 @@ def rounded_up(num_bytes: int) -> int:
 
 
 class States(Invariant):
-    """The maker of an epilogue's states: a tile has one state before the mainloop and another after it. If one state
-    served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on
-    sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name."""
+    """Factory of an epilogue's states: a tile has one state before the mainloop and another after it.
+
+    If one state served the whole kernel, its addresses would stay in registers that the mainloop needs: 72 bytes were
+    spilled on sm_80, 104 on sm_86. own: tensors in shared memory besides the slots, by name.
+    """
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
         self.tile, self.epilogue, self.own = tile, epilogue, own
@@ -73,8 +75,12 @@ class TileKernel(Invariant):
         raise NotImplementedError
 
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
-        """Run the mainloop over a tile's contraction. acc: the thread's accumulators; operands: the kernel's run-time
-        inputs of A and B."""
+        """Run the mainloop over a tile's contraction.
+
+        Args:
+            acc: the thread's accumulators.
+            operands: the kernel's run-time inputs of A and B.
+        """
         raise NotImplementedError
 
     @cute.jit
@@ -82,8 +88,12 @@ class TileKernel(Invariant):
         self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid, num_sms: Int32,
         stream: Any,
     ):  # fmt: skip
-        """Launch the kernel, two CTAs on each SM. operands, inputs: run-time inputs of the mainloop and of the
-        epilogue; stores: a store for each output tensor."""
+        """Launch the kernel, two CTAs on each SM.
+
+        Args:
+            operands, inputs: run-time inputs of the mainloop and of the epilogue.
+            stores: a store for each output tensor.
+        """
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(operands, stores, inputs, groups, grid).launch(

@@ -36,7 +36,7 @@ def tiles(problem: PolicyProblem) -> tuple[TileConfig, ...]:
 
 
 def rows_decide(problem: PolicyProblem) -> bool:
-    """Return True if a problem's number of rows chooses among its tiles."""
+    """Return True if the choice of a problem's tile depends on its number of rows."""
     return len(tiles(problem)) > 1
 
 

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
         address: the first row.
         pitch: distance of two rows, in units of 16 bytes.
         count, columns: rows, and elements of a row.
-        indices: the address of int32 [T], the number of each row to read, clamped to `count`; 0: rows lie in order.
+        indices: the address of int32 [T], the index of each row to read, clamped to `count`; 0: rows lie in order.
     """
 
     address: Int64

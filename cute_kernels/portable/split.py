@@ -1,4 +1,4 @@
-"""Which tiles are split along the contraction. Plain Python, since the host asks, too."""
+"""The rule that says which tiles are split along the contraction. Plain Python, since the host needs it, too."""
 
 from __future__ import annotations
 

@@ -63,7 +63,12 @@ class RowStore(NamedTuple):
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
         """Return the place of a slot whose first element is (row, col), clipped at the group's end and at the last
-        column. half: 0 or 1; None: no halves; cols: not used."""
+        column.
+
+        Args:
+            half: 0 or 1; None: no halves.
+            cols: not used.
+        """
         address = self.address + Int64(row) * self.pitch + col * self.itemsize
         if half is not None:
             address += half * self.half
@@ -117,7 +122,7 @@ class Slots(slots.Slots):
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: cutlass.Constexpr[int]):
-        """Write registers of dtype `dtype` into 16 columns of a slot. piece: number of these columns in the slot."""
+        """Write registers of dtype `dtype` into 16 columns of a slot. piece: index of these columns: column / 16."""
         for i in cutlass.range_constexpr(cute.size(values) // 2):
             two = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
             cute.autovec_copy(two, self.pair(slot, 4 * piece + i))

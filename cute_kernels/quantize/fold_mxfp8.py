@@ -39,7 +39,7 @@ BLOCK = MXFP8.block
 WARP = 32
 WARPS = 8
 THREADS = WARPS * WARP
-MIN_BLOCKS = 3  # an SM: 24 warps, up to 4 KB of loads each; 80 registers a thread
+MIN_BLOCKS = 3  # CTAs of an SM: 24 warps, up to 4 KB of loads each; 80 registers a thread
 HELD = 8  # vectors of a row in a thread's registers
 SMEM_PERCENT = 7  # 16 of 228 KB, of which CTAs use 6; the rest is L1, from which a row or strip is read again
 UNIT_EXPONENT = 127
@@ -124,7 +124,7 @@ class FoldMxfp8(Invariant):
 
 
 class Span(NamedTuple):
-    """The vectors of a row that a thread handles: those at columns column, column + step, ... below columns.
+    """Vectors of a row that one thread handles: they begin at columns `column`, `column` + `step`, ... below `columns`.
 
     w, data: addresses of the row in the weight and in the result.
     """
@@ -202,8 +202,9 @@ class FoldRows(FoldMxfp8):
 
     @cute.jit
     def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
-        """Return, in all threads of a row, the row's greatest magnitude. maxima: this thread's, as words
-        (`Magnitudes`)."""
+        """Return the row's greatest magnitude to all threads of the row. maxima: this thread's maxima, as words
+        (`Magnitudes`).
+        """
         thread, _, _ = cute.arch.thread_idx()
         warp = thread // WARP
         shared = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
@@ -218,8 +219,9 @@ class FoldRows(FoldMxfp8):
         return result.bitcast(Float32)
 
     def _greatest(self, maxima: cute.Tensor) -> Float32:
-        """Return the greatest of a thread's WORDS words of magnitudes as float32; its bits, as an integer, are ordered
-        like the numbers."""
+        """Return the greatest of a thread's WORDS words of magnitudes as float32. The bits of magnitudes, as integers,
+        are ordered like the numbers.
+        """
         word = maxima[0]
         for j in range(1, WORDS):
             word = self.magnitudes.max(word, maxima[j])
@@ -274,7 +276,7 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
-        """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring numbers, since
+        """Launch one CTA for each strip of 128 bytes of columns. CTAs of an expert have neighbouring indices, since
         they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]
@@ -339,8 +341,10 @@ class FoldColumns(FoldMxfp8):
 
     @cute.jit
     def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
-        """Return the biased exponents of the scales of the thread's columns. maxima: the thread's own; the CTA's
-        threads exchange them through shared memory."""
+        """Return the biased exponents of the scales of the thread's columns.
+
+        maxima: the maxima over this thread's rows. The CTA's threads exchange theirs through shared memory.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % STRIP_LANES
         shared = cutlass.utils.SmemAllocator().allocate_tensor(
@@ -366,7 +370,9 @@ class FoldColumns(FoldMxfp8):
     def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
         """Quantise a block of 32 rows, rescale it to the exponents `targets` of its columns, and store it.
 
-        out: the address, in the result, of this thread's rows of its first column. pitch: bytes from column to column.
+        Args:
+            out: the address, in the result, of this thread's rows of its first column.
+            pitch: bytes from column to column.
         """
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)
@@ -389,7 +395,7 @@ class FoldColumns(FoldMxfp8):
 
 
 class Fold:
-    """Host function of both kernels; the spec's axis chooses."""
+    """Host function that launches the kernel of the spec's axis."""
 
     def __init__(self, spec: FoldMxfp8Spec):
         kernel = FoldRows if spec.axis == "row" else FoldColumns

@@ -31,11 +31,13 @@ from .tile import (
 
 
 class QuantizeMxfp8(Invariant):
-    """Kernel for x in bfloat16, float16 or float32. Rows start at multiples of 16 bytes and hold a multiple of 32
-    elements.
+    """Kernel for x in bfloat16, float16 or float32.
 
-    axis: blocks lie along "row", along "col", or "both" copies are made. tile: STRIP, which works only for plain scales
-    of 32 elements; None: `tile_of`, which works for all layouts.
+    Rows start at multiples of 16 bytes and hold a multiple of 32 elements.
+
+    Args:
+        axis: blocks lie along "row", along "col", or "both" copies are made.
+        tile: STRIP, which works only for plain scales of 32 elements; None: `tile_of`, which works for all layouts.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
@@ -74,7 +76,7 @@ class QuantizeMxfp8(Invariant):
         layout: ScaleLayout,
         stream: cuda.CUstream,
     ):
-        """Launch one CTA for each tile. CTAs of the same rows have neighbouring numbers, since they read the same pages
+        """Launch one CTA for each tile. CTAs of the same rows have neighbouring indices, since they read the same pages
         of memory. offs: the address of the group ends (`Reach`); 0: no groups."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
@@ -104,8 +106,10 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
-        """Load this thread's 16 bytes of each of its rows, [vector, rows_per_thread]; zeros outside of x. In bands that
-        lie whole in x, all loads are issued at once, without a branch."""
+        """Load this thread's 16 bytes of each of its rows, [vector, rows_per_thread]; zeros outside of x.
+
+        In bands that lie entirely in x, all loads are issued at once, without a branch.
+        """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         atom = read_once(self.dtype)
@@ -131,8 +135,9 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Return the row bounds of a band that begins at row `band`, from the sorted group ends, each clamped to x's
-        rows."""
+        """Return the row bounds of a band that begins at row `band`. Group ends are sorted, and are clamped to x's rows
+        here.
+        """
         rows = Int32(x.shape[0])
         end = rows
         stop = rows
@@ -262,8 +267,9 @@ class QuantizeMxfp8(Invariant):
     def _put_row_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
-        """Write the rows' scales to shared memory (`row_scales`); 0 for blocks past the last column, for which an atom
-        also has bytes."""
+        """Write the rows' scales to shared memory (`row_scales`), and 0 for blocks past the last column that an atom
+        includes.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lanes_per_block = BLOCK // self.vector
         if thread % lanes_per_block == 0:
@@ -274,8 +280,11 @@ class QuantizeMxfp8(Invariant):
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
     def _row_exponent(self, exponents: cute.Tensor, row_scales: cute.Tensor, i: int) -> Int32:
-        """Return the scale byte of the thread's i-th row: from registers or, to spare them, from shared memory, where
-        `_put_row_scales` wrote it."""
+        """Return the scale byte of the thread's i-th row.
+
+        It comes from registers or, if these are scarce (`spares_registers`), from shared memory, where
+        `_put_row_scales` wrote it.
+        """
         if not self.spares_registers:
             return exponents[i]
         thread, _, _ = cute.arch.thread_idx()

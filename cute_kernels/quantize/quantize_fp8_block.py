@@ -55,7 +55,7 @@ class QuantizeFp8Block(QuantizeMxfp8):
         self.stores.words(held, strip)
 
     def _row_scales(self, words: cute.Tensor) -> cute.Tensor:
-        """Return, for each of this thread's rows, the scale of the block that holds the thread's 16 bytes of it."""
+        """Return, for each of this thread's rows, the scale of the block that holds its 16 bytes of the row."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         scales = cute.make_rmem_tensor(self.rows_per_thread, Float32)

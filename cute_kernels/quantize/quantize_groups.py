@@ -1,6 +1,6 @@
 """MXFP8 quantisation by groups: rows [T, K] to E4M3, with a scale (a power of two) for each 32 rows of a column.
 
-A group's first block begins at the group's first row, whatever that row's number, and its last block may be shorter, so
+A group's first block begins at the group's first row, wherever the group begins, and its last block may be shorter, so
 an expert's numbers depend only on its own rows. Scales lie in bands of 128 rows (memory/scale_bands.py), and are 0
 after a group's last row. Memory has more places for bands than there are bands. A CTA handles one place and 128
 columns: it quantises the place's band like the quantiser by columns (quantize_mxfp8.py), or ends at once if no group
@@ -31,8 +31,12 @@ from .tile import SMEM_PERCENT, WORDS, Origin, Outputs, Reach, ScaleLayout, read
 
 
 class Band(NamedTuple):
-    """A band of up to 128 rows of one group. row: its first row. end: the row where its group ends. Both are 0 if there
-    is no such band."""
+    """A band: up to 128 rows of one group. Both numbers are 0 if there is no band.
+
+    Attributes:
+        row: the band's first row.
+        end: the row where its group ends.
+    """
 
     row: Int32
     end: Int32
@@ -48,7 +52,7 @@ class QuantizeGroups(QuantizeMxfp8):
     def launch_groups(
         self, x: cute.Tensor, data: cute.Tensor, scale: Int64, rows: Int64, groups: Groups, stream: cuda.CUstream
     ):  # fmt: skip
-        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row numbers of x;
+        """Launch a CTA for each place of a band and each 128 columns. rows: the address of int32 [T], row indices of x;
         0: x's rows in order."""
         self.kernel_of_groups.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = num_places(groups.rows, groups.count) * self._tiles_along_k(x)
@@ -90,8 +94,9 @@ class QuantizeGroups(QuantizeMxfp8):
     def _load_rows(self, x: cute.Tensor, rows: Int64, end: Int32, origin: Origin) -> cute.Tensor:
         """Load the thread's vector of each of its rows of x, [vector, rows_per_thread], with all loads issued at once.
 
-        rows: see `launch_groups`. end: the row where the group ends; from there on, the group's last row is read again
-        and replaced by zeros.
+        Args:
+            rows: see `launch_groups`.
+            end: the row where the group ends; from there on, the group's last row is read again and replaced by zeros.
         """
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -120,7 +125,10 @@ class QuantizeGroups(QuantizeMxfp8):
     ):  # fmt: skip
         """Quantise a band, and store its elements and its atom of 128 x 4 scales.
 
-        values: the thread's elements (`_load_rows`). end: the row where the group ends. places: number of places.
+        Args:
+            values: the thread's elements (`_load_rows`).
+            end: the row where the group ends.
+            places: number of places.
         """
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes

@@ -33,13 +33,13 @@ from .tile import VECTOR_BYTES, WORDS, read_once
 
 BLOCK = MXFP4.block
 WARPS = 8
-MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
+MIN_BLOCKS = 4  # CTAs of an SM: 32 warps, 2 or 4 KB of loads each
 SMEM_PERCENT = 1  # no shared memory is used; loads in flight need it as cache
 MAX_EXPONENT = 2  # exponent of the greatest element, 6 = 1.5 * 2^2
 F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
-AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
+AS_F16 = 2.0**-14  # factor from E2M1's least exponent to float16's
 ROUNDING = 2.0**22
-GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; also the minimum of it and a NaN, which an Inf has become
+GREATEST = 0x0E000E00  # 6 * 2^-14 in both halves; `min` with a NaN (an Inf has become NaN) also gives 6
 # A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs are moved from 15 and 31 to 12 and 28.
 SIGN_SHIFT, SIGNS = 3, 0x10001000
 # Factor that brings both elements side by side into a word's upper byte.
@@ -189,7 +189,7 @@ def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
 
 
 def _upper_bytes(words: list[Int32]) -> Int32:
-    """Join the upper bytes of two or four words into a word; with two words, ignore the result's upper half."""
+    """Join the upper bytes of two or four words into a word. With two words, the result's upper half is arbitrary."""
     pairs = [_permuted(words[i], words[i + 1], 0x7373) for i in range(0, len(words), 2)]
     return pairs[0] if len(pairs) == 1 else _permuted(pairs[0], pairs[1], 0x5410)
 

@@ -1,7 +1,7 @@
 """Stores of a tile's scales from shared to global memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md).
 
-Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's number in the row;
-for plain scales of blocks along columns, outer is the number of the block of 32 rows and inner the column. Swizzled
+Scales of a matrix are [outer, inner]: for blocks along rows, outer is the row and inner the block's index in the row;
+for plain scales of blocks along columns, outer is the index of the block of 32 rows and inner the column. Swizzled
 scales of columns have the column as outer.
 """
 
@@ -32,8 +32,8 @@ class ScaleGrid(NamedTuple):
         address: the address of the first scale.
         outer0, block0: position of the tile's first scale.
         outer_count, block_count: the sizes.
-        stop: scales with an outer index from stop up to outer_count are not stored; the atoms' padding after
-            outer_count is.
+        stop: scales with an outer index from `stop` up to `outer_count` are not stored. The atoms' padding after
+            `outer_count` is stored.
     """
 
     address: Int64
@@ -45,7 +45,7 @@ class ScaleGrid(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Plain scales [outer_count, inner_count] in memory at `address`; the tile's first is at (outer0, inner0)."""
+    """Plain scales [outer_count, inner_count] in memory at `address`; the tile's first scale is at (outer0, inner0)."""
 
     address: Int64
     outer0: Int32
@@ -57,8 +57,10 @@ class Strip(NamedTuple):
 class ScaleStores(Invariant):
     """Stores of the scales of a tile by the threads of a CTA.
 
-    rows: the tile's rows. run: how many of them follow each other in a quarter (32 rows) of a band of 128; a tile has
-    rows of all four quarters or of one. threads: threads of the CTA.
+    Args:
+        rows: number of rows of the tile, from all four quarters (32 rows each) of a band of 128, or from one quarter.
+        run: number of consecutive rows of a quarter in the tile.
+        threads: number of threads of the CTA.
     """
 
     def __init__(self, rows: int, run: int, threads: int):

@@ -16,7 +16,7 @@ F32_TWO_TO_MINUS_127, F32_MAGNITUDE = 0x00400000, 0x7FFFFFFF
 
 
 def power_of_two(byte: Int32) -> Float32:
-    """Return the float32 number that a scale byte, 0 .. 255, means, exactly; byte 0 gives a subnormal."""
+    """Return the exact float32 value of a scale byte, 0 .. 255. Byte 0 gives a subnormal."""
     bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
     return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
@@ -67,9 +67,11 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def absolute_after(self, word: Int32, other: Int32) -> Int32:
-        """Return `absolute(word)`, computed after `other`, a word of magnitudes that this result then depends on.
-        Without the dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers
-        too many. `other` has no sign bits, so the mask does not change."""
+        """Return `absolute(word)`, computed after `other`, a word of magnitudes on which the result is made to depend.
+
+        Without this dependence the compiler keeps earlier results or computes all 64 at once, which takes 10 registers
+        too many. `other` has no sign bits, so the mask does not change.
+        """
         return word & (other | Int32(self.mask))
 
     def max(self, a: Int32, b: Int32) -> Int32:

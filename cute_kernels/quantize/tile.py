@@ -30,8 +30,12 @@ class Outputs(NamedTuple):
 
 
 class ScaleLayout(NamedTuple):
-    """Layout of scales. wide: 1: one scale for 128 elements; 0: for 32. swizzled: 1: scales lie in atoms of 128 x 4; 0:
-    plain, row after row."""
+    """Layout of a matrix's scales.
+
+    Attributes:
+        wide: 1: blocks of 128 elements; 0: blocks of 32.
+        swizzled: 1: scales lie in atoms of 128 x 4; 0: plain, row after row.
+    """
 
     wide: Int32
     swizzled: Int32
@@ -70,9 +74,9 @@ class Tile(NamedTuple):
 
     Attributes:
         run: consecutive rows in a quarter (32 rows) of a band of 128.
-        quarters: number of quarters that the tile has rows of: 4, or 1.
+        quarters: number of quarters from which the tile has rows, 4 or 1.
         columns: number of columns.
-        rows_per_thread: rows of which a thread has 16 bytes.
+        rows_per_thread: number of rows of a thread, which holds 16 bytes of each.
     """
 
     run: int

@@ -5,10 +5,9 @@ that says so.
                   rank's region `rows` (an MXFP8 token's scales to `scales`), and all choices (expert ids) and weights
                   to all ranks. Then waits for the tokens of all ranks.
     send_sums     combine. For every token n that another rank sent, sends the sum of the token's rows on this rank
-    back,
-                  to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
+                  back to row [this rank, n] of that rank's region `sums`. Then waits for the sums of all ranks.
 
-Regions are described in windows.py. A token's position is its own number, so nothing is counted before the first store,
+Regions are described in windows.py. A token's position is its own index, so nothing is counted before the first store,
 and rows lie in the same order in every run. A warp loads 2 KB of a row once and stores them to one rank after the
 other, beginning with the next rank, so that no two ranks begin with the same one. Bytes over the link bound the time:
 an H100 stores 349 GB/s.
@@ -48,7 +47,13 @@ CTAS_OF_SM = 2  # half of an SM's threads and registers, so that kernels of othe
 
 
 class Sizes(NamedTuple):
-    """Sizes. k: choices of a token. vectors: vectors of 16 bytes in a row. most: the most tokens of a rank."""
+    """Sizes of tokens and rows.
+
+    Attributes:
+        k: choices of a token.
+        vectors: vectors of 16 bytes in a row.
+        most: the most tokens of a rank.
+    """
 
     k: Int32
     vectors: Int32
@@ -56,8 +61,8 @@ class Sizes(NamedTuple):
 
 
 class RowVectors(NamedTuple):
-    """The vectors of a row that a lane handles at once: number first, first + WARP, ..., UNROLL of them, below
-    `vectors` (the vectors of the row). A vector may have any size."""
+    """The vectors of a row that a lane handles at once: indices first, first + WARP, ... (UNROLL of them), below
+    `vectors`, the row's number of vectors. A vector may have any size."""
 
     first: Int32
     vectors: Int32
@@ -75,14 +80,13 @@ def _part(number: Int32, vectors: Int32) -> RowVectors:
 
 
 def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
-    """Return the memory of vector number `vector` from an address on. A vector is `words` times 4 bytes of any
-    dtype."""
+    """Return the memory of vector number `vector` after an address. A vector has `words` 32-bit words, of any dtype."""
     return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
 def _load(address: Int64, part: RowVectors, words: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Load a lane's vectors, `part`, of the row at an address; a vector is `words` times 4 bytes."""
+    """Load a lane's vectors, `part`, of the row at an address; a vector has `words` 32-bit words."""
     raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
@@ -98,16 +102,18 @@ def _store(address: Int64, part: RowVectors, raw: cute.Tensor, words: cutlass.Co
 
 
 class _Send(Invariant):
-    """Base of kernels that send rows. A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs
-    as can run at the same time. A rank without tokens also launches, since the others wait for its word.
+    """Base of kernels that send rows.
 
-    who                       waits for                            then
-    warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
-                              if operations do not alternate
-    all warps                 barrier (CTA)                        store rows to peers
-    warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
-    warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
-                              words of all ranks, or a time-out    end the operation
+    A warp sends one part of a row at a time (`RowVectors`); there are as many CTAs as can run at the same time. A rank
+    without tokens also launches, since the others wait for its word.
+
+        who                       waits for                            then
+        warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
+                                  if operations do not alternate
+        all warps                 barrier (CTA)                        store rows to peers
+        warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
+        warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
+                                  words of all ranks, or a time-out    end the operation
     """
 
     def __init__(self, spec: LayerSpec):
@@ -124,7 +130,7 @@ class _Send(Invariant):
 
     @staticmethod
     def _warps() -> tuple[Int32, Int32]:
-        """Return this warp's number in the grid, and the number of warps in the grid."""
+        """Return this warp's index in the grid, and the number of warps in the grid."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -137,7 +143,7 @@ class SentTokens(NamedTuple):
     Attributes:
         x: the address of their rows.
         scales: the address of the rows' scales, if the rows are in MXFP8.
-        words: size of a row's scales in 4 bytes; 0: there are none.
+        words: size of a row's scales in 32-bit words; 0: there are no scales.
         status: the format of the rows, an index of STATUSES.
     """
 
@@ -211,8 +217,12 @@ class SendTokens(_Send):
 
     @cute.jit
     def _keep(self, operation: Operation, word: Int64, handle: Int64):
-        """Write this operation's number, and how many tokens each rank sent, to the handle. word: the word of the rank
-        whose number is this lane's. handle: the address of int64 [1 + world]; 0: not wanted."""
+        """Write this operation's number, and how many tokens each rank sent, to the handle.
+
+        Args:
+            word: in lane r, the word of rank r.
+            handle: the address of int64 [1 + world]; 0: not wanted.
+        """
         kept = vector_at(Int64, handle)
         if handle != 0:
             if operation.lane == 0:
@@ -242,8 +252,11 @@ class SendTokens(_Send):
 
     @cute.jit
     def _send_rows(self, operation: Operation, tokens: SentTokens, table: Table, sizes: Sizes):
-        """Send rows, then scales. The first part of the scales goes to the warp after the one that had the last part of
-        the rows, so that with few tokens no warp has two parts."""
+        """Send the rows of tokens, then their scales.
+
+        The first part of the scales goes to the warp after the one that had the last part of the rows, so that with few
+        tokens no warp has two parts.
+        """
         warp, warps = self._warps()
         self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
         if tokens.words != 0:
@@ -257,8 +270,11 @@ class SendTokens(_Send):
     ):  # fmt: skip
         """Send each token's row to the ranks that have one of its experts.
 
-        region: the region of the ranks' windows. A row is `vectors` vectors of `words` times 4 bytes. rows: the rows'
-        address. first: the number of this warp's first part, counted over all parts of all tokens.
+        Args:
+            region: the name of the windows' region that receives the rows.
+            words, vectors: a row has `vectors` vectors of `words` 32-bit words.
+            rows: the rows' address.
+            first: the index of this warp's first part among all parts of all tokens.
         """
         _, warps = self._warps()
         link = operation.link
@@ -321,8 +337,10 @@ class Rows(NamedTuple):
 
 
 class Back(NamedTuple):
-    """The addresses of the tables of `Table` for this rank's own tokens (`tokens` of them), by which the tokens' sums
-    are found. After a failure, the tables point to the regions' NaN."""
+    """Addresses of the tables (see `Table`) of this rank's own `tokens` tokens, which say where their sums arrive.
+
+    After a failure, the tables point to the regions' NaN.
+    """
 
     sum_rows: Int64
     weight_places: Int64
@@ -414,8 +432,11 @@ class SendSums(_Send):
     def _send_sum(self, target: Int64, part: RowVectors, y: Int64, found: Int32, choices: Int32):
         """Add the rows of y of a token, and store this lane's part of the sum at `target`.
 
-        found: in lane j, the row of the token's j-th choice. choices: a mask of the lanes that have a row. Sums are
-        float32, in the order of choices, and rounded once.
+        Sums are float32, in the order of choices, and rounded once.
+
+        Args:
+            found: in lane j, the row of the token's j-th choice.
+            choices: a mask of the lanes that have a row.
         """
         count = elements(self.dtype)
         sums = cute.make_rmem_tensor((count, UNROLL), Float32)

@@ -40,8 +40,8 @@ from ..windows import (
     WORDS,
 )
 
-SPIN_NS, SLEEP_NS = 20_000, 200  # spins at first, then sleeps between looks, to spare the GPU's memory bandwidth
-LAUNCH_TICKETS = 1 << 20  # each launch adds this much in all, for any grid, so the counter is never reset
+SPIN_NS, SLEEP_NS = 20_000, 200  # spin at first, then sleep between looks, to spare the GPU's memory bandwidth
+LAUNCH_TICKETS = 1 << 20  # each launch adds this much in all, whatever its grid, so the counter is never reset
 ENTER = WORDS.index("enter")
 LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
     REASONS.index(reason) for reason in ("late", "elsewhere", "refused", "other form")
@@ -54,7 +54,7 @@ class Link(NamedTuple):
     Attributes:
         regions: the address of int64 [REGIONS, world], the address of each region of each rank's window.
         state: the address of int64 [STATE], this rank's own state.
-        rank, world: this rank's number, and the number of ranks.
+        rank, world: this rank's index, and the number of ranks.
     """
 
     regions: Int64
@@ -73,7 +73,7 @@ def load_word(word: cute.Pointer) -> Int64:
 
 
 def first_of(lanes: Int32) -> Int32:
-    """Return the number of the lowest lane in a bit mask of lanes."""
+    """Return the index of the lowest lane in a bit mask of lanes."""
     return Int32(cute.arch.popc((lanes & -lanes) - 1))
 
 
@@ -86,7 +86,7 @@ class Operation(Invariant):
         word: the kind of word that this operation's ranks wait for, an index of WORDS.
         epoch: this operation's number.
         has_credit: dispatch and combine alternate, so all ranks are known to have read what was sent before.
-        peer: the rank whose word this lane reads: the lane's number, at most world - 1.
+        peer: the rank whose word this lane reads: the lane's index, at most world - 1.
     """
 
     def __init__(self, link: Link, phase: str):
@@ -152,7 +152,9 @@ class Operation(Invariant):
     @cute.jit
     def publish(self, kind: cutlass.Constexpr[int], content: Int64):
         """Write this rank's word (a 64-bit message) of a kind (an index of WORDS) to every rank; called by one warp.
-        content: its low 24 bits."""
+
+        content: the word's low 24 bits.
+        """
         cute.arch.fence_acq_rel_sys()
         if self.lane < self.link.world:
             word = self._word(self.lane, kind, self.link.rank)
@@ -191,8 +193,9 @@ class Operation(Invariant):
         return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
 
     def _ahead(self, kind: int, word: Int64) -> Int64:
-        """Return a signed number: > 0 if a word was written by a later operation than this one, 0 by this one, < 0 by
-        an earlier one. The word's status and count are ignored."""
+        """Compare a word's operation with this one: return a number > 0 if a later operation wrote the word, 0 if this
+        one did, < 0 if an earlier one did. The word's status and count are ignored.
+        """
         number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
         return number - self._stamp(kind)
 
@@ -225,7 +228,9 @@ class Operation(Invariant):
     def compare(self, word: Int64, status: Int32):
         """Fail if a rank's `tokens` word says that it refused its tokens, or that their format is not this rank's.
 
-        word: in lane r, the word of rank r. status: this rank's, an index of STATUSES.
+        Args:
+            word: in lane r, the word of rank r.
+            status: this rank's status, an index of STATUSES.
         """
         theirs = Int32(word >> STATUS_SHIFT & 0xF)
         refused = Int32(cute.arch.vote_ballot_sync(theirs == STATUSES.index("refused")))
@@ -251,10 +256,13 @@ class Operation(Invariant):
 
     @cute.jit
     def end(self, last: Int64, latest: Int64):
-        """Record the end of the operation in the state; called by one warp. Operations are counted even after a
-        failure.
+        """Record the end of the operation in the state; called by one warp.
 
-        last: its kind, an index of LAST. latest: the number of the latest dispatch.
+        Operations are counted even after a failure.
+
+        Args:
+            last: the operation's kind, an index of LAST.
+            latest: the number of the latest dispatch.
         """
         if self.lane == 0:
             state = vector_at(Int64, self.link.state)

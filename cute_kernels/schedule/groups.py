@@ -54,8 +54,9 @@ def int32_at(groups: Groups, index: Int32) -> Int32:
 
 @cute.jit
 def group_size(groups: Groups, index: Int32) -> Int32:
-    """Read the size of a group in an encoding of sizes, clamped to the buffer's rows so that garbage cannot overflow a
-    sum of 32."""
+    """Read the size of a group from splits, clamped to the buffer's rows so that garbage cannot overflow a sum of 32
+    sizes.
+    """
     size = Int32(0)
     if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
@@ -80,8 +81,10 @@ class GroupRows(NamedTuple):
 
 @cute.jit
 def group_rows(groups: Groups, base: Int32, rows_before: Int32) -> GroupRows:
-    """Read the rows of groups base .. base + 31; called by all lanes of a warp. rows_before: the first row of group
-    `base`, which is only needed if the encoding is sizes."""
+    """Read the rows of groups base .. base + 31; called by all lanes of a warp.
+
+    rows_before: the first row of group `base`, used only if the encoding is sizes (splits).
+    """
     lane = cute.arch.lane_idx()
     group = base + lane
     present = group < groups.count

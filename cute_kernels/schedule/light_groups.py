@@ -43,8 +43,9 @@ def new_cursor() -> Cursor:
 
 
 class LightGroupScheduler(GroupTileScheduler):
-    """Scheduler that tells light groups, of at most `light_rows` rows, from heavy groups. A subclass orders their
-    tiles."""
+    """Scheduler that distinguishes light groups (at most `light_rows` rows) from heavy groups. A subclass orders their
+    tiles.
+    """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int):
         super().__init__(tile, groups, grid)
@@ -56,8 +57,9 @@ class LightGroupScheduler(GroupTileScheduler):
 
     @cute.jit
     def _rows_of(self, group: Int32) -> Int32:
-        """Return the number of a group's rows, the same as `group_rows` finds, also if the sizes add up to more rows
-        than the buffer has."""
+        """Return the number of a group's rows as `group_rows` finds it, even if the sizes add up to more rows than the
+        buffer has.
+        """
         groups = self.groups
         rows = Int32(0)
         if are_offs(groups):
@@ -71,7 +73,9 @@ class LightGroupScheduler(GroupTileScheduler):
     @cute.jit
     def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
         """Return tile number `tile` among the tiles of all groups of a kind (LIGHT or HEAVY), and the advanced cursor.
-        If there are fewer tiles, the tile is `no_work()`. Numbers must increase from call to call."""
+
+        Past the last tile, return `no_work()`. Numbers must increase from call to call.
+        """
         window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
         while (tile >= window_end) & (window.base + 32 < self.groups.count):

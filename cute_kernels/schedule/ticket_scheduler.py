@@ -15,7 +15,7 @@ from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
 from .tickets import Tickets
 from .work import TileGrid, WorkRing, no_work
 
-# If light groups have less than 1/FEW of the heavy groups' tiles, light tiles come last, together.
+# Light tiles come last, together, if light groups have less than 1/FEW of the heavy groups' tiles.
 FEW = 16
 
 
@@ -48,8 +48,7 @@ class TicketScheduler(LightGroupScheduler):
         return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
-        """Return how many of the tiles with numbers below `number`, which comes from a ticket, belong to light
-        groups."""
+        """Return how many tiles with numbers below `number` belong to light groups. Numbers come from tickets."""
         first_heavy = cutlass.min(num_heavy, num_clusters)
         first_light = cutlass.min(num_light, num_clusters - first_heavy)
         count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy
@@ -67,8 +66,10 @@ class TicketScheduler(LightGroupScheduler):
 
     @cute.jit
     def run_dynamic(self, ring: WorkRing):
-        """Draw tickets (each stands for a tile; a counter gives them to all clusters) until none is left, put each
-        ticket's tile into the ring, and then the end mark."""
+        """Draw tickets until none is left, put each ticket's tile into the ring, and then the end mark.
+
+        Each ticket stands for a tile; one counter serves all clusters.
+        """
         number, num_clusters = self._cluster()
         heavy, light = new_cursor(), new_cursor()
         state, taken = ring.producer_state(), Int32(0)

@@ -64,8 +64,11 @@ class Tickets(Invariant):
 
     @cute.jit
     def take(self, number: Int32, num_tickets: Int32) -> Int32:
-        """Return the ticket (which stands for a tile) that the cluster draws as its `number`-th, in every lane of its
-        scheduler warps. num_tickets: tickets that the whole kernel draws."""
+        """Draw the cluster's ticket number `number` (counted by the cluster) and return it in every lane of its
+        scheduler warps.
+
+        A ticket stands for a tile. num_tickets: tickets that the whole kernel draws.
+        """
         slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
         if cute.arch.block_idx_in_cluster() == 0:

@@ -35,7 +35,7 @@ class GroupWindow(NamedTuple):
     """A window of 32 consecutive groups, one in each lane of a warp.
 
     Attributes:
-        base: number of the first group.
+        base: index of the first group.
         begin, end: the rows of the lane's group.
         tiles_end: cluster tiles up to the end of the lane's group, counted from the first group on.
     """
@@ -47,8 +47,13 @@ class GroupWindow(NamedTuple):
 
 
 class GroupTileScheduler(Invariant):
-    """Scheduler of one CTA. tile: the CTA's tile and cluster, known at compile time; groups: group sizes; grid: cluster
-    tiles of an expert."""
+    """Scheduler of one CTA's tiles, in the order at the top of this file.
+
+    Args:
+        tile: the CTA's tile and cluster, known at compile time.
+        groups: group sizes.
+        grid: cluster tiles of an expert's output.
+    """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
         self.tile_m = tile.m
@@ -64,8 +69,10 @@ class GroupTileScheduler(Invariant):
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Return the number of cluster tiles of a group of `rows` rows. An adaptive cluster, whose two CTAs share
-        either weights or rows, takes two columns of an odd row tile at once."""
+        """Return the number of cluster tiles of a group of `rows` rows.
+
+        An adaptive cluster, whose two CTAs share either weights or rows, covers an odd row tile two columns at a time.
+        """
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m
@@ -83,8 +90,13 @@ class GroupTileScheduler(Invariant):
     def _load_window(
         self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
     ) -> GroupWindow:
-        """Read groups base .. base + 31. Lanes past the last group hold empty groups. rows_before, tiles_before: rows
-        and cluster tiles of earlier groups; kind: groups of the other kind count no tiles; None: all groups count."""
+        """Read groups base .. base + 31. Lanes past the last group hold empty groups.
+
+        Args:
+            base: index of the first group.
+            rows_before, tiles_before: rows and cluster tiles of earlier groups.
+            kind: count only the tiles of this kind of groups (light_groups.py); None: count all tiles.
+        """
         present, begin, end = group_rows(self.groups, base, rows_before)
         tiles = Int32(0)
         if present:
@@ -110,8 +122,10 @@ class GroupTileScheduler(Invariant):
         return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
-        """Return the coordinates of cluster tile `index` among `banded` x `swept` tiles, in an order of bands along the
-        first side, each of which is swept along the second side."""
+        """Return the coordinates of cluster tile `index` in a grid of `banded` x `swept` tiles.
+
+        Tiles are ordered by bands along the first side; each band is swept along the second side.
+        """
         band = index // (RASTER_BAND * swept)
         in_band = index - band * RASTER_BAND * swept
         height = cutlass.max(cutlass.min(banded - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
@@ -123,8 +137,12 @@ class GroupTileScheduler(Invariant):
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
     def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
-        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on. begin,
-        end: the group's rows; rank: the CTA's rank in its cluster."""
+        """Return this CTA's tile in cluster tile `index` of a group: the fields of `WorkTile` from `row` on.
+
+        Args:
+            begin, end: the group's rows.
+            rank: the CTA's rank in its cluster.
+        """
         m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
         n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
@@ -166,7 +184,7 @@ class GroupTileScheduler(Invariant):
         return row + rank * half, end, m_tile, n_tile, pairs_columns
 
     def _cluster(self) -> tuple[Int32, Int32]:
-        """Return the number of this CTA's cluster, and the number of clusters in the grid."""
+        """Return the index of this CTA's cluster, and the number of clusters in the grid."""
         cluster_size = self.cluster_m * self.cluster_n
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()

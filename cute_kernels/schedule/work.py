@@ -11,8 +11,9 @@ from cutlass import Int32
 
 from ..device.invariant import Invariant
 
-# Four slots: two tiles in work, by pingpong warpgroups, one being loaded, one to come. With tickets two slots, so that
-# tickets are drawn late and tiles that begin together are neighbours (1 % of DeepSeek-V3's FC1 under skew).
+# Four slots: two tiles that pingpong warpgroups work on, one whose operands are being loaded, one in reserve. With
+# tickets two slots: then tickets are drawn late, and tiles that begin together are neighbours (1 % of DeepSeek-V3's FC1
+# under skew).
 STAGES, TICKET_STAGES = 4, 2
 SLOT_WORDS = 6
 
@@ -24,9 +25,9 @@ class WorkTile(NamedTuple):
         expert: the group; negative: the end mark, after which there are no tiles.
         row: in a GEMM the tile's first row, in a weight gradient the group's first row.
         group_end: the row after the group's last row.
-        m_tile: in a GEMM the number of the row tile in the group, in a weight gradient that of the tile along dw's
-            rows.
-        n_tile: the number of the tile along the columns.
+        m_tile: in a GEMM the index of the row tile in the group, in a weight gradient the index of the tile along
+            dw's rows.
+        n_tile: the index of the tile along the columns.
         pairs_columns: in adaptive clusters, not 0 if the two CTAs have the same rows and neighbouring columns, 0 if
             they have the same columns and neighbouring rows.
     """

@@ -1,4 +1,4 @@
-"""The order in which Blackwell's GEMMs add; kernels that agree in it give the same bits."""
+"""The order in which Blackwell's GEMMs add; kernels with the same order give the same bits."""
 
 from __future__ import annotations
 

@@ -76,8 +76,11 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def fetch(self, k_tile: Int32, num_k_tiles: Int32):
-        """Start to load the words (four scales of a row each) of AT_ONCE k-tiles from `k_tile` on, but none past the
-        last k-tile. Past the last block: use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN."""
+        """Start to load the words (a row's four scales each) of AT_ONCE k-tiles from `k_tile` on, but none past the
+        last k-tile.
+
+        Past the last block, use scale 0 (2^-127), since a NaN would turn the elements' zeros into NaN.
+        """
         alignment = Int32(self.begins[0]) | self.pitch
         if alignment % VECTOR_BYTES == 0:
             for line in cutlass.range_constexpr(LINES):
@@ -95,8 +98,9 @@ class ScaleLines(Invariant):
 
     @cute.jit
     def _word(self, begin: Int64, first: Int32) -> Int32:
-        """Load a row's four scales from scale number `first` on; 0 past the row's last. begin: the address of the row's
-        scales."""
+        """Load a row's four scales from scale number `first` on, and 0 past the row's last scale. begin: the address of
+        the row's scales.
+        """
         word = Int32(0)
         if (Int32(begin) | self.pitch) % WORD_BYTES == 0:
             if first < self.pitch:
@@ -117,7 +121,12 @@ class ScaleLines(Invariant):
 
 def put(words: cute.Tensor, atom: Int32, i: int) -> None:
     """Write the lane's four words of the i-th k-tile to an atom (the scales of 128 rows in a k-tile) in shared memory.
-    words: the result of `ScaleLines.take`; atom: the address."""
+
+    Args:
+        words: the result of `ScaleLines.take`.
+        atom: the atom's address.
+        i: index of the k-tile in `words`.
+    """
     pointer = cute.make_ptr(
         Int32, atom + cute.arch.lane_idx() * VECTOR_BYTES, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
     )  # fmt: skip
@@ -138,8 +147,10 @@ class BlockScaled(TensorCoreMainloop):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory that a stage's scales take: 4 for an atom, whose 512 bytes fill 32 lanes of them and
-        are repeated in the lanes of each warp."""
+        """Columns of tensor memory that a stage's scales take: 4 for an atom.
+
+        An atom's 512 bytes fill 32 lanes of 4 columns, and are repeated in the lanes of each warp.
+        """
         return sum(self._atoms) * ATOM_BYTES // (WARP * WORD_BYTES)
 
     def smem_fields(self) -> dict[str, Any]:
@@ -160,8 +171,10 @@ class BlockScaled(TensorCoreMainloop):
         )
 
     def operands_of(self, storage: Any, memory: TensorMemory) -> tuple:
-        """Return the operands of MMAs: A, B, and then for A's and B's scales a tuple of the copy to tensor memory, its
-        source, its target, and the tensor that MMAs read."""
+        """Return the operands of MMAs: A, B, and one tuple each for A's and B's scales.
+
+        Such a tuple has the copy to tensor memory, its source, its target, and the tensor that MMAs read.
+        """
         mma, shape = self.tiled_mma(), (self.tile.m, self.tile.n, self.tile.k)
         layouts = (
             blockscaled.make_smem_layout_sfa(mma, shape, MXFP8.block, self.stages),
@@ -218,8 +231,10 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
     @cute.jit
     def _row_lines(self, operands: Operands, work: WorkTile):
-        """Return the lane's rows of x and where their scales are. Past the group's end the last row's scales are read
-        again, since results there are not stored."""
+        """Return the lane's rows of x with the addresses of their scales.
+
+        Past the group's end, the last row's scales are read again; results there are not stored.
+        """
         lines = ScaleLines(self._pitch(operands))
         for line in cutlass.range_constexpr(LINES):
             row = cutlass.min(work.row + line * WARP + cute.arch.lane_idx(), work.group_end - 1)
@@ -229,8 +244,10 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
         return lines
 
     def _weight_lines(self, operands: Operands, work: WorkTile, atom: int) -> ScaleLines:
-        """Return the lane's weight rows of an atom, in the tile's order, and where their scales are. Past the last
-        weight row its scales are read again."""
+        """Return the lane's weight rows of an atom, in the tile's order, with the addresses of their scales.
+
+        Past the last weight row, its scales are read again.
+        """
         lines, scales = ScaleLines(self._pitch(operands)), operands.scales
         half = scales.weight_rows // self.parts
         for line in range(LINES):
@@ -272,8 +289,11 @@ class BlockScaledMainloop(BlockScaled, gemm.GemmMainloop):
 
 
 def _copy_of(smem: cute.Tensor, memory: cute.Tensor) -> tuple:
-    """Return the `tcgen05.cp` that copies a stage's scales from shared to tensor memory, each atom to the lanes of all
-    four warps, with its source and its target."""
+    """Make the `tcgen05.cp` that copies a stage's scales from shared to tensor memory, each atom to the lanes of all
+    four warps.
+
+    Return the copy, its source and its target.
+    """
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E8M0FNU)
     source, target = cute.filter_zeros(smem), cute.filter_zeros(memory)
     copy = tcgen05.make_s2t_copy(atom, target)

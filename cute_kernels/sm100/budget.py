@@ -8,7 +8,8 @@ from ..formats import MXFP8
 from ..sm90 import budget
 from ..tiles import TileConfig
 
-# Registers of a thread at launch, by whether there is a gathering warpgroup: three or four share an SM's 65,536.
+# Registers of a thread at launch, by whether there is a gathering warpgroup: three or four warpgroups share an SM's
+# 65,536.
 LAUNCH_REGISTERS = {False: 168, True: 128}
 
 

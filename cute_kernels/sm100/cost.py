@@ -15,7 +15,7 @@ from ..tiles import TileConfig
 
 
 class Machine(NamedTuple):
-    """A GPU.
+    """Rates and sizes of a GPU.
 
     Attributes:
         sms: number of SMs.
@@ -62,8 +62,12 @@ class TileCycles(NamedTuple):
 
 
 def tile_cycles(tile: TileConfig, depth: int, parts: int = 1, machine: Machine = B200) -> TileCycles:
-    """Return the cycles of a tile. depth: elements of the contraction; parts: ranges of weight rows in the tile, 2 with
-    a gate."""
+    """Return the modelled cycles of a tile on each unit of an SM.
+
+    Args:
+        depth: elements of the contraction.
+        parts: ranges of weight rows in the tile, 2 with a gate.
+    """
     k_tiles = math.ceil(depth / tile.k)
     element_bytes = SWIZZLE_BYTES // tile.k
     macs = machine.macs * 2 // element_bytes

@@ -1,5 +1,6 @@
-"""Order of tiles in Blackwell's GEMMs: each CTA's tiles are fixed, without tickets. Plain Python, since the host asks,
-too."""
+"""Order of tiles in Blackwell's GEMMs: each CTA's tiles are fixed, without tickets. Plain Python, since the host needs
+the order, too.
+"""
 
 from __future__ import annotations
 

@@ -129,8 +129,12 @@ class TensorCoreMainloop(Mainloop):
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, first: cutlass.Constexpr[int],
         depth: Int32 | cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Issue the MMA that begins at element `first` of a k-tile's depth, unless only elements before it must be
-        multiplied. operands: A and B of this MMA; depth: the result of `depth_of`."""
+        """Issue the MMA of a k-tile's depth elements from `first` on, unless the k-tile ends before them.
+
+        Args:
+            operands: A and B of this MMA.
+            depth: how many elements of the k-tile must be multiplied (`depth_of`).
+        """
         if first < depth:
             cute.gemm(tiled_mma, acc, *operands, acc)
 
@@ -140,8 +144,12 @@ class TensorCoreMainloop(Mainloop):
         return STEP_BITS // self.dtype.width
 
     def before_steps(self, operands: tuple, stage: Int32, depth: Int32 | int) -> None:
-        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp. operands: the result of
-        `operands_of`; depth: the result of `depth_of`."""
+        """Prepare a stage (a k-tile in shared memory) for its MMAs; called by the MMA warp.
+
+        Args:
+            operands: the result of `operands_of`.
+            depth: the result of `depth_of`.
+        """
 
     def step_of(self, operands: tuple, step: int, stage: Int32) -> tuple:
         """Return the operands A and B of MMA number `step` of a stage. operands: the result of `operands_of`."""
@@ -167,11 +175,11 @@ class WgradMainloop(TensorCoreMainloop, wgrad.WgradMainloop):
 
 
 class ClearingWgradMainloop(WgradMainloop):
-    """The mainloop of columns of dy times columns of x, without TMA addresses that wrap (memory/ragged.py): TMA also
-    loads rows past the group's end, and the MMA warp overwrites with zeros those that the last MMA would multiply.
+    """The mainloop of columns of dy times columns of x without TMA addresses that wrap (memory/ragged.py).
 
-    These rows are in a group's last k-tile, and there are fewer than an MMA is deep. A row is a line of 128 bytes for
-    each 64 columns in 16 bits, for each 128 columns in 8 bits.
+    TMA then also loads rows past the group's end, and the MMA warp overwrites with zeros the rows that the last MMA
+    would multiply. These rows are in a group's last k-tile, and there are fewer of them than an MMA is deep. A row is a
+    line of 128 bytes for each 64 columns in 16 bits, for each 128 columns in 8 bits.
     """
 
     def _columns(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -192,8 +200,9 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear_tail(self, stage: Int32, depth: Int32):
-        """Clear rows of a stage from row `depth` to the end of the last MMA, if an MMA multiplies only some of its
-        depth."""
+        """Zero a stage's rows from row `depth` to the end of the last MMA, if `depth` is not a multiple of an MMA's
+        depth.
+        """
         if (depth < self.tile.k) & (depth % self.step_k != 0):
             for rows, first in zip((self.rows_of_a, self.rows_of_b), self.places, strict=True):
                 self._clear(rows, first, stage, depth)
@@ -202,8 +211,14 @@ class ClearingWgradMainloop(WgradMainloop):
 
     @cute.jit
     def _clear(self, rows: Gather, first: cute.Pointer, stage: Int32, depth: Int32):
-        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA. rows: the
-        operand's lines; first: its first stage."""
+        """Overwrite an operand's rows in a stage with zeros, from row `depth` to the end of the last MMA.
+
+        Args:
+            rows: the operand's lines.
+            first: the operand's first stage.
+            stage: index of the stage.
+            depth: how many rows of the k-tile belong to the group.
+        """
         line, chunk = cute.arch.lane_idx() // LANES_A_LINE, cute.arch.lane_idx() % LANES_A_LINE
         zeros = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         zeros.fill(0)

@@ -200,7 +200,7 @@ class TensorMemoryGemm(PersistentGemm):
         self, mainloop: TensorCoreMainloop, operands: Operands, state: Any, stores: tuple, ring: WorkRing,
         memory: TensorMemory, index: Int32,
     ):  # fmt: skip
-        """Run the epilogue of every second tile, from accumulator number `index`, which is also the warpgroup's number.
+        """Run the epilogue of every second tile, from accumulator `index`, which is also the warpgroup's index.
         state: the epilogue's state."""
         cute.arch.griddepcontrol_wait()
         turns = Turns(EPILOGUE_BARRIER, self.shape.slots.shared, index)

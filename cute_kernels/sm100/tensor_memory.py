@@ -102,7 +102,7 @@ class TileAccumulators(Accumulators):
     accumulator.
 
     Args:
-        index: number of the accumulator.
+        index: index of the accumulator, 0 or 1.
         thread: the thread's index in the warpgroup.
         has_sums: False: nothing was multiplied, and `slab` returns zeros. None: every tile multiplies something.
     """
@@ -130,7 +130,7 @@ class TileAccumulators(Accumulators):
 
     @cute.jit
     def _read(self, acc: cute.Tensor, slab: cutlass.Constexpr[int], part: cutlass.Constexpr[int]):
-        """Read part number `part` of a slab (READ_COLUMNS columns) into the registers of `acc` for these columns."""
+        """Read the `part`-th READ_COLUMNS columns of a slab into the registers of `acc` that hold these columns."""
         memory = self.memory
         column = self.index * memory.tile.n + part * READ_COLUMNS
         address = memory.base.toint() + column + slab * (SLAB_LANES * LANE)
@@ -184,7 +184,7 @@ class ShuffledAccumulators(TileAccumulators):
         """Fetch the thread's two accumulators in one row of 8 columns.
 
         Args:
-            acc: receives them.
+            acc: registers that receive the two accumulators.
             to: the first of the 8 columns in the slab.
             rows, column: registers of this lane's row (`_rows`), and the first of the 8 columns in them.
             half: 0: the upper 8 of a warp's 16 rows of the slab; 1: the lower 8.

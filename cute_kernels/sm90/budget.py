@@ -67,8 +67,7 @@ def packed_bytes(tile: TileConfig) -> int:
 
 
 def registers(tile: TileConfig, load: int) -> tuple[int, int]:
-    """Return the registers of a thread for setmaxnreg: of the load warpgroup (`load`, as given) and of an MMA
-    warpgroup, which gets the rest.
+    """Return the registers of a thread for setmaxnreg: `load` for the load warpgroup, the rest for each MMA warpgroup.
 
     setmaxnreg hangs if the sum exceeds the registers that the launch reserved.
     """

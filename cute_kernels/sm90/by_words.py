@@ -1,6 +1,6 @@
-"""The rule by which tiles of 4-bit weights get a mainloop that decodes whole 32-bit words, eight elements each.
+"""The rule that selects, for 4-bit weights, the mainloop that decodes whole 32-bit words, eight elements each.
 
-That mainloop is mainloop/few_rows.py. This module is plain Python, because host code asks for the rule, too.
+That mainloop is mainloop/few_rows.py. This module is plain Python, because host code needs the rule, too.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from ..formats import Format
 from ..tiles import TileConfig
 
-# Tiles of so few rows of x leave the L1 cache a line for the scales of each weight row, read 4 bytes a k-tile. It costs
-# a stage and saves 1 to 7 % of the time: what L2 gives an SM, scales and x beside the weights, is what bounds a decode.
+# With so few rows of x, shared memory is made small enough to leave the L1 cache one line for each weight row. The line
+# keeps the row's scales, of which each k-tile reads 4 bytes. This costs a stage and saves 1 to 7 % of the time, since a
+# decode is bound by the bytes that L2 delivers to an SM: weights, scales and x.
 FEW_ROWS = 32
 
 

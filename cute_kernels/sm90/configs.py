@@ -40,13 +40,13 @@ ARCH = "sm_90a"
 # (0.98 instead of 0.95 of dense cuBLAS on Qwen3-30B). Otherwise they share rows, because a fixed (2, 1) cluster leaves
 # one CTA idle at a group's odd row tile (0.66 instead of 0.79 on Qwen3-30B under skew).
 LARGE = TileConfig(m=128, n=128, k=64, cluster_m=2, schedule="pingpong", adaptive=True)
-# Not adaptive: a weight gradient has no ragged row tiles. WGRAD_WIDE is for weights that its tiles cover with less
-# padding.
+# Not adaptive, since a weight gradient has no ragged row tiles. WGRAD_WIDE is for weights that its tiles cover with
+# less padding.
 WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
 WGRAD_WIDE = TileConfig(m=128, n=192, k=64, cluster_m=2, schedule="pingpong")
 WGRAD_TILES = (WGRAD, WGRAD_WIDE)
-# Few rows an expert: half the rows, so more stages fit. Weight tiles are narrow so that a token's few experts fill the
-# GPU (FC1 of two of DeepSeek-V3's experts: 31.8 us instead of 40.5).
+# For few rows an expert: with half the rows, more stages fit. Weight tiles are narrow so that a token's few experts
+# fill the GPU (FC1 of two of DeepSeek-V3's experts: 31.8 us instead of 40.5).
 SMALL = TileConfig(m=64, n=128, k=64)
 TILES = (LARGE, SMALL)
 # FP8 rows and weights. Cooperative, since promoting sums every 128 elements of k costs more than an exposed epilogue:
@@ -58,7 +58,7 @@ SMALL8 = TileConfig(m=64, n=256, k=128)
 # twice the CTAs, which fill more SMs if experts are few (grouped_mlp of two of Mixtral-8x7B's experts: 99 us instead
 # of 121).
 SMALL8_FC2 = TileConfig(m=64, n=128, k=128)
-# 128 columns: preactivations and their gradients take the shared memory that 256 columns would need.
+# 128 columns, since preactivations and their gradients take the shared memory that 256 columns would need.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
 # MXFP4 weights decoded to FP8. No cluster: each CTA decodes its own weights, so that a cluster would share little.
@@ -107,10 +107,10 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
 """Choices that one FC1 kernel makes at run time, by (operands, tile, whether it stores the preactivation).
 
 "gated", "ungated": one kernel serves all activations of that kind. "layouts": one kernel serves all gate layouts. For
-every key that is not listed, each activation and each layout has a kernel of its own.
+keys that are not listed, each activation and each layout has a kernel of its own.
 
-The listed kernels take 0.997 to 1.004 times as long with the run-time branch on average, and at most 1.02 times. The
-kernels that are not listed have no such branch because their MMAs would not hide it: one token on the small 16-bit tile
+With the run-time branch, the listed kernels take 0.997 to 1.004 times as long on average, and at most 1.02 times.
+Kernels that are not listed have no branch because their MMAs would not hide it: one token on the small 16-bit tile
 would take 1.015 to 1.04 times as long, MXFP8 with ungated activations 1.03 times, the remaining tiles of decoded
 weights 1.01 to 1.07 times, a backward up to 2 times.
 """
@@ -185,12 +185,12 @@ _DECODING_TO_FP8: list[Spec] = [
     ),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in (*_SPILLING, *_DECODING_TO_FP8)}
-"""Compiler diagnostics that are accepted, by spec name: kernels that may spill registers.
+"""Compiler diagnostics that are accepted, by spec name: these kernels may spill registers.
 
-_SPILLING: because of the gathering warps, a thread of an MMA warpgroup has only 208 or 216 registers, up to 7 too few
-for these epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward
-runs at 0.985 to 1.03 of the speed that it has with 240 registers). _DECODING_TO_FP8: in these kernels, which also have
-warpgroups that decode to FP8, the gathering warps have too few registers.
+_SPILLING: gathering warps leave a thread of an MMA warpgroup only 208 or 216 registers, up to 7 too few for these
+epilogues. The spilled values go to memory once a tile, which costs less than could be measured (a backward runs at
+0.985 to 1.03 of its speed with 240 registers). _DECODING_TO_FP8: besides gathering warps, these kernels have warpgroups
+that decode to FP8, and the gathering warps have too few registers.
 """
 
 

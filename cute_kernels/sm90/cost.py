@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ..arch import Gemm
 from ..tiles import TileConfig
 
-BYTES = 2  # of an element
+BYTES = 2  # bytes of an element
 EVEN, SKEWED = "uniform", "dirichlet"
-RARE = 1e-4  # a sum over row tiles ends where the probability of more rows falls below this
+RARE = 1e-4  # sums over row tiles end where the probability of more rows falls below this
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,18 @@ def active_share(average: float, routing: str) -> float:
     return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
-@functools.lru_cache(maxsize=1024)  # one choice calls it for several tiles, GEMMs and terms
+@functools.lru_cache(maxsize=1024)  # one choice of a tile calls row_tiles for several tiles, GEMMs and terms
 def row_tiles(average: float, height: int, routing: str) -> float:
-    """Return how many tiles of `height` rows an expert has on average, if it has `average` rows on average.
+    """Return the average number of row tiles of an expert.
 
-    With SKEWED routing that is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
-    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step): the
-    0.2346.
+    With SKEWED routing this is the sum over j of P(rows > j height). If the sum has many terms, the Euler-Maclaurin
+    formula replaces it. Its correction for erfc of a square root is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), hence the
+    constant 0.2346.
+
+    Args:
+        average: rows of an expert on average.
+        height: rows of a tile.
+        routing: EVEN or SKEWED.
     """
     active = active_share(average, routing)
     if routing == EVEN:

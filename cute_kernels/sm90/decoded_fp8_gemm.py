@@ -1,4 +1,4 @@
-"""The grouped GEMM of FP8 rows and 4-bit weights. Warpgroups of their own decode the weights to FP8."""
+"""The grouped GEMM of FP8 rows and 4-bit weights, which separate warpgroups of the kernel decode to FP8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .mainloop.decoded_fp8 import DecodedFp8Mainloop, Scales
 class GroupedDecodedFp8Gemm(GroupedGemm):
     """GEMM of MXFP8 rows and MXFP4 weights, on a cooperative tile.
 
-    Beside its block scales, each weight row has a power of two as scale, by which the epilogue multiplies sums.
+    Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the sums.
     """
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):

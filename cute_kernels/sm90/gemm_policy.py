@@ -7,11 +7,11 @@ from ..formats import OPERANDS
 from ..gemms import GemmPolicy as GemmPolicy
 from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec, WgradSpec
 
-# A group is light if it has at most so many rows: loading its weights from memory then takes longer than the MMAs. With
-# 128, gpt-oss-120b is as fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
+# A group is light if it has at most this many rows: loading its weights from memory then takes longer than the MMAs.
+# With 128 instead of 64, gpt-oss-120b is as fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
 LIGHT_ROWS = 64
-# LIGHT_ROWS of weight gradients: the MMAs of so many rows take as long as storing a 16-bit tile at an SM's share of the
-# memory bandwidth. With twice as many, 32-bit results are up to 3 % slower.
+# LIGHT_ROWS of weight gradients: the MMAs of this many rows take as long as storing a 16-bit tile at an SM's share of
+# the memory bandwidth. With twice as many, 32-bit results are up to 3 % slower.
 WGRAD_LIGHT_ROWS = 160
 # Shallower contractions end before the next ticket arrives: with K = 512, tiles in a fixed order are 3 % faster.
 MIN_TICKET_DEPTH = 768

@@ -30,10 +30,10 @@ from .mainloop.base import Operands
 from .mainloop.wgrad import WgradMainloop
 from .persistent import PersistentGemm
 
-# If groups have fewer rows on average than this constant times dw's bytes an element (384 for 16 bits, 768 for 32),
-# dw's previous values are loaded; else TMA stores add in memory. L2 adds to 1.2 TB/s of dw. Loads and stores reach 1.5
-# TB/s, but a tile's epilogue takes longer. With loads, 512 rows: 16 bits are 7 to 18 % slower, 32 bits 14 to 20 %
-# faster; 1024 rows: both are 3 to 9 % slower.
+# dw's previous values are loaded if groups have on average fewer rows than this constant times the bytes of an element
+# of dw (384 rows for 16 bits, 768 for 32 bits); otherwise TMA stores add in memory. L2 adds to dw at 1.2 TB/s. Loads
+# and stores reach 1.5 TB/s, but a tile's epilogue takes longer. With loads and 512 rows, 16 bits are 7 to 18 % slower
+# and 32 bits 14 to 20 % faster; with 1024 rows, both are 3 to 9 % slower.
 LOADING_ROWS_PER_BYTE = 192
 
 

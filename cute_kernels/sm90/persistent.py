@@ -255,8 +255,8 @@ class PersistentGemm(GemmRoles):
         sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
         pipeline_init_wait(cluster)
 
-        # OFFS_OF_CALL: the previous kernel writes the offs, which every role reads, so all wait for it here. The next
-        # kernel starts after this wait and finds the offs written.
+        # OFFS_OF_CALL: the previous kernel writes the offs, which every role reads, so all roles wait for it here. The
+        # kernel after this one starts after this wait and finds the offs written.
         if groups.encoding == OFFS_OF_CALL:
             cute.arch.griddepcontrol_wait()
         # Until its own griddepcontrol_wait, a role overlaps the previous kernel and may read only what that kernel does

@@ -25,7 +25,7 @@ from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
 
-# The most that barriers and the ring's slots take. Row scales and exponents follow, then the first aligned buffer.
+# Upper limit for barriers and the ring's slots. Row scales and exponents follow, then the first aligned buffer.
 BARRIER_BYTES = 512
 ALIGNMENT = 1024
 LINE_BYTES = 128

@@ -17,13 +17,13 @@ from ..tiles import TileConfig
 # Bytes that a swizzle moves as one unit.
 SWIZZLE_CHUNK = 16
 
-# Rows of a slab that a thread has.
+# Rows of a slab that a thread has, 8 rows apart.
 ROW_HALVES = 2
 
 
 def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
-    """Return the index of the 16-byte chunk that holds element `k` in a weight row of a stage, and the element's byte
-    in that chunk.
+    """Return (chunk, byte) of element `k` in a weight row of a stage: the index of its 16-byte chunk, and its byte in
+    the chunk.
     """
     return divmod(weights.num_bytes(k), SWIZZLE_CHUNK)
 
@@ -56,13 +56,14 @@ class SwappedRows:
         return row // self.part_count
 
     def row_offset(self, row: int) -> int:
-        """Return how many rows the thread's row number `row` comes after the thread's first row in the same part (a or
-        u of a gated layer)."""
+        """Return how many rows of the tile lie between the thread's first row of a part (a or u) and its row number
+        `row`.
+        """
         chunk, half = divmod(row % self.part_count, ROW_HALVES)
         return chunk * ROWS + half * 8
 
     def distance(self, row: int) -> int:
-        """Return how many rows of the tile the thread's row number `row` comes after the thread's row number 0."""
+        """Return how many rows of the tile lie between the thread's row number 0 and its row number `row`."""
         return self.part(row) * self.part_n + self.row_offset(row)
 
     def first_column(self, warpgroup: Any) -> Any:

@@ -24,7 +24,7 @@ class Turns(Invariant):
 
     Args:
         first_barrier: named barrier of warpgroup 0.
-        apply: False: turns do nothing: every turn is this warpgroup's, and nothing waits.
+        apply: False: every turn is this warpgroup's, and nothing waits.
         warpgroup_index: 0 or 1, this warpgroup.
     """
 
@@ -34,8 +34,9 @@ class Turns(Invariant):
         self.index = warpgroup_index
 
     def is_mine(self, turn: Int32) -> Boolean | bool:
-        """Return True if the CTA's tile number `turn` is this warpgroup's: every second one, or all if warpgroups share
-        tiles."""
+        """Return True if the CTA's tile number `turn` is this warpgroup's: every second tile, or every tile without
+        turns.
+        """
         return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
 
     @cute.jit
@@ -63,6 +64,7 @@ class Turns(Invariant):
 
 
 def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
-    """Return a warpgroup's share (its slabs of 64 rows) of the CTA's tile number `turn`: the whole tile if warpgroups
-    take turns."""
+    """Return a warpgroup's share of the CTA's tile number `turn`: its slabs of 64 rows, or the whole tile if warpgroups
+    take turns.
+    """
     return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)

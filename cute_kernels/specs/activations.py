@@ -28,8 +28,9 @@ The branch at run time can double a backward's time and costs decoding up to 7 %
 forms ship.
 """
 BLOCK_ROWS = 32
-"""Rows of a gate's half that form a block, if I is a multiple of them. In interleaved32, such a block of one half is
-followed by a block of the other half."""
+"""Rows of a block of one half of a gated w1; layout "blocked" needs I to be a multiple of it. In interleaved32, each
+block of one half is followed by a block of the other half.
+"""
 
 
 def is_gated(activation: str) -> bool:

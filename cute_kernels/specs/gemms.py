@@ -69,7 +69,7 @@ class GroupedMmSpec:
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
     """FC1 with its activation: act [T, I] = activation(x w1_e^T + b1_e) * row_scale. The preactivation has 2I columns
-    with a gate, I without, and so has w1 rows.
+    with a gate, I without; w1 has as many rows.
 
     Attributes:
         save_preact: the preactivation [T, 2I or I] is stored, too.

@@ -33,8 +33,12 @@ class PreactRing(preact.PreactRing):
         self, loads: preact.PreactLoads, row: Int32, at: Int32, half: cutlass.Constexpr[int | None], slot: Int32,
         barrier: cute.Pointer,
     ):  # fmt: skip
-        """Start to load one slot of preactivations, box by box. row, at, half: its first row and column and its half of
-        memory; barrier: the mbarrier that the bytes complete."""
+        """Start to load one slot of preactivations, box by box.
+
+        Args:
+            row, at, half: the slot's first row, first column and half.
+            barrier: the mbarrier that the bytes complete.
+        """
         view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
         for target, source in box_copies(loads.atom, self.smem, boxes_at(view, row, at, COLS), slot):
             cute.copy(loads.atom, source, target, tma_bar_ptr=barrier)

@@ -15,8 +15,9 @@ from . import store
 
 
 class RowSlots(store.Slots):
-    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR columns of a row at once, since a row's bytes need
-    not be a multiple of 16."""
+    """A warpgroup's slots, stored without TMA. A lane writes DIVISOR columns of a row at a time, since the bytes of a
+    row need not be a multiple of 16.
+    """
 
     @cute.jit
     def start(self, atom: None, tile: Place, slot: Int32 | int, policy: Int64 | None = None):

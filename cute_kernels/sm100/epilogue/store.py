@@ -27,8 +27,13 @@ def boxes_at(tensor: cute.Tensor, row: Int32, col: Int32 | int, cols: int) -> cu
 
 
 def box_copies(atom: cute.CopyAtom, slots: cute.Tensor, boxes: cute.Tensor, slot: Int32 | int) -> list[tuple]:
-    """Return, for each box of a slot, its views in shared and in global memory, partitioned for TMA. slots: all slots;
-    boxes: the result of `boxes_at`; slot: the slot's number."""
+    """Return, for each box of a slot, its views in shared and in global memory, partitioned for TMA.
+
+    Args:
+        slots: all slots.
+        boxes: the result of `boxes_at`.
+        slot: the slot's index.
+    """
     copies = []
     for box in range(BOXES):
         smem = cute.local_tile(slots[None, None, slot], (SLAB_LANES, cute.size(slots, mode=[1])), (box, 0))

@@ -88,8 +88,8 @@ class Slots(slots.Slots):
         chunks_per_tile: int,
     ):  # fmt: skip
         self.dtype = dtype
-        # Chunk c of every tile takes slot c % SLOTS. With an odd number of chunks, a tile's first slot is the previous
-        # tile's last one, so that no store may be pending.
+        # Chunk c of every tile takes slot c % SLOTS. With an odd number of chunks, a tile's first slot is also the
+        # previous tile's last one, so its store must have ended: no store may be pending.
         self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
         self.smem = smem
         self.cols = cute.size(smem, mode=[1])
@@ -156,7 +156,7 @@ class Slots(slots.Slots):
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
         """Write 16 columns of a free slot, from 16-bit registers in accumulator order.
 
-        piece: number of the 16 columns in the slot.
+        piece: index of the 16 columns in the slot.
         """
         target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
         cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)

@@ -231,8 +231,8 @@ class SwappedEpilogue(Epilogue):
         Args:
             acc: the thread's accumulators.
             biases: the biases that `begin` returned.
-            row_chunk: number of the chunk along output rows.
-            column_chunk: number of the chunk along the warpgroup's output columns.
+            row_chunk: index of the chunk along output rows.
+            column_chunk: index of the chunk along the warpgroup's output columns.
         """
         slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
         sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
@@ -254,9 +254,7 @@ class SwappedEpilogue(Epilogue):
         return outputs
 
     def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
-        """Return the row scale of the thread's result number i of a chunk. The result's row is one of the 8 rows of the
-        tile from row 8 * eight on.
-        """
+        """Return the row scale of the thread's i-th result in output rows 8 * eight to 8 * eight + 7 of the tile."""
         return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
@@ -292,9 +290,9 @@ class SwappedActivationEpilogue(SwappedEpilogue):
     def _round(self, state: SwappedState, values: cute.Tensor):
         """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives.
 
-        Two or four warps share a block of 32 columns. All of a thread's columns (`count` of them) are in one block. In
-        every 8 output rows a thread has two: exponents[i] is the scale's exponent of row i % 2 of its two in group i /
-        2 of 8 rows.
+        Two or four warps share a block of 32 columns; all `count` columns of a thread lie in one block. A thread has
+        two rows in every 8 output rows: exponents[i] is the exponent of the scale of row i % 2 in the (i / 2)-th 8
+        rows.
         """
         count = self.rows.thread_columns
         exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
@@ -305,7 +303,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
             for log_distance in cutlass.range_constexpr(2, 5):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << log_distance))
             exponents[i] = exponent_of(amax.bitcast(Float32))
-        # Exchange exponents rather than maxima: the greater maximum has the greater exponent.
+        # Warps exchange exponents rather than maxima: the larger maximum has the larger exponent.
         self._exchange(state, exponents)
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] * multiplier_of(exponents[i // (2 * count) * 2 + i % 2])

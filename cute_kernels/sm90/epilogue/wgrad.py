@@ -111,13 +111,13 @@ class WgradEpilogue(KernelEpilogue):
         return work.m_tile * (self.tile.m // ROWS) + share.first_slab
 
     def _tile(self, dw: cute.Tensor, first_row: Int32, slab: int, column: Int32) -> cute.Tensor:
-        """Return the tile of one chunk.
+        """Return the tile of dw to which one chunk is stored.
 
         Args:
             dw: an expert's dw.
             first_row: first row of the warpgroup's share, as `_first_row` returns it.
             slab: the chunk's slab in the share.
-            column: the chunk's number along dw's columns.
+            column: the chunk's index along dw's columns.
         """
         return cute.local_tile(dw, (ROWS, self.cols), (first_row + slab, column))
 

@@ -17,7 +17,7 @@ from .gemm import GemmMainloop
 
 
 class AdaptedMainloop(GemmMainloop):
-    """Contracts x with w, then low [T, r] with b, into the same accumulators.
+    """Mainloop that contracts x with w, then low [T, r] with b, into the same accumulators.
 
     low and b are a second pair of operands with TMA descriptors of their own; b is stored like w. If r is at most 64,
     the second product takes one k-tile, whose columns past r are zeros.

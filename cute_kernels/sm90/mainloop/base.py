@@ -62,7 +62,7 @@ class NoScales(Invariant):
 
 
 class Loop(NamedTuple):
-    """One of the consecutive loops over k-tiles that compute a tile.
+    """A loop over k-tiles; a tile is computed by one or several loops, one after the other.
 
     Attributes:
         num_k_tiles: number of k-tiles of the loop; 0: the loop does nothing for this tile.
@@ -148,7 +148,8 @@ class Mainloop(Invariant):
     looks_ahead = AFTER_EPILOGUE
     # True: the previous kernel does not write the scales, so that they can be read before it has ended.
     scales_are_ready = False
-    # Bytes of shared memory for weights before they are decoded: of each decoding warpgroup, and in all.
+    # Bytes of shared memory for weights before they are decoded. slots_bytes: of each decoding warpgroup; narrow_bytes:
+    # in all.
     slots_bytes = 0
     narrow_bytes = 0
     # Slots of a ring of decoded weights, whose barriers follow those of the stages.
@@ -393,8 +394,8 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop that fills all stages with weights before the previous kernel, which does not write weights, has
-    ended.
+    """Mainloop that loads weights into all stages before the previous kernel has ended, since that kernel does not
+    write weights.
 
     If `policy.evicts_weights`, weights that are read once are the first to leave L2, so that operands that are read
     again stay there: the data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.

@@ -33,7 +33,7 @@ class BlockScales(Invariant):
 
     Attributes:
         grid: the scales of all experts in memory.
-        half: number of weight rows of a part, over all tiles.
+        half: number of weight rows of a part of an expert's whole weight.
         share: the warpgroup's share of a tile.
         words: (0, row), the scale of each of the thread's rows in the current k-tile.
         begins: for each part, the address of the grid row that holds its scales.
@@ -82,7 +82,7 @@ class BlockScales(Invariant):
             self.next[part] = vector_at(Int32, self.begins[part])[k_tile]
 
     def take(self) -> None:
-        """Make the loaded scales the current ones, which `words` shows."""
+        """Make the loaded scales (`next`) the current scales (`taken`), which `words` shows for each row."""
         for part in range(self.rows.parts):
             self.taken[part] = self.next[part]
 

@@ -127,8 +127,8 @@ class BlockScales(RowScales):
 
         Args:
             scales: scales that `take` returned.
-            row: number of the row among the thread's rows.
-            columns: number of the piece along the tile's columns.
+            row: index of the row among the thread's rows.
+            columns: index of the piece along the tile's columns.
             half: which half of the piece's columns, 0 or 1; 0 if `halves` is 1.
         """
         return scales[row] * self._weight_scale(scales, columns, half)

@@ -102,7 +102,8 @@ class DecodedRing(Invariant):
 
 
 class DecodedFp8Mainloop(Fp8Mainloop):
-    """Multiplies E4M3 rows of x (operand A) by ranges of an expert's E2M1 weight rows (B), which are decoded to E4M3.
+    """Mainloop that multiplies E4M3 rows of x (operand A) by ranges of an expert's E2M1 weight rows (B), which are
+    decoded to E4M3.
 
     Weights are stored as words of 8 elements. `operands.scales` is a `Scales`. warpgroups: number of decoding
     warpgroups.

@@ -58,8 +58,8 @@ def slots_bytes(weights: Format, width: int) -> int:
 
 
 class DecodedLinesMainloop(Mainloop):
-    """Multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B), contracted over
-    their rows.
+    """Mainloop that multiplies tile.m rows of x (operand A), from any row on, by an expert's quantised weights (B),
+    contracted over their rows.
     """
 
     gathers = False
@@ -166,8 +166,8 @@ class DecodedLinesMainloop(Mainloop):
     ):  # fmt: skip
         """Start copying a k-tile of packed weights into `slot`, if the k-tile exists, and start loading its scales.
 
-        The scales of the previous call are written to that call's slot, `slot_before`. Always commits one cp.async
-        group, even an empty one, so that wait counts stay fixed.
+        The scales that the previous call loaded are written to that call's slot, `slot_before`. Always commits one
+        cp.async group, even an empty one, so that wait counts stay fixed.
         """
         if k_tile < num_k_tiles:
             lines.copy(sources, slot, k_tile * DEPTH)

@@ -48,13 +48,14 @@ from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
-# Scale bytes of a word. A row has one or two words of scales for a k-tile.
+# Scale bytes in a 32-bit word. A row has one or two words of scales for a k-tile.
 SCALES_PER_WORD = 4
-# Elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 of each 32; wgmmas of a step.
+# STEP_K: elements of k that are decoded in one step, since a word of E2M1 holds a thread's 8 elements of each 32. STEP:
+# wgmmas of a step.
 STEP_K = 32
 STEP = STEP_K // MMA_K
-# 32-bit registers of a slab's fragment of one wgmma: each a pair of elements, of two rows. Then the pairs of one row:
-# of a wgmma, and of a step.
+# FRAGMENT_REGS: 32-bit registers of a slab's fragment for one wgmma; each holds a pair of elements, and the pairs lie
+# in two rows. WGMMA_PAIRS, STEP_PAIRS: pairs of one row in a wgmma and in a step.
 FRAGMENT_REGS = 4
 WGMMA_PAIRS = FRAGMENT_REGS // ROW_HALVES
 STEP_PAIRS = STEP * WGMMA_PAIRS
@@ -223,7 +224,8 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """Multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from any row on.
+    """Mainloop that multiplies ranges of an expert's quantised weight rows (operand A) by tile.m rows of x (B), from
+    any row on.
 
     `operands.scales` is the address of the weights' scale bytes, [E, N, K / block]. A k-tile takes one or two stages.
 
@@ -338,7 +340,9 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Return the address of a thread's first share of A in the first stage, and B as wgmma descriptors."""
+        """Return the address of a thread's first share of A (2 bytes or a word) in the first stage, and B as wgmma
+        descriptors.
+        """
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle, so one address serves all rows of a thread.
@@ -380,8 +384,8 @@ class DecodingMainloop(WeightsFirst):
         if num_k_tiles > 0:
             self._open(first, buffers[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            # Loaded at the top and taken at the bottom of one round: if loads were carried into the next round, the
-            # compiler would move their registers, and so wait for the loads.
+            # Loads begin at the top of a round and are taken at its bottom. If they were carried into the next round,
+            # the compiler would copy their registers and therefore wait for the loads.
             scales.start_loads(k_tile + 1, tile.next_work)
             first_stage = state.clone()
             state.advance()
@@ -428,12 +432,12 @@ class DecodingMainloop(WeightsFirst):
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """Read a thread's shares of a step from a stage, as a tensor (share of a row, row).
+        """Read a thread's shares (2 bytes or a word each) of a step from a stage, as a tensor (share of a row, row).
 
         Args:
             first: address of the thread's first share in the first stage.
             stage: index of the stage.
-            step: number of the step in the stage.
+            step: index of the step in the stage.
         """
         pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
@@ -450,7 +454,7 @@ class DecodingMainloop(WeightsFirst):
         return shares
 
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
-        """Decode a thread's shares of a step into `fragment`. step: number of the step in the k-tile."""
+        """Decode a thread's shares of a step into `fragment`. step: index of the step in the k-tile."""
         registers = cute.recast_tensor(fragment, Int32)
         element, pairs = self.decoder.element, self.decoder.element.pairs
         count = self.format.num_scales(STEP_K)
@@ -468,7 +472,9 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
-        """Multiply decoded weights that have a large scale by the factor that they still lack. Few weights have one."""
+        """Multiply the decoded weights that have a large scale by the rest of this scale (few weights have such a
+        scale).
+        """
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):
                 for half in cutlass.range_constexpr(ROW_HALVES):

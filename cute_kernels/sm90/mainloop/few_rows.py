@@ -30,7 +30,7 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 
 # Threads with the same weight rows: each has its own 32 elements of every row in a k-tile.
 QUAD = 4
-# Words of a thread's elements in a row and k-tile, each of which has a pair of every 8 elements; bytes of a word.
+# WORDS: 32-bit words of a thread's elements in a row and k-tile; each word has a pair of every 8 elements.
 WORDS, WORD_BYTES = 4, 4
 ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
@@ -98,15 +98,15 @@ class BlockScales(WeightScales):
         return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
-        """Note which of the thread's weight rows have a bad scale in this k-tile; `write_nan_rows` turns them into
-        NaN."""
+        """Note which of the thread's weight rows have a bad scale in this k-tile, for `write_nan_rows`."""
         for i in range(self.rows.count):
             self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
     def write_nan_rows(self, acc: cute.Tensor):
-        """Overwrite accumulators with NaN in weight rows for which any of the four threads that share them had a bad
-        scale (one that must turn its row into NaN)."""
+        """Overwrite accumulators with NaN in weight rows that had a bad scale in any of the four threads that share
+        them.
+        """
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
         WeightScales.write_nan_rows(self, acc)
@@ -170,8 +170,8 @@ class FewRowsMainloop(DecodingMainloop):
     ):  # fmt: skip
         """Add the products of a k-tile without large scales to acc.
 
-        Of the rows of x only the first half is multiplied, or the first quarter, if the group has no more (`rows`) from
-        the tile's first row on; at least COLUMNS are.
+        If the group has few rows from the tile's first row on (`rows`), only the first half or quarter of the tile's
+        rows of x is multiplied, but at least COLUMNS rows.
         """
         half, quarter = (max(self.tile.m // parts, COLUMNS) for parts in (2, 4))
         if rows > half:

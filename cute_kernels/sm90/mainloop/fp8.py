@@ -49,7 +49,7 @@ class RowScales(Invariant):
         first_row: first row of the thread in the tile.
         num_rows: number of the thread's rows.
         pitch: bytes of a row's scales.
-        last: number of the last k-tile.
+        last: index of the last k-tile.
         begins: for each row, the address of its scales.
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
@@ -75,7 +75,7 @@ class RowScales(Invariant):
     def begin(self, work: WorkTile):
         """Start loading the first scales of a tile.
 
-        Rows past the group's end are never stored, and the end mark (expert < 0) has no rows: any row's scales serve
+        Rows past the group's end, and the rows of an end mark (expert < 0), are never stored: any row's scales serve
         them.
         """
         first = work.row + self.first_row
@@ -104,19 +104,19 @@ class RowScales(Invariant):
         return scales
 
     def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
-        """Return the factor by which the sums of one part of a row of a piece (64 rows by 128 columns) are multiplied.
+        """Return the factor for the sums of one part of a row of a piece (64 rows by 128 columns).
 
         Args:
             scales: scales that `take` returned.
-            row: number of the row among the thread's rows.
-            columns: number of the piece along the tile's columns.
-            half: number of the part of the piece's columns, less than `halves`.
+            row: index of the row among the thread's rows.
+            columns: index of the piece along the tile's columns.
+            half: index of the part of the piece's columns, less than `halves`.
         """
         return scales[row]
 
 
 class Fp8Mainloop(GemmMainloop):
-    """Multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
+    """Mainloop that multiplies E4M3 rows of x (operand A) by ranges of an expert's E4M3 weight rows (B).
 
     Both operands are contiguous along the contraction. `operands.scales` is the address of the scale bytes of x's rows,
     [rows, K / 32]. The scales of the next tile's first k-tile are loaded during an epilogue.
@@ -219,8 +219,8 @@ class Fp8Mainloop(GemmMainloop):
         """Start the MMAs of one piece (64 rows by 128 columns) of a k-tile into `acc`, from zero.
 
         Args:
-            a: descriptors of A, the slab's number, the stage's index.
-            b: descriptors of B, the piece's number along columns, the stage's index.
+            a: descriptors of A, the slab's index, the stage's index.
+            b: descriptors of B, the piece's index along columns, the stage's index.
         """
         warpgroup.fence()
         for k_block in range(self.tile.k // MMA_K):
@@ -245,8 +245,8 @@ class Fp8Mainloop(GemmMainloop):
             partial: the piece's sums of one k-tile.
             scales: the thread's RowScales.
             taken: the k-tile's scales, from `scales.take`.
-            slab: number of the piece's slab.
-            columns: number of the piece along columns.
+            slab: index of the piece's slab.
+            columns: index of the piece along columns.
         """
         regs = PIECE_REGS // 2 // scales.halves
         for row in cutlass.range_constexpr(2):

@@ -83,8 +83,8 @@ class Share(NamedTuple):
     """Lines of a stage that a warp copies.
 
     Attributes:
-        first: number of the first line, a multiple of the swizzle's period.
-        times: number of lines, in units of LINES_AT_ONCE.
+        first: index of the first line, a multiple of the swizzle's period.
+        times: count of lines, in units of LINES_AT_ONCE.
     """
 
     first: Int32 | int
@@ -95,9 +95,8 @@ class Lane(NamedTuple):
     """A lane's part of the copies.
 
     Attributes:
-        line: number of the lane's line among the first LINES_AT_ONCE lines of its warp, counted from the stage's first
-            line.
-        chunk: number of the 16-byte chunk that the lane copies of each of its lines.
+        line: index, in the stage, of the lane's line among the first LINES_AT_ONCE lines of its warp.
+        chunk: index of the 16-byte chunk that the lane copies of each of its lines.
         targets: shared-memory addresses in the first stage of the lane's first line and of its second line, which lies
             half a swizzle period further.
     """
@@ -108,7 +107,7 @@ class Lane(NamedTuple):
 
 
 class Gather(Invariant):
-    """Copies gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
+    """Copies of gathered rows into an operand's part of a stage: `lines` lines of 128 bytes. dtype: element type."""
 
     def __init__(self, lines: int, dtype: type[cutlass.Numeric]):
         self.lines = lines
@@ -120,7 +119,7 @@ class Gather(Invariant):
         return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
 
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
-        """Return what this lane copies. first: number of the warp's first line."""
+        """Return this lane's part of the copies. first: index of the warp's first line."""
         thread = cute.arch.lane_idx()
         line, chunk = thread // LANES_A_LINE, thread % LANES_A_LINE
         target = smem.iterator.toint() + (first + line) * LINE_BYTES + (chunk ^ line) * CHUNK_BYTES
@@ -148,7 +147,7 @@ def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> 
 
 
 class GatherAlongRows(Gather):
-    """Gathers an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
+    """Copies of an operand that is contracted along its rows: each line holds one row's part of a k-tile."""
 
     @cute.jit
     def fill(
@@ -225,7 +224,7 @@ class GatherAlongRows(Gather):
 
 
 class GatherAcrossRows(Gather):
-    """Gathers an operand that is contracted over its rows.
+    """Copies of an operand that is contracted over its rows.
 
     A line holds 64 columns of one row; the lines of a k-tile's rows follow each other. Each k-tile has different rows,
     32 for each warp: a lane reads the index of one of these rows, INDICES k-tiles ahead, and lanes exchange the row

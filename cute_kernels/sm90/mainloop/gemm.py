@@ -63,15 +63,15 @@ class Weights(Invariant):
         return len(self.addresses)
 
     def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return where the part's weights for `k_tile` lie: the k-tile's number among these weights, and their address
-        (lo, hi).
+        """Return the position of the weights of a part for `k_tile`: the k-tile's index in memory, and the address (lo,
+        hi).
         """
         lo, hi = self.addresses[part]
         return k_tile, lo, hi
 
 
 class GemmMainloop(WeightsFirst):
-    """Multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
+    """Mainloop that multiplies tile.m rows of x (operand A) by ranges of an expert's weight rows (B).
 
     Rows of x are neighbours, from any row on, or come by index (gathered_rows.py). Groups need no alignment. Rows past
     a group's end are computed but not stored; they are loaded only if their box (row_boxes.py) also holds rows of the
@@ -95,7 +95,7 @@ class GemmMainloop(WeightsFirst):
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
         self.load_warp_gathers = load_warp_gathers
-        # Fewer rows than the other warp gathers, since TMA loads take registers, too.
+        # The TMA warp gathers fewer rows than the other warp, since its TMA loads take registers, too.
         self.tma_warp_rows = tile.m * 5 // 16
         self.rows = GatherAlongRows(tile.m, dtype)
 
@@ -189,7 +189,7 @@ class GemmMainloop(WeightsFirst):
         """Fill `count` stages by the loads `a` (rows of x) and `b` (weights). Returns the advanced state.
 
         arrives: None: this warp gathers rows if they come by index and `load_warp_gathers`. A boolean: rows lie in
-        order, and if it is true, this warp's lanes arrive at each stage as gathering lanes do.
+        order; if it is true, this warp's lanes still arrive at each stage, in place of gathering lanes.
         """
         tile = self.tile
         boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))

@@ -1,4 +1,6 @@
-"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns times its own weights."""
+"""The mainloop of a data gradient through two weights (`GateUp`): each half of x's columns is multiplied by its own
+weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Loads of weights whose contraction has two halves. `addresses` has an address for each half of `half` k-tiles."""
+    """Loads of weights whose contraction has two halves, each of `half` k-tiles and with an address of its own in
+    `addresses`.
+    """
 
     half: Int32
     num_parts = 1

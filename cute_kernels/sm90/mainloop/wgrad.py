@@ -19,11 +19,10 @@ from .gathered_rows import GatherAcrossRows, RowIndices, row_indices
 
 
 class WgradMainloop(Mainloop):
-    """Multiplies columns of dy (operand A) by columns of x (B), contracted over a group's rows; the rows of one operand
-    may come by index.
+    """Mainloop that multiplies columns of dy (operand A) by columns of x (B), contracted over a group's rows.
 
-    Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`).
-    Zeros in one operand alone would not do, since the other may hold NaN.
+    The rows of one operand may come by index. Rows past the group's end must not contribute, so both loads clip there
+    and fill with zeros (`ragged_rows`). Zeros in one operand alone would not suffice, since the other may hold NaN.
 
     The last k-tile is multiplied only as deep as it has rows, rounded up to a wgmma's depth. That is 1, 3, 2 and 6 %
     more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3 EP8 and gpt-oss-120b (Dirichlet 0.5); whole k-tiles would be
