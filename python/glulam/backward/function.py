@@ -167,7 +167,8 @@ class Step:
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
         """Compute the gradients of the flat inputs. `dy`: the gradients of the results."""
-        return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
+        with part_of(self.op):  # autograd's thread is not the caller's
+            return self.differentiate(ctx, targets, ctx.saved_layout.named(taken(ctx)), dy)
 
     def differentiate(self, ctx: Any, targets: Targets, saved: dict[str, Any], dy: tuple[Tensor, ...]) -> Any:
         """Compute the gradients of the flat inputs; errors name the operator.

@@ -122,7 +122,10 @@ def of_choices(layer: Definition) -> Definition:
         routing = dict(zip(("offs", "rows", "row_of", "row_scale"), made, strict=True))
         layer.reference(changed(call, **routing), problem, out)
 
-    own = layer.extended(constants=(_constants,), scratch=(_scratch,), reference=reference)
+    own = layer.extended(
+        constants=(_constants,), scratch=(_scratch,), reference=reference,
+        overrides=("group_form",),  # the call makes its offs, though no groups are given
+    )  # fmt: skip
     return dataclasses.replace(own, results=layer.results[1:])
 
 
