@@ -221,6 +221,20 @@ def test_a_crash_is_a_failure_and_says_what(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.wrong == "KeyError: 'a bug'" and outcome.problem == Problem("grouped_wgrad", hidden=1, inter=1)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"call": "moe", "sizes": [1, 1], "dtype": "float16", "options": {"activation": "geglu", "recipe": "mxfp8"}, '
+        '"train": true}',
+        '{"call": "grouped_mlp", "sizes": [1, 1], "dtype": "float16", "given": ["row_scale"], '
+        '"options": {"activation": "reglu", "recipe": "mxfp8"}, "train": true}',
+    ],
+)
+def test_a_gradient_in_fp8_that_cancels_passes(text: str) -> None:
+    """The gradient of a weight of a row is one sum, which may be smaller than the rounding of its terms."""
+    assert check.check(parse(text), torch.device("cpu")) == check.OK
+
+
 def test_a_seed_gives_the_same_problems_in_any_number_of_processes() -> None:
     reports = [loop.run(loop.rounds(5, 20, "cpu", ("permute", "combine")), jobs) for jobs in (1, 2)]
     assert reports[0].states == reports[1].states and reports[0].count == 20

@@ -38,7 +38,7 @@ def trained(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Any]:
 
 
 def found(given: dict[str, Any]) -> dict[str, Tensor]:
-    """Return gradients by name, with those of w1's halves concatenated."""
+    """Return gradients by name; the gradients of w1's halves are concatenated."""
     w1 = [half.grad for half in given["w1"]]
     others = {name: value.grad for name, value in given.items() if name != "w1" and value.grad is not None}
     return others if None in w1 else {**others, "w1": torch.cat(w1, dim=1)}

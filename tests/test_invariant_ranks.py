@@ -55,7 +55,7 @@ def rows_of_choice(x: Tensor, ids: Tensor, weights: Tensor, k: int) -> Tensor:
 
 def declared(world: int, is_reversed: bool = False) -> Tensor:
     """Return every token's sum in the declared order: over a rank's experts in the order of choices, rounded; then
-    the residual and those of the ranks. is_reversed: the other order of ranks.
+    the residual and the ranks' sums. is_reversed: the other order of ranks.
     """
     x, ids, weights, residual = tokens()
     made = residual.float()

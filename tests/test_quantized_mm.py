@@ -1,4 +1,4 @@
-"""grouped_mm of quantised weights equals that of the dequantised weights, in every supported format."""
+"""grouped_mm of quantised weights equals grouped_mm of the dequantised weights, in every supported format."""
 
 from __future__ import annotations
 

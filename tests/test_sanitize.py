@@ -68,7 +68,7 @@ def kernels_left(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("kernel", ["boundary"])
 def test_every_kernel_of_a_function_is_launched(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A boundary's second finish is that of calls with x_block."""
+    """Calls of a boundary with x_block launch its second finish."""
     spec = MhcSpec(kernel)
     assert any("finish_mxfp8" in name for name in stage_of(spec).programs)
     assert not kernels_left(spec, monkeypatch)

@@ -4,6 +4,7 @@ registers.
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
@@ -42,3 +43,21 @@ class AsyncCopy(Invariant):
     def wait(pending: int) -> None:
         """Wait until at most `pending` of this thread's groups are still being copied."""
         cute.arch.cp_async_wait_group(pending)
+
+
+@cute.jit
+def stage_before(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
+    """Return the stage before a stage, around a ring of `stages` stages. It is filled while `stage` is used."""
+    before = stage - 1
+    if stage == 0:
+        before = Int32(stages - 1)
+    return before
+
+
+@cute.jit
+def stage_after(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
+    """Return the stage after a stage, around a ring of `stages` stages."""
+    after = stage + 1
+    if after == stages:
+        after = Int32(0)
+    return after

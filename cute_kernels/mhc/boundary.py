@@ -40,7 +40,7 @@ from ..device.vectors import VECTOR_BYTES, dtype_code, load_params, shared_at
 from ..device.warp_mma import WarpMma
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
-from .async_copy import AsyncCopy
+from .async_copy import AsyncCopy, stage_after, stage_before
 from .boundary_finish import BoundaryFinish, Finished, Partials
 from .boundary_mxfp8 import FinishInMxfp8
 from .boundary_shapes import (
@@ -146,13 +146,11 @@ class Boundary(Invariant):
 
     @cute.kernel
     def kernel(self, given: Given, weight: Int64, weight_code: Int32, partials: Int64):
-        index, part, _ = cute.arch.block_idx()
-        _, parts, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
         stages, words = self.tile.stages, self.tile.stage_words
         start, tiles = index * self.cta.columns, tiles_of(given.tokens)
-        per_part = cute.ceil_div(tiles, parts)
-        first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+        first, last = self.tile.span(given.tokens)
         for stage in cutlass.range_constexpr(stages - 1):
             if first + stage < last:
                 self._copy(ring + stage * words, given, start, first + stage)
@@ -164,9 +162,7 @@ class Boundary(Invariant):
         for number in cutlass.range(first, last):
             AsyncCopy.wait(stages - 2)
             cute.arch.sync_threads()  # all have the oldest stage, and are done with the one that is filled next
-            free = stage - 1
-            if stage == 0:
-                free = Int32(stages - 1)
+            free = stage_before(stage, stages)
             upcoming = number + (stages - 1)
             if upcoming < last:
                 self._copy(ring + free * words, given, start, upcoming)
@@ -176,9 +172,7 @@ class Boundary(Invariant):
             cute.arch.sync_threads()
             self._store(here, given, start, number)
             self._leave_sums(sums, partials + Int64(index * tiles + number) * (self.sums * 4))
-            stage += 1
-            if stage == stages:
-                stage = Int32(0)
+            stage = stage_after(stage, stages)
 
     def _operands(self, weight: Int64, code: Int32, start: Int32, width: Int32) -> list:
         """Return the weight at a lane's columns as MMA operands, a nested list of words by stream, part and step of 8
@@ -276,7 +270,7 @@ class Boundary(Invariant):
     def _update(
         self, stage: cute.Pointer, mine: Int32, places: list, comb: list, post: list, streams: cute.Tensor, half: int
     ) -> None:  # fmt: skip
-        """Replace a lane's words of the streams by those of streams', in `streams` and in the stage."""
+        """Update a lane's words of the streams, in `streams` and in the stage."""
         n, tile = self.n, self.tile
         given = [tile.widened(self._words(streams, j, half)) for j in range(n)]
         y = tile.numbers(tile.array(stage, n), mine)

@@ -40,7 +40,7 @@ from ..device.target import early, let_next_begin, smem_of_cta, wait_for_earlier
 from ..device.vectors import VECTOR_BYTES, dtype_code, load_params
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
-from .async_copy import AsyncCopy
+from .async_copy import AsyncCopy, stage_after, stage_before
 from .boundary_backward_finish import BoundaryBackwardFinish, Finished
 from .boundary_backward_shapes import backward_workspace, slice_cta, smem_bytes
 from .boundary_columns import BoundaryColumns, ColumnWeights
@@ -49,7 +49,6 @@ from .boundary_sums import BoundarySums, Leaves
 from .boundary_tile import BoundaryTile
 from .boundary_tokens import BoundaryTokens, TokenInputs
 from .gates_backward import GateRows
-from .shapes import TOKEN_TILE
 from .slice_tile import LANES, WORDS
 
 
@@ -134,13 +133,11 @@ class BoundaryBackward(Invariant):
 
     @cute.kernel
     def kernel(self, given: Given, results: Results, parameters: Parameters, leaves: Leaves):
-        index, part, _ = cute.arch.block_idx()
-        _, parts, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
         stages, words = self.tile.stages, self.tile.stage_words
-        start, tiles = index * self.cta.columns, cute.ceil_div(given.tokens, TOKEN_TILE)
-        per_part = cute.ceil_div(tiles, parts)
-        first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+        start = index * self.cta.columns
+        first, last = self.tile.span(given.tokens)
         # These were there before the kernel of the tokens, which began when all before it had ended.
         for stage in cutlass.range_constexpr(stages - 1):
             if first + stage < last:
@@ -173,9 +170,7 @@ class BoundaryBackward(Invariant):
         for number in cutlass.range(first, last):
             AsyncCopy.wait(stages - 2)
             cute.arch.sync_threads()  # all have the oldest stage, and are done with the one that is filled next
-            free = stage - 1
-            if stage == 0:
-                free = Int32(stages - 1)
+            free = stage_before(stage, stages)
             upcoming = number + (stages - 1)
             if upcoming < last:
                 self._copy(ring + free * tile.stage_words, given, start, upcoming)
@@ -187,9 +182,7 @@ class BoundaryBackward(Invariant):
             self.sums.add(here, made, sums)
             self.sums.leave_dots(here, made, leaves, index, number, given.tokens)
             self._store(out, given, results, start, number)
-            stage += 1
-            if stage == stages:
-                stage = Int32(0)
+            stage = stage_after(stage, stages)
         self.sums.leave(leaves, part * slices + index, sums, of_norm)
 
     @cute.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .boundary_shapes import ITEMSIZE, SliceCta, parts_of, slices_of
+from .boundary_shapes import ITEMSIZE, SliceCta, first_that_fits, parts_of, slices_of, tiles_of
 from .shapes import TOKEN_TILE, outputs
 
 TOKEN_WARPS = 2
@@ -18,8 +18,8 @@ MOST_PARTS = 16
 MOST_TILES = 512
 """The most token tiles of a part. Tensor cores truncate their sums: over 4681 tokens the sums lose 1e-5 of their
 values, and more over more tokens."""
-CHOICES = ((8, 3), (4, 2))
-"""Warps of a CTA and stages of its ring, the best first; the first that fits into shared memory is taken."""
+CHOICES = (SliceCta(8, 3), SliceCta(4, 2))
+"""Sizes of a CTA, the best first."""
 WARPS_PER_SM = 8
 
 
@@ -47,8 +47,7 @@ def smem_bytes(n: int, cta: SliceCta) -> int:
 
 def slice_cta(n: int, room: int) -> SliceCta:
     """Return the sizes of a CTA for `room` bytes of shared memory."""
-    choices = [SliceCta(*choice) for choice in CHOICES]
-    return next(cta for cta in choices if smem_bytes(n, cta) <= room)
+    return first_that_fits(CHOICES, lambda cta: smem_bytes(n, cta), room)
 
 
 class BackwardCut(NamedTuple):
@@ -66,7 +65,7 @@ class BackwardCut(NamedTuple):
 
 def backward_cut(cta: SliceCta, width: int, tokens: int, num_sms: int) -> BackwardCut:
     """Return the cut that takes the least time (`parts_of`)."""
-    slices, tiles, slots = slices_of(cta, width), -(-tokens // TOKEN_TILE), num_sms * WARPS_PER_SM // cta.warps
+    slices, tiles, slots = slices_of(cta, width), tiles_of(tokens), num_sms * WARPS_PER_SM // cta.warps
     parts = parts_of(slices, tiles, slots, max(1, -(-tiles // MOST_TILES)), MOST_PARTS)
     of_tokens = -(-tokens // (TOKEN_WARPS * TOKENS_OF_A_WARP))
     return BackwardCut(min(of_tokens, TOKEN_CTAS_PER_SM * num_sms), parts)
@@ -97,7 +96,7 @@ def backward_workspace(
 ) -> BackwardWorkspace:  # fmt: skip
     """Return the workspace. Every array begins at a multiple of 16 bytes."""
     slices = slices_of(cta, width)
-    rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * block_bytes(n)
+    rows = tiles_of(tokens) * block_bytes(n)
     dots = rows + token_ctas * (2 * outputs(n) * 4)
     weights = dots + slices * tokens * (outputs(n) * 4)
     norms = weights + parts * slices * (cta.columns * n * outputs(n) * 4)

@@ -3,22 +3,20 @@ Python: imports no compiler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..architectures import ARCHS
 from .shapes import TOKEN_TILE, outputs
 
 COUNTS = (4,)
-"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. The backward's sums are
-products of two tokens' rows, eight in all. With 8 streams a thread of the first kernel
-spills 984 bytes (sm_90a, DSL 4.8.1), and a warp of the second has too few lanes for a token's 82 sums and for the 64
-elements of comb."""
+"""Numbers of streams for which boundary kernels exist: DeepSeek-V4.1 has four. With 8 streams the weight at a warp's
+columns would take 192 registers a lane, forward's second kernel has too few lanes in a warp for a token's 82 sums and
+for the 64 elements of comb, and backward multiplies two tokens' rows, eight in all, by each other."""
 WARP_COLUMNS = 16
 """Columns (of each stream) of a warp. With n = 4 streams, the weight at these columns takes 48 registers a lane; in
 backward the sums for its gradient, K numbers for each column, take as many."""
 ITEMSIZE = 2
-CHOICES = ((16, 4), (16, 3), (8, 2))
-"""Warps of a forward CTA and stages of its ring, the best first; the first that fits into shared memory is taken."""
 CTA_TILES = 2
 """Time, in token tiles, that a CTA takes to load the weight and to fill its ring."""
 MOST_PARTS = 64
@@ -46,6 +44,15 @@ class SliceCta(NamedTuple):
     def array_bytes(self) -> int:
         """Bytes of a tile's columns of one array [T, D] in shared memory."""
         return TOKEN_TILE * self.columns * ITEMSIZE
+
+
+CHOICES = (SliceCta(16, 4), SliceCta(16, 3), SliceCta(8, 2))
+"""Sizes of a forward CTA, the best first."""
+
+
+def first_that_fits(choices: tuple[SliceCta, ...], bytes_of: Callable[[SliceCta], int], room: int) -> SliceCta:
+    """Return the first choice whose shared memory, `bytes_of` it, fits into `room` bytes."""
+    return next(cta for cta in choices if bytes_of(cta) <= room)
 
 
 def slices_of(cta: SliceCta, width: Any) -> Any:
@@ -95,8 +102,7 @@ def smem_bytes(n: int, cta: SliceCta) -> int:
 
 def slice_cta(n: int, room: int) -> SliceCta:
     """Return the sizes of a forward CTA for `room` bytes of shared memory."""
-    choices = [SliceCta(*choice) for choice in CHOICES]
-    return next(cta for cta in choices if smem_bytes(n, cta) <= room)
+    return first_that_fits(CHOICES, lambda cta: smem_bytes(n, cta), room)
 
 
 def cta_of(arch: str, n: int) -> SliceCta:

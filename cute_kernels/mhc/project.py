@@ -24,7 +24,7 @@ from ..device.vectors import F32, VECTOR_BYTES, dtype_code, elements, floats, lo
 from ..device.warp_mma import WarpMma, as_operands
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
-from .async_copy import AsyncCopy
+from .async_copy import AsyncCopy, stage_after, stage_before
 from .gates import Gates, ProjectFinish
 from .project_exact import ExactProducts, ExactProjection
 from .shapes import (
@@ -244,9 +244,7 @@ class Project(Invariant):
             # filled next.
             AsyncCopy.wait(self.stages - 2)
             cute.arch.sync_warp()
-            free = stage - 1
-            if stage == 0:
-                free = Int32(self.stages - 1)
+            free = stage_before(stage, self.stages)
             is_any = done + (self.stages - 1) < path.total
             ahead = self._advance(ring + free * self.stage_words, problem, path, ahead, is_any)
             self._multiply(ring + stage * self.stage_words, weights, place.step, path.vectors, products, squares)
@@ -255,9 +253,7 @@ class Project(Invariant):
                 products.fill(0.0)
                 squares.fill(0.0)
             place = self._next(place, path)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
+            stage = stage_after(stage, self.stages)
 
     @cute.jit
     def _next(self, place: Place, path: Path) -> Place:

@@ -25,7 +25,7 @@ from ..device.invariant import Invariant
 from ..device.target import is_for_hopper_alone
 from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
-from .async_copy import AsyncCopy
+from .async_copy import AsyncCopy, stage_after, stage_before
 from .shapes import TOKEN_TILE, UNIT_TOKENS, ProjectCta, exact_ring, outputs
 from .split import rest_scale, split
 
@@ -149,18 +149,14 @@ class ExactProducts(Invariant):
                 # filled next.
                 AsyncCopy.wait(self.stages - 2)
                 cute.arch.sync_warp()
-                free = stage - 1
-                if stage == 0:
-                    free = Int32(self.stages - 1)
+                free = stage_before(stage, self.stages)
                 ahead = unit + self.stages - 1
                 self._advance(
                     ring + free * self.unit_words, problem, mine, step + ahead // self.units, ahead % self.units
                 )
                 weights = slots + slot * self.slot_words
                 self._multiply(ring + stage * self.unit_words, weights, mine, step, unit, products, squares)
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
+                stage = stage_after(stage, self.stages)
             slot = 1 - slot
         self._leave(problem, mine, products, squares)
 

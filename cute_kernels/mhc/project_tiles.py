@@ -33,7 +33,7 @@ from ..device.invariant import Invariant
 from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, read_matrices
-from .async_copy import AsyncCopy
+from .async_copy import AsyncCopy, stage_after, stage_before
 from .dp_blocks import BLOCK_WORDS, dp_words
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
@@ -217,9 +217,7 @@ class TileGradients(Invariant):
                 cute.arch.barrier(barrier_id=1, number_of_threads=copiers[1])
             else:
                 cute.arch.sync_warp()
-            free = stage - 1
-            if stage == 0:
-                free = Int32(self.stages - 1)
+            free = stage_before(stage, self.stages)
             upcoming = tile + (self.stages - 1)
             if upcoming < last:
                 self._copy_streams(rings[0] + free * self.stage_words, streams, place, upcoming)
@@ -227,9 +225,7 @@ class TileGradients(Invariant):
             AsyncCopy.commit()
             blocks = rings[1] + stage * self.padded_words
             self._tile(rings[0] + stage * self.stage_words, blocks, streams, products, place, fixed, tile, sums)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
+            stage = stage_after(stage, self.stages)
 
     def _word(self, row: Int32, vector: Int32) -> Int32:
         """Return the offset, in words, of a vector of a tile's row in a stage (permuted, see the top of this file)."""

@@ -18,7 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from ..device.gmem import bytes_if, copy_chunk
 from ..device.invariant import Invariant
 from ..device.vectors import elements, floats, run_at, shared_at
-from .boundary_shapes import ITEMSIZE, WARP_COLUMNS, SliceCta
+from .boundary_shapes import ITEMSIZE, WARP_COLUMNS, SliceCta, tiles_of
 from .shapes import TOKEN_TILE
 
 LANES = 32
@@ -135,7 +135,7 @@ class SliceTile(Invariant):
     def updated(self, streams: list, y: cute.Tensor, comb: list, post: list) -> list:
         """Return the words of the updated streams: post_j y + the sum over i of comb_ij streams_i, rounded.
 
-        streams: COLUMNS float32 numbers of each stream. y: those of y. comb: lists by i, then by j.
+        streams: for each stream COLUMNS float32 numbers. y: as many numbers of y. comb: lists by i, then by j.
         """
         made = [cute.make_rmem_tensor(COLUMNS, Float32) for _ in range(self.n)]
         for j in range(self.n):
@@ -144,6 +144,15 @@ class SliceTile(Invariant):
             for j in range(self.n):
                 made[j].store(made[j].load() + streams[i].load() * comb[i][j])
         return [self.rounded(one) for one in made]
+
+    def span(self, tokens: Int32) -> tuple[Int32, Int32]:
+        """Return the first token tile of this CTA's part of the tokens, and the tile after the part's last. The grid
+        has slices along x, parts along y."""
+        _, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
+        tiles = tiles_of(tokens)
+        per_part = cute.ceil_div(tiles, parts)
+        return part * per_part, cutlass.min(part * per_part + per_part, tiles)
 
     def place(self, start: Int32, number: Int32, tokens: Int32, width: Int32) -> Place:
         """Return this thread's place in each array of tile `number` of a slice that begins at column `start`. Past the

@@ -4,7 +4,7 @@ time goes, and its parts alone.
 An eager time is wall time a call, the host's included where it is the slower; a replay's is device time. In decoding
 each call has tokens of its own, a graph one call for each of them: experts' weights are not read from L2 again.
 
-Steps are those of `glulam.moe` and its backward, each as a call of its own on what the step before it made. Separate
+A step of `glulam.moe` or of its backward is a call of its own, on the results of the step before it. Separate
 calls do not overlap, and what autograd does is not among them: the whole may take a little less or more than the sum.
 Parts are GEMMs that read tokens by index against the same on sorted rows, routing, and moving rows.
 """

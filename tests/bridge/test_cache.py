@@ -31,7 +31,7 @@ RANK = (
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Root folder of an empty cache whose keys are those of toy kernels."""
+    """Root folder of an empty cache with the toy kernels' keys."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})

@@ -54,7 +54,7 @@ def rewrite(file: Path, content: bytes) -> None:
 
 
 def linked_as(content: bytes) -> Callable[..., Any]:
-    """Return a stand-in for the linker: the library is `content`, and its needs are those of a library without code."""
+    """Return a stand-in for the linker: the library is `content`, and needs what a library without code needs."""
 
     def link(objects: object, library: Path, machine: object = None) -> dict[str, list[str]]:
         library.write_bytes(content)

@@ -186,7 +186,7 @@ def wgrad(given: Inputs) -> Any:
 
 
 def wgrad_of_many(given: Inputs, n: int = 72, k: int = 136, **options: Any) -> Any:
-    """Call with groups of more than 160 rows, whose tiles come in another order than those of smaller groups."""
+    """Call with groups of more than 160 rows, whose tiles run in another order than the tiles of smaller groups."""
     dy, x = rows_of(given, MANY, n), rows_of(given, MANY, k)
     return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64), **options)
 

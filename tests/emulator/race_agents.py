@@ -73,7 +73,7 @@ class Agent:
 class Warp(Agent):
     """A warp, named by `cta` and `index`.
 
-    Accesses by a single lane belong to `lone`, so that this lane can release them without those of the other lanes.
+    Accesses by a single lane belong to `lone`, so that this lane can release its accesses alone.
 
     Attributes:
         lone: the agent of a lane that acts alone.

@@ -120,8 +120,8 @@ class Orders(Observer):
             self._base[:, LAUNCH_EARLIER] = FOREVER
 
     def launch_beside(self, machine: Any, early: bool, stream: Any) -> None:
-        """Begin a launch after those of its stream and concurrent with others: for ranks that write to each other's
-        memory.
+        """Begin a launch after its stream's earlier launches and concurrent with other streams': for ranks that write
+        to each other's memory.
         """
         _check_registers(machine.kernel)
         last = self._streams.get(stream)
@@ -243,7 +243,7 @@ class Orders(Observer):
                 self._wait_for_copies(warp, thing[1])
 
     def fence(self, agent: Any, kind: str) -> None:
-        """Order a warp's accesses, or those of its proxies."""
+        """Order a warp's accesses, or its proxies' accesses."""
         for warp in self.acting(agent):
             if kind == "bar.warp.sync":
                 warp.synchronise()

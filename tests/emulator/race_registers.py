@@ -60,7 +60,7 @@ def _is_multiplication(ins: Ins) -> bool:
 
 
 def _registers(operand: Any) -> Iterator[tuple[str, int]]:
-    """Yield the 32-bit registers in operands, which are those of matrices."""
+    """Yield the 32-bit registers of an operand, in which matrices lie."""
     if isinstance(operand, Reg):
         if operand.cls == "b32":
             yield operand.cls, operand.index

@@ -160,7 +160,7 @@ class Races(Orders):
             yield access.by([who]), at[lanes >> 5 == i]
 
     def _check_lanes(self, kind: int, space: str, cta: Any, at: np.ndarray, size: int, agent: Any) -> None:
-        """Check an access against those of other lanes of the same warps."""
+        """Check an access against other lanes' accesses, in the same warps."""
         unit = getattr(agent, "unit", agent)
         acts = agent.acting
         acting = np.arange(unit.n) if acts is True else np.flatnonzero(acts) if acts.dtype == bool else acts

@@ -154,13 +154,15 @@ def tolerance_of(problem: Problem, is_gradient: bool) -> float | None:
     return None
 
 
-def _within_rounding(problem: Problem, given: Given, place: int, got: Tensor, exact: Tensor) -> bool:
+def _within_rounding(
+    problem: Problem, given: Given, place: int, is_gradient: bool, got: Tensor, exact: Tensor
+) -> bool:  # fmt: skip
     """Return True if perturbing inputs by one rounding changes the result as much as its error.
 
     This is a second opinion for small results, for which torch's own error is not meaningful.
     """
-    of_fp8 = tolerance_of(problem, True) == OF_FP8
-    # Half of E4M3's eps: an element is rounded by so much at most, and a sum may cancel to less than that.
+    of_fp8 = is_gradient and tolerance_of(problem, is_gradient) == OF_FP8
+    # Half of E4M3's eps: an element is rounded by so much at most, and a gradient that is one sum may cancel to less.
     eps = torch.finfo(torch.float8_e4m3fn).eps / 2 if of_fp8 else torch.finfo(declared.DTYPES[problem.dtype]).eps
     most = torch.zeros_like(exact)
     for opinion in range(OPINIONS):
@@ -218,7 +220,7 @@ def _compare(problem: Problem, given: Given, made: list[Tensor]) -> tuple[str, l
             state = UNDECIDED
             continue
         is_about_size = found and "not finite" not in found and "float" not in found and got.is_floating_point()
-        if is_about_size and _within_rounding(problem, given, place, *_full(got, wanted, used)):
+        if is_about_size and _within_rounding(problem, given, place, place >= count, *_full(got, wanted, used)):
             continue
         if found:
             what = "gradient" if place >= count else "result"

@@ -103,7 +103,7 @@ def _square_blocks(problem: Problem, given: dict[str, Any], made: Any) -> None:
 
 
 def _boundary_in_mxfp8(problem: Problem, given: dict[str, Any], made: Any) -> None:
-    """Check that x has the bytes of its quantisation, and that the other results equal those of a 16-bit call."""
+    """Check that x has the bytes of its quantisation, and that the other results equal a 16-bit call's."""
     options = dict(problem.options)
     size = BLOCK_SIZES[options.pop("x_block")]
     wanted = mhc.boundary(**{name: one.to(made.pre.device) for name, one in given.items()}, **options)

@@ -311,7 +311,7 @@ def group_sizes(problem: Problem) -> dict[str, Any]:
 
 
 def _wanted(problem: Problem) -> Iterator[str]:
-    """Yield the names of the tensors to make; for a routing, those of its parts."""
+    """Yield the names of the tensors to make; for a routing, its parts' names."""
     optional = declared.optional_of(problem.call)
     for name in declared.parameters(problem.call):
         if declared.is_option(problem.call, name) or name in ("offs", "splits"):

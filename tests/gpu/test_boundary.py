@@ -36,18 +36,32 @@ def both_ways(call: Any, arguments: list[Any], upstream: list[Tensor]) -> list[T
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 def test_results_and_gradients(tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> None:
-    """Errors of at most twice those of torch in the same dtypes."""
-    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype))
+    """Errors of at most twice torch's in the same dtypes: root mean squares over as many draws as give 16 tokens, since
+    one token of 8 columns has too few elements to compare two errors by.
+    """
+    draws = [errors_of_a_draw(seed, tokens, width, dtype, has_update) for seed in range(max(1, 16 // tokens))]
+    ours, theirs = torch.tensor(draws).square().mean(0).sqrt()
+    assert (ours <= 2 * theirs + SLACK).all(), f"ours {ours}, torch's {theirs}"
+
+
+def errors_of_a_draw(seed: int, tokens: int, width: int, dtype: torch.dtype, has_update: bool) -> list[list[float]]:
+    """Return the relative errors of our results and gradients, and of torch's. Check that a second call gives the same
+    bits.
+    """
+    torch.manual_seed(seed)
+    arguments = on_gpu(given((tokens,), width, dtype=F32, streams=dtype, seed=seed))
     arguments = arguments if has_update else update_removed(arguments)
     exact = [None if one is None else one.double() for one in arguments]
     upstream = [torch.randn_like(one) for one in oracle(*exact)]
     wanted = both_ways(oracle, exact, upstream)
     torchs, made = both_ways(oracle, arguments, upstream), both_ways(mhc.boundary, arguments, upstream)
-    for place, (one, other, best) in enumerate(zip(made, torchs, wanted, strict=True)):
-        ours, theirs = (float((t.double() - best).norm() / best.norm()) for t in (one, other))
-        assert ours <= 2 * theirs + SLACK, f"result {place}: {ours:.1e}, torch {theirs:.1e}"
     for one, again in zip(made, both_ways(mhc.boundary, arguments, upstream), strict=True):
         assert torch.equal(one, again)
+    return [[relative_error(*pair) for pair in zip(results, wanted, strict=True)] for results in (made, torchs)]
+
+
+def relative_error(one: Tensor, best: Tensor) -> float:
+    return float((one.detach().double() - best.detach()).norm() / best.detach().norm())
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:

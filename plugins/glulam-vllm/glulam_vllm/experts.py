@@ -53,7 +53,7 @@ def gate_in(activation: MoEActivation, numbers: ApplyMoEActivationConfig) -> Act
 
 
 def reason_against(moe: FusedMoEConfig) -> str | None:
-    """Return the reason, besides those of vLLM's own checks, why Glulam does not run a layer; None: no such reason."""
+    """Return why Glulam does not run a layer that passes vLLM's own checks; None: Glulam runs the layer."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"another backend is asked for (--moe-backend {moe.moe_backend})"

@@ -1,8 +1,8 @@
-"""MoE methods for quantised experts: parameters and loading are those of vLLM's classes, the computation is Glulam's.
+"""MoE methods for quantised experts, with the parameters and the loading of vLLM's classes and Glulam's computation.
 
 A method creates the same parameters as vLLM's class of the same format, so checkpoints load unchanged. After loading,
-the elements are reordered in place for Glulam's kernels (`glulam.integrations.serving`). Constructors do not call those
-of vLLM's classes, which would choose one of vLLM's own kernels and raise an error if none fits.
+the elements are reordered in place for Glulam's kernels (`glulam.integrations.serving`). Constructors do not call
+vLLM's constructors, which would choose one of vLLM's own kernels and raise an error if none fits.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Call(PlanMaker):
 
     @classmethod
     def arguments_of(cls, public: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments as a dict, from those of the public function.
+        """Return a call's arguments as a dict, made from the public function's arguments.
 
         Args:
             public: the public function's arguments by name; may be modified. Shapes may stand for tensors.
@@ -188,7 +188,7 @@ class Call(PlanMaker):
         return self.execute(key)
 
     def resize_kept_plan(self, key: Hashable) -> Any:
-        """Make a plan from that of a checked call that differs only in its rows, and keep it; None: no such call."""
+        """Make a plan from the plan of a checked call with other rows, and keep it; None: no such call."""
         found = self.find_resizable(key, self.plans)
         if found is None:
             return None

@@ -129,7 +129,7 @@ def boundary(
 def _cut(call: Any) -> dict[str, Any]:
     n, width = call.streams.shape[-2:]
     cta = boundary_shapes.cta_of(call.gpu.arch, n)
-    parts = boundary_shapes.cut(cta, width, max(call.num_rows, 1), call.gpu.sm_count)
+    parts = boundary_shapes.cut(cta, width, call.num_rows, call.gpu.sm_count)
     slices, in_workspace = boundary_shapes.slices_of(cta, width), 0 if call.of_x else width
     return {"parts": parts, "workspace": boundary_shapes.workspace(n, slices, call.num_rows, in_workspace)}
 

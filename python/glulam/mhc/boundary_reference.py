@@ -104,7 +104,7 @@ def boundary_backward(
     eps: float, iters: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of y, streams, pre, post, comb, weight and norm_weight (None for an absent argument), then
-    one vector: the gradient of base, followed by that of scale.
+    one vector: the gradient of base, followed by the gradient of scale.
 
     The norm's gradient needs the sum over D of (d_x norm_weight) u. Since x = u r norm_weight, that sum equals the sum
     of d_x x / r.

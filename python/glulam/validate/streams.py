@@ -92,7 +92,7 @@ def _upstream(place: int, result: Tensor) -> Tensor:
 
 
 def _joined(made: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients, with those of one-element tensors appended to the last other gradient, the bias's.
+    """Return the gradients; one-element gradients are appended to the last other gradient, the bias's.
 
     A one-element gradient is a sum over tokens and may be near zero, so an error relative to itself would say nothing.
     """

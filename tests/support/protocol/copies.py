@@ -1,4 +1,4 @@
-"""The ring of stages that cp.async fills (portable mainloop, the boundary's backward): two warps copy a part of each
+"""The ring of stages that cp.async fills (portable mainloop, the boundary's kernels): two warps copy a part of each
 k-tile, and read all parts.
 """
 
