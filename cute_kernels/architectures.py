@@ -49,7 +49,7 @@ BY_BLOCKS = {"mxfp8": "mxfp8_blocks", "mxfp8_exact": "mxfp8_blocks"}
 """Replacements of recipes where tensor cores apply block scales themselves: weights then need no folding (one scale a
 row) to be exact."""
 
-_HOPPER = "cooperative", "pingpong", "swapped", "swapped_single"
+_HOPPER = "cooperative", "pingpong", "swapped", "swapped_single", "swapped_whole"
 _B200 = Architecture(
     "sm100", "B200", "", 227 * KIB, ("tensor_memory", "warps"), ("mxfp8", "mxfp4", "fp8_block"), BY_BLOCKS,
     constructs=tuple(CONSTRUCTS),

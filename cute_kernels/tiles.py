@@ -31,6 +31,8 @@ class Schedule:
         slabs: number of slabs (64 MMA rows) of a tile that one MMA warpgroup multiplies. None: all of them.
         warpgroups: number of MMA warpgroups that have a tile each and take turns; 1: all MMA warpgroups share a tile.
         swapped: weights are the rows of the MMA, and rows of x its columns.
+        reads_decoded: swapped, and the MMA reads weights that other warpgroups have decoded to FP8 in shared memory;
+            otherwise warpgroups of a swapped tile decode the weights that they multiply, in registers.
         by_warps: warps multiply one by one (mma.sync), without TMA or wgmma.
         in_tensor_memory: accumulators are in tensor memory.
         paired: tiles (m, n) for which an SM has two CTAs, so that one decodes while the other stores or waits for its
@@ -44,6 +46,7 @@ class Schedule:
     slabs: int | None = None
     warpgroups: int = 1
     swapped: bool = False
+    reads_decoded: bool = False
     by_warps: bool = False
     in_tensor_memory: bool = False
     paired: tuple[tuple[int, int], ...] = ()
@@ -56,6 +59,7 @@ SCHEDULES = {
     "pingpong": Schedule(short="pp", clusters=CLUSTERS, warpgroups=PINGPONG_WARPGROUPS),
     "swapped": _SWAPPED,
     "swapped_single": dataclasses.replace(_SWAPPED, short="swap1", slabs=1, paired=((16, 128), (32, 128))),
+    "swapped_whole": Schedule(short="swapw", heights=(16, 32), widths=(128, 256), swapped=True, reads_decoded=True),
     # A tile is the first 16 rows of a slab, or two slabs.
     "warps": Schedule(short="warps", heights=(16, 128), widths=(128,), by_warps=True),
     # An accumulator has 128 lanes; the columns of both accumulators together are a power of two.
@@ -95,7 +99,8 @@ class TileConfig:
         pingpong: two warpgroups have a tile each and take turns, so that the epilogue of one runs during the MMAs of
             the other.
         swapped: weights are the rows of the MMA and rows of x its columns, y^T = w x^T. MMA warpgroups share a tile,
-            128 of its n weight rows each. swapped_single: 64 weight rows each.
+            128 of its n weight rows each. swapped_single: 64 weight rows each. swapped_whole: one MMA warpgroup has
+            all weight rows, which other warpgroups decode to FP8.
         warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp. In a tile of 16 rows each
             warp multiplies a quarter of the depth.
         tensor_memory: one warp multiplies every tile into one of two accumulators in tensor memory (Blackwell's

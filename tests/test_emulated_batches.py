@@ -1,12 +1,14 @@
 """Batch invariance without a GPU: a row has the same bits on all tiles that ship for a problem if `accumulation`
-declares the same order, and different bits if not.
+declares the same order, and different bits if not. The same holds for forms of a GEMM: weights that are transposed or
+in two tensors, a preactivation that is stored, an adapter, another dtype of the result.
 
-Tiles, orders and problems are those that the product declares.
+Tiles, orders, problems and forms are those that the product declares.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,18 +26,23 @@ from cute_kernels.accumulation import Accumulation
 from cute_kernels.arch import policy_of
 from cute_kernels.formats import OPERANDS
 from cute_kernels.specs import Spec
-from cute_kernels.stages import accumulations_of
+from cute_kernels.stages import accumulations_of, gemms_of
 from cute_kernels.tiles import TileConfig
+from ffi_bridge import profiles
 from glulam.choose import invariance, known
-from glulam.choose.problem import Problem
-from glulam.choose.shipped import spec_on
+from glulam.choose.problem import Problem, changed
+from glulam.choose.shipped import WIDTHS, spec_on
 from glulam.host.plans import forget_plans
+from glulam.recipes import BF16
 from glulam.validate import child
 
 SIZES = (7, 0, 13)
 """Rows of each expert: of one tile of the smallest, and of every other tile a part."""
-DEPTH, DEPTH_IN_BLOCKS = 320, 512
-"""Widths of contractions: an odd number of k-tiles for 16-bit weights, else whole blocks of 128 in either half."""
+SIZES_OF_WGRAD = (70, 0, 130)
+"""Rows of each expert where they are contracted: two and three k-tiles."""
+DEPTH, DEPTH_IN_HALVES, DEPTH_IN_BLOCKS = 320, 384, 512
+"""Widths of contractions: an odd number of k-tiles for 16-bit weights, in each half for weights in two tensors; else
+whole blocks of 128 in either half."""
 WIDTH = 128
 SHOWN, DENIED = 0.01, 0.1
 """Shares of the results that rounding must decide, and that another order must change. FP8 rows times four bits are
@@ -45,40 +52,85 @@ ARCHS = ("sm_90a", "sm_90", "sm_100a")
 
 def _sized(problem: Problem) -> Problem:
     """Return the problem with the smallest sizes that its formats allow."""
-    depth = DEPTH if OPERANDS[problem.operands].w.bits == 16 else DEPTH_IN_BLOCKS
+    depth = DEPTH_IN_HALVES if problem.in_halves else DEPTH
+    if OPERANDS[problem.operands].w.bits < 16:
+        depth = DEPTH_IN_BLOCKS
     sizes = {name: WIDTH for name in ("intermediate", "out_features") if getattr(problem, name)}
     if problem.op == "grouped_mlp":
         sizes["intermediate"] = depth
-    return dataclasses.replace(
-        problem, rows=sum(SIZES), experts=len(SIZES), in_features=depth, **sizes
-    )  # fmt: skip
+    rows = sizes_of(problem)
+    return dataclasses.replace(problem, rows=sum(rows), experts=len(rows), in_features=depth, **sizes)
+
+
+def sizes_of(problem: Problem) -> tuple[int, ...]:
+    """Return the rows of each expert in a problem's call."""
+    return SIZES_OF_WGRAD if problem.op == "grouped_wgrad" else SIZES
 
 
 def _id(problem: Problem) -> str:
-    form = ("-preact" if problem.save_preact else "") + ("-transposed" if problem.transpose_w else "")
-    return f"{problem.op}-{problem.operands}{form}"
+    flags = {
+        "preact": problem.save_preact, "transposed": problem.transpose_w, "halves": problem.in_halves,
+        "adapted": problem.adapted, problem.out_dtype: problem.out_dtype,
+    }  # fmt: skip
+    return "-".join([problem.op, problem.operands, *(name for name, is_set in flags.items() if is_set)])
 
 
+def forms_of(arch: str) -> list[Problem]:
+    """Return a problem for each form of a bfloat16 GEMM that an architecture ships, with SwiGLU."""
+    names = [field.name for field in dataclasses.fields(Problem)]
+    found: dict[Problem, None] = {}
+    for spec in profiles.shipped_specs(arch, "bf16"):
+        if len(gemms_of(spec)) != 1 or spec.op not in WIDTHS or spec.operands != BF16.operands:
+            continue
+        sizes: dict[str, Any] = {"rows": 1, "experts": 1, **dict.fromkeys(WIDTHS[spec.op], 1)}
+        fields = {name: getattr(spec, name) for name in names if hasattr(spec, name)}
+        if "activation" in fields:
+            fields |= {"activation": "swiglu", "glu_layout": "concat"}
+        found[_sized(Problem(**sizes, **fields))] = None
+    return list(found)
+
+
+def plain(form: Problem) -> Problem:
+    """Return the problem of the same products in the plain form: forward's weights [E, N, K] in one tensor, no adapter,
+    no stored preactivation, a result in the dtype of the rows."""
+    out_dtype = form.dtype if form.out_dtype else ""
+    return changed(form, transpose_w=False, in_halves=False, adapted=False, save_preact=False, out_dtype=out_dtype)
+
+
+FORMS = {arch: [one for one in forms_of(arch) if one != plain(one)] for arch in ARCHS}
 CASES = {
-    arch: [_sized(one) for one in batches.problems_of(arch) if len(invariance.orders_by_tile(one, arch)) > 1]
+    arch: [
+        one
+        for one in (*map(_sized, batches.problems_of(arch)), *FORMS[arch])
+        if len(invariance.orders_by_tile(one, arch)) > 1 and (one.adapted or one not in FORMS[arch])
+    ]
     for arch in ARCHS
 }
+"""Problems whose tiles are compared with each other. A form's tiles are compared with the plain form's, except that an
+adapter, whose place in a sum is not declared, is compared from tile to tile."""
 
 
-def results(arch: str, specs: Sequence[Spec], problem: Problem) -> list[Tensor]:
+def results(arch: str, specs: Sequence[Spec], problem: Problem, is_adapter_zero: bool = False) -> list[Tensor]:
     """Return the results of one call by each function."""
-    found = []
+    found, sizes = [], sizes_of(problem)
     with installed(arch) as gpu, torch.no_grad():
         with reference():
-            given = batches.quantised(problem, batches.tensors_of(problem, problem.rows))
+            given = batches.laid_out(problem, batches.tensors_of(problem, sizes))
+        if is_adapter_zero and problem.adapted:
+            given["low"].zero_()
         for spec in specs:
             known.forget()
             forget_plans()
             child.prefer(spec)
             del gpu.fake.specs[:]
-            found.append(batches.call(problem, given, batches.offs_of(SIZES)))
+            found.append(batches.call(problem, given, batches.offs_of(sizes)))
             assert spec in gpu.fake.specs, f"{spec.name} did not serve the call"
     return found
+
+
+def _assert_rounded(wanted: Tensor) -> None:
+    shown = float((wanted != 0).double().mean())
+    assert wanted.isfinite().all() and shown > SHOWN, f"all but {shown:.3f} of the sums were exact: nothing would show"
 
 
 def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
@@ -87,14 +139,33 @@ def check(arch: str, problem: Problem, tiles: Sequence[TileConfig]) -> None:
     specs = [spec_on(problem, arch, tile) for tile in tiles]
     made = results(arch, specs, problem)
     wanted = next(one for one, spec in zip(made, specs, strict=True) if accumulations_of(spec) == order)
-    shown = float((wanted != 0).double().mean())
-    assert wanted.isfinite().all() and shown > SHOWN, f"all but {shown:.3f} of the sums were exact: nothing would show"
+    _assert_rounded(wanted)
     for spec, one in zip(specs, made, strict=True):
         if accumulations_of(spec) == order:
             assert same_bits(one, wanted), f"{spec.name} has other bits than its declared order gives"
         else:
             other = float((one != wanted).double().mean())
             assert other > DENIED, f"{spec.name} has the bits of the order that it denies, except {other:.3f} of them"
+
+
+@functools.cache
+def _plain_result(arch: str, spec: Spec, problem: Problem) -> Tensor:
+    (made,) = results(arch, [spec], problem)
+    _assert_rounded(made)
+    return made
+
+
+def check_form(arch: str, form: Problem) -> None:
+    """Compare each tile's bits with those of the plain form on the widest tile that declares the same order. An adapter
+    is zero: where its products are added is not declared."""
+    tiles = sorted(policy_of(arch).tiles(plain(form)), key=lambda tile: tile.m)
+    siblings = {accumulations_of(spec): spec for spec in (spec_on(plain(form), arch, tile) for tile in tiles)}
+    specs = [spec_on(form, arch, tile) for tile in policy_of(arch).tiles(form)]
+    for spec, made in zip(specs, results(arch, specs, form, is_adapter_zero=True), strict=True):
+        sibling = siblings.get(accumulations_of(spec))
+        assert sibling, f"no tile of the plain form declares the order of {spec.name}: compare it with another form"
+        wanted = _plain_result(arch, sibling, plain(form))
+        assert same_bits(made.to(wanted.dtype), wanted), f"{spec.name} has other bits than {sibling.name}"
 
 
 def _params(cases: dict[str, list[Problem]]) -> list[Any]:
@@ -105,6 +176,12 @@ def _params(cases: dict[str, list[Problem]]) -> list[Any]:
 @pytest.mark.parametrize(("arch", "problem"), _params(CASES))
 def test_every_tile_adds_in_the_order_that_it_declares(arch: str, problem: Problem) -> None:
     check(arch, problem, list(invariance.orders_by_tile(problem, arch)))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("arch", "form"), _params(FORMS))
+def test_forms_of_one_order_have_the_same_bits(arch: str, form: Problem) -> None:
+    check_form(arch, form)
 
 
 def _problem(arch: str, op: str, operands: str) -> Problem:
@@ -149,6 +226,15 @@ def test_a_tile_that_changes_the_order_is_found(arch: str, op: str, operands: st
         check(arch, problem, [tiles[-1], tiles[0]])
 
 
+def test_a_form_that_changes_the_order_is_found(declare: Any) -> None:
+    """Weights in halves on a tile that splits the contraction among warps, as if it declared that it does not."""
+    form = next(one for one in FORMS["sm_90"] if one.in_halves)
+    check_form("sm_90", form)
+    declare("sm_90", lambda spec: Accumulation("mma.sync", 16))
+    with pytest.raises(AssertionError, match="nn_halves_t16x.* has other bits than grouped_mm_bf16_nt_t128x"):
+        check_form("sm_90", form)
+
+
 def test_an_order_that_is_denied_is_found(declare: Any) -> None:
     """A tile that is left out for nothing."""
     problem = _problem(*OF_MANY_ROWS)
@@ -165,7 +251,7 @@ def test_places_other_rows_and_sms_change_nothing(num_sms: int) -> None:
     problem = _problem(*OF_MANY_ROWS)
     spec = spec_on(problem, arch, max(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m))
     (wanted,) = results(arch, [spec], problem)
-    given = batches.tensors_of(problem, problem.rows)
+    given = batches.tensors_of(problem, SIZES)
     end, others = sum(SIZES), 30
     order = torch.cat((torch.arange(end, end + others), torch.arange(end).flip(0)))
     rows = torch.cat((given["x"], batches.rows_of(others, DEPTH, seed=9)))[order]
@@ -193,16 +279,11 @@ def test_tokens_and_sms_change_no_bits_of_hyper_connections() -> None:
     torch.testing.assert_close(made[True][0], made[False][0])
 
 
-PLAIN_AND_RECORDED = [
-    pytest.param(arch, op, id=f"{arch}-{op}") for arch in ARCHS for op in ("grouped_glu", "grouped_mlp")
-]
-
-
 @pytest.mark.emulator
-@pytest.mark.parametrize(("arch", "op"), PLAIN_AND_RECORDED)
-def test_recording_a_gradient_changes_no_bits(arch: str, op: str) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_recording_a_gradient_changes_no_bits(arch: str) -> None:
     """A forward that stores its preactivation, on the same tile."""
-    problem = _problem(arch, op, "16bit")
+    problem = _problem(arch, "grouped_mlp", "16bit")
     tile = max(invariance.orders_by_tile(problem, arch), key=lambda tile: tile.m)
     recorded = dataclasses.replace(problem, save_preact=True)
     found = [results(arch, [spec_on(one, arch, tile)], one)[0] for one in (problem, recorded)]

@@ -8,7 +8,7 @@ from emulator.launch import Emulator
 from support import mxfp4
 from torch import Tensor
 
-from cute_kernels.sm90.configs import LARGE8_W4, SMALL8, SMALL8_FC2
+from cute_kernels.sm90.configs import LARGE8_W4, SLIM8_W4, SLIM8_W4_FC2, SMALL8, SMALL8_FC2, TINY8_W4, TINY8_W4_FC2
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 
@@ -40,6 +40,10 @@ def _rows(count: int, columns: int, random: torch.Generator) -> tuple[Tensor, ..
         (SMALL8, 608, 288, [7, 130], True),
         (LARGE8_W4, 384, 256, [9, 70, 0, 64, 130], False),
         (LARGE8_W4, 608, 288, [9, 170], True),
+        (TINY8_W4_FC2, 384, 256, [9, 30, 0, 16], False),
+        (TINY8_W4, 608, 288, [7, 18], True),
+        (SLIM8_W4, 384, 256, [9, 70, 0, 32], False),
+        (SLIM8_W4_FC2, 608, 288, [7, 33], True),
     ],
     ids=str,
 )

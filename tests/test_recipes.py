@@ -34,9 +34,11 @@ from cute_kernels.sm90.configs import (
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    SLIM8_W4,
     SLIM_W8,
     SMALL8,
     SMALL_W8,
+    TINY8_W4,
     TINY_W8,
     second_tile,
 )
@@ -254,14 +256,18 @@ class TestHostPath:
             decoded += [(most + 0.5, tile) for most, tile in above]
             in_fp8 = {
                 "mxfp8": [(1, SMALL8), (60, SMALL8), (60.5, LARGE8)],
-                "mxfp4": [(1, SMALL8), (40, SMALL8), (40.5, LARGE8_W4)],
-            }
+                "mxfp4": [
+                    (1, TINY8_W4), (12, TINY8_W4), (12.5, SLIM8_W4), (24, SLIM8_W4), (24.5, SMALL8), (40, SMALL8),
+                    (40.5, LARGE8_W4),
+                ],
+            }  # fmt: skip
             for average, tile in in_fp8.get(recipe, decoded):
                 told = glulam.explain("grouped_mlp", (round(512 * average), 256), *weights, recipe=recipe)
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == tile
                 assert told.spec.fc2.tile == second_tile(tile)
                 assert told.why.endswith(tile.name)
-                assert len(told.why_not) == (1 if recipe in in_fp8 else len(limits))
+                tiles = dict.fromkeys(tile for _, tile in in_fp8.get(recipe, decoded))
+                assert len(told.why_not) == len(tiles) - 1
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")

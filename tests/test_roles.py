@@ -13,6 +13,8 @@ import pytest
 from support.protocol import copies, gemm
 from support.protocol.barriers import Machine
 
+from cute_kernels.sm90 import budget
+
 READS = "a role reads what is not there yet, or not any more"
 WAITS = "a live rank waits for ever"
 ENDED = "{} (empty): an arrival at a CTA that has ended"
@@ -33,7 +35,10 @@ HOLDS: list[tuple[Build, dict[str, Any]]] = [
     (gemm.tickets, {}),
     *((gemm.decoded, {"slots": slots}) for slots in (2, 3, 4)),
     (gemm.decoded, {"tiles": 4, "k_tiles": 1}),
-    (gemm.decoded, {"warpgroups": 1}),
+    *(
+        (gemm.decoded, {"warpgroups": plan.warpgroups, "room": plan.slots, "slots": plan.slots, "k_tiles": 5})
+        for plan in budget.DECODING_TO_FP8.values()
+    ),
     (gemm.decoding, {}),
     (gemm.decoding, {"slots": 3}),
     (gemm.accumulators, {}),
@@ -60,6 +65,8 @@ BROKEN: list[tuple[Build, str, dict[str, Any], set[str]]] = [
     (gemm.decoded, "turns by tile", {"tiles": 3, "slots": 2}, {READS}),
     (gemm.decoded, "no room", {}, {READS, WAITS}),
     (gemm.decoded, "packed first", {}, {READS}),
+    (gemm.decoded, "", {"warpgroups": 3, "room": 2, "k_tiles": 4}, {READS, WAITS}),
+    (gemm.decoded, "", {"room": 4, "slots": 3, "k_tiles": 5}, {READS}),
     (gemm.decoding, "no wait", {}, {READS, WAITS}),
     (gemm.decoding, "turns by tile", {}, {READS}),
     (gemm.decoding, "all stages", {}, {WAITS}),

@@ -5,42 +5,45 @@ scale. The elements are multiplied by the block's scale relative to the row's, 2
 number times this factor is an E4M3 number, down to half of 2^-6. So the eight magnitudes of a block are eight bytes,
 and a byte permutation looks up four elements at a time.
 
-A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions.
+A word has eight neighbouring elements, as in checkpoints. Decoding a word takes 9 instructions. What is computed for a
+block is computed for four blocks of a thread at once, one in each byte of a word.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8
+from cutlass import Boolean, Int32, Int64, Uint8, Uint16
 
 from ..device.chunks import CHUNK_WORDS, chunk_at, load_chunk
 from ..device.gmem import CHUNK_BYTES, vector_at
 from ..device.invariant import Invariant
-from ..device.select import select
 from ..device.swizzle import SWIZZLE_BYTES, swizzle_of
 from ..epilogue.sizes import THREADS
 from ..formats import MXFP4_ROWS
 from ..memory.weights import GateRows
 from ..schedule.work import WorkTile
 from ..specs import BLOCK_ROWS
-from .scales import BYTE_SIGNS, byte_of
+from .scales import BYTE_SIGNS
 
 GREATEST = MXFP4_ROWS.row_binades
 """u of a block that has its row's greatest scale, which is 2^(GREATEST - 6) times the row's own power of two."""
 EXPONENT = 6
 """Elements of a block are multiplied by 2^(u - EXPONENT)."""
-# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6, for u = 0. The byte of 0.5 is an exception
-# (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, whose byte is not that of 1 with an exponent
-# one less.
+ROW_BLOCKS = SWIZZLE_BYTES // (2 * CHUNK_BYTES)
+"""Blocks of a row in a k-tile; their elements are a chunk of 16 bytes each."""
+BLOCKS, ROWS = 2, 2
+"""A thread has two neighbouring blocks of each of its rows; two of its rows share a word."""
+# The E4M3 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-6, less those of 8 u. The byte of 0.5 for u = 0 is an
+# exception (HALF_OF_LEAST_NORMAL): half of the least normal number is a subnormal, whose byte is not that of 1 with an
+# exponent one less.
 LOWER, UPPER = 0x0C080000, 0x1C181410
-HALF_OF_LEAST_NORMAL = 0x0400
-# Added to the bytes of four magnitudes: the first doubles all of them, the second all except the lowest, which is 0.
-BINADE, BINADE_BUT_OF_ZERO = 0x08080808, 0x08080800
+HALF_OF_LEAST_NORMAL = 0x04040404
+BOTH_BLOCKS, ALL_U = 0x0101, 0x0F0F0F0F
 MAGNITUDES = 0x77777777
-BYTES_A_WORD = 4
 # Selectors of prmt for (word << 4, word): signs of the first and of the last four elements, each in all bits of a byte.
 FIRST_SIGNS, LAST_SIGNS = 0xD9C8, 0xFBEA
 
@@ -63,8 +66,8 @@ class BlockScales(NamedTuple):
 
 
 class RowsInFp8(Invariant):
-    """Decoder of k-tiles (128 columns of a tile's weight rows) by 128 threads: four threads to a row, one block of 32
-    elements to each.
+    """Decoder of k-tiles (128 columns of a tile's weight rows) by 128 threads. Two threads have a row, half of it each,
+    and every 64th row.
 
     The scales of the k-tile after the next one are loaded after the fence that ends a k-tile, not before, since a fence
     waits for all loads.
@@ -74,30 +77,31 @@ class RowsInFp8(Invariant):
         ahead: chunks that a thread reads before it decodes the first.
 
     Attributes:
-        times: indices of a thread's rows of a tile; the rows are THREADS / 4 apart.
-        first: the thread's first weight row of a tile.
+        times: indices of a thread's rows of a tile.
+        is_aligned: True if the scales of two blocks are one load.
         expert: the address of the expert's block scales.
-        bases: each row's own scale byte, four in a word.
-        pending: block scales that are being loaded, one for each row.
-        shifts: u of each row's block in the next k-tile, four in a word.
+        begins: offsets of the rows' scales from there.
+        bases: 6 - each row's own scale byte, modulo 16, once for each block; two rows in a word.
+        pending: block scales that are being loaded: for each row both at once, or one and the other.
+        eights: 8 u of the blocks in the next k-tile, of two rows in a word.
+        halves: E4M3 bytes of 0.5 times the factors of these blocks.
     """
 
     def __init__(self, scales: BlockScales, parts: int, part_n: int, ahead: int):
         self.scales = scales
         self.part_n = part_n
         self.ahead = ahead
-        self.blocks_a_row = SWIZZLE_BYTES // (2 * CHUNK_BYTES)
-        self.rows_at_once = THREADS // self.blocks_a_row
-        assert self.rows_at_once == BLOCK_ROWS, "a thread's rows are as far apart as blocks of a gate's layouts"
+        self.rows_at_once = THREADS * BLOCKS // ROW_BLOCKS
         self.times = range(parts * part_n // self.rows_at_once)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % THREADS
-        self.row, self.block = thread // self.blocks_a_row, thread % self.blocks_a_row
+        self.row, self.first_block = thread // BLOCKS, thread % BLOCKS * BLOCKS
+        self.is_aligned = Boolean((scales.blocks % BLOCKS == 0) & (scales.blocks_at % BLOCKS == 0))
         self.expert = cute.make_rmem_tensor(1, Int64)
-        self.first = cute.make_rmem_tensor(1, Int32)
-        self.bases = cute.make_rmem_tensor(len(self.times) // BYTES_A_WORD, Int32)
-        self.pending = cute.make_rmem_tensor(len(self.times), Int32)
-        self.shifts = cute.make_rmem_tensor(len(self.times) // BYTES_A_WORD, Int32)
+        self.begins = cute.make_rmem_tensor(len(self.times), Int32)
+        self.pending = cute.make_rmem_tensor((BLOCKS, len(self.times)), Int32)
+        words = len(self.times) // ROWS
+        self.bases, self.eights, self.halves = (cute.make_rmem_tensor(words, Int32) for _ in range(3))
         self.narrow_row = SWIZZLE_BYTES // 2
 
     @cute.jit
@@ -106,84 +110,100 @@ class RowsInFp8(Invariant):
 
         k_tile, following: the indices of these two k-tiles.
         """
-        scales, gate, expert = self.scales, self.scales.gate, Int64(work.expert)
+        scales, expert = self.scales, Int64(work.expert)
         self.expert[0] = scales.blocks_at + expert * (scales.rows * scales.blocks)
-        self.first[0] = self.row * gate.step + work.n_tile * (self.part_n // BLOCK_ROWS) * gate.block
+        rows = [cutlass.min(self._weight_row(work, i), scales.rows - 1) for i in self.times]
+        for i in cutlass.range_constexpr(len(self.times)):
+            self.begins[i] = rows[i] * scales.blocks
         self._start_loads(k_tile)
         # These loads are issued before the loads above are waited for.
         of_rows = vector_at(Uint8, scales.rows_at + expert * scales.rows)
-        fetched = cute.make_rmem_tensor(len(self.times), Int32)
-        for i in cutlass.range_constexpr(len(self.times)):
-            fetched[i] = Int32(of_rows[cutlass.min(self._row(i), scales.rows - 1)]) & 0xFF
+        bases = [(GREATEST - EXPONENT - Int32(of_rows[row]) & 0xF) * BOTH_BLOCKS for row in rows]
         for word in cutlass.range_constexpr(cute.size(self.bases)):
-            self.bases[word] = self._packed([fetched[i] for i in self._of_word(word)])
+            self.bases[word] = self._joined(bases, word)
         self.turn(following)
+
+    def _weight_row(self, work: WorkTile, i: int) -> Int32:
+        """Return the index, in the expert, of a thread's i-th weight row; it may be past the last row."""
+        gate = self.scales.gate
+        part, first = divmod(i * self.rows_at_once, self.part_n)
+        block = (work.n_tile * self.part_n + first + self.row) // BLOCK_ROWS
+        return self.row % BLOCK_ROWS * gate.step + block * gate.block + part * gate.half
+
+    def _joined(self, of_rows: list[Int32], word: int) -> Int32:
+        """Join the 16-bit numbers of the two rows that share word number `word`."""
+        return of_rows[ROWS * word] | of_rows[ROWS * word + 1] << 16
 
     @cute.jit
     def turn(self, k_tile: Int32):
-        """Compute the shifts of the next k-tile from the block scales that were loaded, and start to load the
-        block scales of k-tile `k_tile`."""
-        for word in cutlass.range_constexpr(cute.size(self.shifts)):
-            self.shifts[word] = self._packed([self._shift(i) for i in self._of_word(word)])
+        """Compute what `_magnitudes` needs in the next k-tile, from the block scales that were loaded, and start to
+        load the block scales of k-tile `k_tile`.
+
+        u is s - (r - 6) for scale bytes s of the block and r of the row. It is less than 16, so the lower halves of
+        bytes suffice, and no carry leaves a byte. Blocks of zeros may have any u.
+        """
+        for word in cutlass.range_constexpr(cute.size(self.eights)):
+            scales = self._joined([self.pending[0, i] for i in self.times], word)
+            if not self.is_aligned:
+                scales |= self._joined([self.pending[1, i] for i in self.times], word) << 8
+            u = (scales & ALL_U) + self.bases[word] & ALL_U
+            is_zero = Int32(BYTE_SIGNS - 2**32) - u  # in the highest bits of bytes
+            self.eights[word] = u << 3
+            self.halves[word] = is_zero >> 5 & HALF_OF_LEAST_NORMAL | self.eights[word]
         self._start_loads(k_tile)
-
-    def _row(self, i: int) -> Int32:
-        """Return the index, in the expert, of a thread's i-th weight row; it may be past the last row."""
-        part, in_part = divmod(i * self.rows_at_once, self.part_n)
-        return self.first[0] + in_part // BLOCK_ROWS * self.scales.gate.block + part * self.scales.gate.half
-
-    def _shift(self, i: int) -> Int32:
-        """Return u of the block in the thread's i-th row: the block's scale is 2^(u - 6) times the row's."""
-        word, place = divmod(i, BYTES_A_WORD)
-        below = (self.pending[i] & 0xFF) - byte_of(self.bases[word], place)
-        return cutlass.max(below + (GREATEST - EXPONENT), Int32(0))
 
     @cute.jit
     def _start_loads(self, k_tile: Int32):
-        """Start to load the block scales of a k-tile. Past a row's last block and past the last row any scale will do,
-        since the elements there are zeros.
+        """Start to load the block scales of a k-tile. Past a row's last block any scale will do, since the elements
+        there are zeros.
         """
-        rows, blocks = self.scales.rows, self.scales.blocks
-        block = cutlass.min(k_tile * self.blocks_a_row + self.block, blocks - 1)
-        scales = vector_at(Uint8, self.expert[0])
-        for i in cutlass.range_constexpr(len(self.times)):
-            self.pending[i] = Int32(scales[cutlass.min(self._row(i) * blocks + block, rows * blocks - 1)])
-
-    def _of_word(self, word: int) -> range:
-        """Return the indices of the thread's rows whose bytes lie in word number `word` of `bases` or `shifts`."""
-        return range(word * BYTES_A_WORD, (word + 1) * BYTES_A_WORD)
-
-    def _packed(self, numbers: list[Int32]) -> Int32:
-        """Pack up to four numbers of one byte each into one word."""
-        first, *others = numbers
-        for place, number in enumerate(others, 1):
-            first |= number << 8 * place
-        return first
+        first, last = k_tile * ROW_BLOCKS + self.first_block, self.scales.blocks - 1
+        if self.is_aligned:
+            first = cutlass.min(first, last - 1)
+            for i in cutlass.range_constexpr(len(self.times)):
+                both = vector_at(Uint16, self.expert[0] + Int64(self.begins[i] + first))[0]
+                self.pending[0, i] = Int32(both) & 0xFFFF
+        else:
+            scales = vector_at(Uint8, self.expert[0])
+            for block in cutlass.range_constexpr(BLOCKS):
+                at = cutlass.min(first + block, last)
+                for i in cutlass.range_constexpr(len(self.times)):
+                    self.pending[block, i] = Int32(scales[self.begins[i] + at]) & 0xFF
 
     def decode(self, narrow: Int32, wide: Int32) -> None:
         """Decode a k-tile in shared memory from address `narrow` (E2M1 rows of 64 bytes) to address `wide` (E4M3 rows
         of 128 bytes). Both are swizzled."""
-        source = narrow + self.row * self.narrow_row
-        source += (self.block ^ swizzle_of(self.row, self.narrow_row)) * CHUNK_BYTES
-        target = wide + self.row * SWIZZLE_BYTES + (2 * self.block ^ self.row % 8) * CHUNK_BYTES
-        chunks = [load_chunk(source + i * (self.rows_at_once * self.narrow_row)) for i in self.times[: self.ahead]]
-        for i in self.times:
-            word, place = divmod(i, BYTES_A_WORD)
-            lower, upper = _magnitudes(byte_of(self.shifts[word], place))
-            decoded = [half for j in range(CHUNK_WORDS) for half in _decoded(chunks[i][j], lower, upper)]
+        of_source, of_target = (swizzle_of(self.row, bytes_) for bytes_ in (self.narrow_row, SWIZZLE_BYTES))
+        source = narrow + self.row * self.narrow_row + (self.first_block ^ of_source) * CHUNK_BYTES
+        target = wide + self.row * SWIZZLE_BYTES + (2 * self.first_block ^ of_target) * CHUNK_BYTES
+        places = [divmod(number, BLOCKS) for number in range(len(self.times) * BLOCKS)]
+
+        def load(i: int, block: int) -> cute.Tensor:
+            return load_chunk((source ^ Int32(block * CHUNK_BYTES)) + i * (self.rows_at_once * self.narrow_row))
+
+        chunks = list(itertools.starmap(load, places[: self.ahead]))
+        for number, (i, block) in enumerate(places):
+            lower, upper = self._magnitudes(i, block)
+            decoded = [half for j in range(CHUNK_WORDS) for half in _decoded(chunks[number][j], lower, upper)]
             # Loads come before the stores, since the compiler moves no load past a store.
-            if (following := i + self.ahead) < len(self.times):
-                chunks.append(load_chunk(source + following * (self.rows_at_once * self.narrow_row)))
-            at = target + i * (self.rows_at_once * SWIZZLE_BYTES)
-            _store(at, decoded[:CHUNK_WORDS])
-            _store(at ^ Int32(CHUNK_BYTES), decoded[CHUNK_WORDS:])
+            if number + self.ahead < len(places):
+                chunks.append(load(*places[number + self.ahead]))
+            for half in range(2):
+                at = (target ^ Int32((2 * block + half) * CHUNK_BYTES)) + i * (self.rows_at_once * SWIZZLE_BYTES)
+                _store(at, decoded[half * CHUNK_WORDS : (half + 1) * CHUNK_WORDS])
 
-
-def _magnitudes(shift: Int32) -> tuple[Int32, Int32]:
-    """Return the eight magnitudes of E2M1, times 2^(shift - 6), as E4M3 bytes in two words: the four smallest, then the
-    four greatest."""
-    lower = shift * BINADE_BUT_OF_ZERO + LOWER
-    return select(shift == 0, Int32(LOWER + HALF_OF_LEAST_NORMAL), lower), shift * BINADE + UPPER
+    def _magnitudes(self, i: int, block: int) -> tuple[Int32, Int32]:
+        """Return the eight magnitudes of E2M1, times the factor of a block of the thread's i-th row, as E4M3 bytes in
+        two words: the four smallest, then the four greatest.
+        """
+        word, row = divmod(i, ROWS)
+        byte = BLOCKS * row + block
+        # Bytes of (eights, halves); the byte of 0 is the sign of 8 u, in all bits.
+        selector = byte << 12 | byte << 8 | 4 + byte << 4 | 8 + byte
+        eights, halves = self.eights[word], self.halves[word]
+        lower = Int32(cute.arch.prmt(eights, halves, Int32(selector)))
+        upper = Int32(cute.arch.prmt(eights, eights, Int32(byte * 0x1111)))
+        return lower + LOWER, upper + UPPER
 
 
 def _decoded(word: Int32, lower: Int32, upper: Int32) -> tuple[Int32, Int32]:

@@ -51,13 +51,33 @@ class BesideDecoding(NamedTuple):
 
 BESIDE_DECODING = BesideDecoding(LOAD_REGISTERS, 160, 64)
 """Registers for one load, two MMA and two decoding warpgroups: together all registers that a CTA of 640 threads has."""
-DECODED_STAGES = 2
-"""Number of shared-memory slots for k-tiles of weights decoded to FP8: one is multiplied while the next is written."""
-DECODING_TO_FP8 = {1: (2, BesideDecoding(72, 224, 104)), 2: (1, BesideDecoding(40, 208, 56))}
-"""For kernels that decode weights to FP8, by number of MMA warpgroups: the number of decoding warpgroups, and the
-registers of a thread in each kind of warpgroup.
 
-Both kinds of CTA have 512 threads, which have 128 registers each on average.
+
+class DecodingToFp8(NamedTuple):
+    """How a kernel decodes weights to FP8.
+
+    Attributes:
+        warpgroups: number of decoding warpgroups, at most `slots`.
+        slots: shared-memory slots for decoded k-tiles, at most as many as there are stages.
+        ahead: chunks of 16 bytes of packed weights that a decoding thread reads ahead.
+        registers: registers of a thread in each kind of warpgroup.
+    """
+
+    warpgroups: int
+    slots: int
+    ahead: int
+    registers: BesideDecoding
+
+
+DECODING_TO_FP8 = {
+    16: DecodingToFp8(3, 4, 4, BesideDecoding(56, 136, 96)),
+    32: DecodingToFp8(2, 4, 4, BesideDecoding(72, 224, 104)),
+    64: DecodingToFp8(2, 2, 4, BesideDecoding(72, 216, 112)),
+    128: DecodingToFp8(1, 2, 3, BesideDecoding(40, 208, 56)),
+}
+"""For kernels that decode weights to FP8, by rows of the tile.
+
+Registers are all that a CTA has: 96 for each of 640 threads (16 rows), or 128 for each of 512.
 """
 
 
@@ -104,7 +124,7 @@ def stages_to_decode(tile: TileConfig, staging_bytes: int) -> int:
     """Return how many pipeline stages, each with FP8 rows of x and packed 4-bit weights, fit into shared memory beside
     `staging_bytes` of staging slots and the slots for decoded weights.
     """
-    taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODED_STAGES * tile.n * tile.k
+    taken = SMALL_BYTES + SCALE_BYTES + staging_bytes + DECODING_TO_FP8[tile.m].slots * tile.n * tile.k
     return (SMEM_BYTES - taken) // (tile.m * tile.k + packed_bytes(tile))
 
 

@@ -63,7 +63,13 @@ DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
 # MXFP4 weights decoded to FP8. No cluster: each CTA decodes its own weights, so that a cluster would share little.
 LARGE8_W4 = TileConfig(m=128, n=256, k=128)
-TILES8_W4 = (LARGE8_W4, SMALL8)
+# Few rows of the same: the MMA has 16 or 32 columns for rows of x instead of a slab of 64 rows, so that decoding takes
+# the time, not MMAs.
+TINY8_W4 = TileConfig(m=16, n=256, k=128, schedule="swapped_whole")
+SLIM8_W4 = TileConfig(m=32, n=256, k=128, schedule="swapped_whole")
+TINY8_W4_FC2 = TileConfig(m=16, n=128, k=128, schedule="swapped_whole")
+SLIM8_W4_FC2 = TileConfig(m=32, n=128, k=128, schedule="swapped_whole")
+TILES8_W4 = (LARGE8_W4, SMALL8, SLIM8_W4, TINY8_W4)
 # Quantised weights with 16-bit rows (MXFP8, MXFP4 or NVFP4).
 # Many rows an expert (LARGE_W8): a weight is decoded once for 256 rows.
 # Few rows (SMALL_W8): four warpgroups decode, which hide each other's latencies; the fewer columns an MMA has, the less
@@ -95,6 +101,8 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", SMALL8, False): _GATED,
     ("mxfp4", LARGE8_W4, False): _ALL,
     ("mxfp4", SMALL8, False): _ALL,
+    ("mxfp4", SLIM8_W4, False): _ALL,
+    ("mxfp4", TINY8_W4, False): _ALL,
     ("fp8_block", LARGE8, False): _ALL,
     ("fp8_block", SMALL8, False): _GATED,
     **{
@@ -155,7 +163,7 @@ def glu_form(
     return kind if kind in merged else activation, layout
 
 
-_SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8}
+_SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8, SLIM8_W4: SLIM8_W4_FC2, TINY8_W4: TINY8_W4_FC2}
 
 
 def second_tile(first: TileConfig) -> TileConfig:

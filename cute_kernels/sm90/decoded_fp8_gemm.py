@@ -13,27 +13,32 @@ from ..epilogue.sizes import THREADS
 from ..formats import MXFP4_ROWS
 from ..specs import RaggedSpec
 from . import budget
+from .epilogue.store import make_store
+from .epilogue.swapped import SwappedEpilogue, SwappedSlots
 from .grouped_gemm import GroupedGemm
 from .mainloop.decoded_fp8 import DecodedFp8Mainloop, Scales
+from .mainloop.swapped_fp8 import SwappedFp8Mainloop
 
 
 class GroupedDecodedFp8Gemm(GroupedGemm):
-    """GEMM of MXFP8 rows and MXFP4 weights, on a cooperative tile.
+    """GEMM of MXFP8 rows and MXFP4 weights, on a cooperative tile, or on a swapped one (`GroupedSwappedFp8Gemm`).
 
     Besides its block scales, each weight row has a power-of-two scale, by which the epilogue multiplies the sums.
     """
 
     def __init__(self, spec: RaggedSpec, epilogue: Epilogue):
         super().__init__(spec, Float8E4M3FN, epilogue)
-        self.decoding_warpgroups, self.beside_decoding = budget.DECODING_TO_FP8[self.num_warpgroups]
+        self.decoding_warpgroups, _, _, self.beside_decoding = budget.DECODING_TO_FP8[spec.tile.m]
         self.threads = (1 + self.num_warpgroups + self.decoding_warpgroups) * THREADS
 
     @property
     def stages(self) -> int:
         return budget.stages_to_decode(self.tile, self._slot_owners * self.shape.slots.num_bytes)
 
+    decoding_mainloop = DecodedFp8Mainloop
+
     def make_mainloop(self) -> DecodedFp8Mainloop:
-        return DecodedFp8Mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.decoding_warpgroups)
+        return self.decoding_mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.decoding_warpgroups)
 
     def _loaded_weights(self, storage: Any, mainloop: Any, sB: cute.Tensor) -> cute.Tensor:
         layout = mainloop.narrow_layout
@@ -46,3 +51,16 @@ class GroupedDecodedFp8Gemm(GroupedGemm):
         (blocks_at,) = w_blocks
         blocks = MXFP4_ROWS.num_scales(Int32(x.shape[1]))
         return Scales(x_scale, BlockScales(blocks_at, inputs.w_scale, Int32(w.shape[1]), blocks, inputs.gate))
+
+
+class GroupedSwappedFp8Gemm(GroupedDecodedFp8Gemm):
+    """The same GEMM with weights as the rows of the MMA, for few rows of x."""
+
+    decoding_mainloop = SwappedFp8Mainloop
+
+    def __init__(self, spec: RaggedSpec, epilogue: SwappedEpilogue, slots: type[SwappedSlots] = SwappedSlots):
+        super().__init__(spec, epilogue)
+        self.slots_type = slots
+
+    def _make_store(self, view: cute.Tensor) -> Any:
+        return make_store(view, self.shape.slots.rows, self.shape.slots.columns())

@@ -22,7 +22,8 @@ by multicast.
 
     cooperative   n = tile.m / 64 warpgroups share every tile, 64 rows each.
     pingpong      n = 2 warpgroups take every other tile each; the epilogue of one runs during the MMAs of the other.
-    swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each.
+    swapped       weights are the rows of the MMA; warpgroups share every tile, 64 or 128 weight rows each, or one
+                  warpgroup has all rows, which other warpgroups decode.
 
     ring      WorkRing, 4 slots, or 2 if clusters draw tickets. full: 1 arrival (scheduler); empty: 1 a consumer warp.
               Every warp of another role in this table reads every tile, and frees the slot once it has read it.

@@ -24,10 +24,12 @@ from .configs import (
     LARGE8_W4,
     LARGE_W8,
     MEDIUM_W8,
+    SLIM8_W4,
     SLIM_W8,
     SMALL8,
     SMALL_W8,
     TILES,
+    TINY8_W4,
     TINY_W8,
     WGRAD_TILES,
 )
@@ -42,7 +44,7 @@ _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 _DECODING_4_BITS = {TINY_W8: 12, SLIM_W8: 27, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     **dict.fromkeys(("mxfp8", "fp8_block"), {SMALL8: 60, LARGE8: math.inf}),
-    "mxfp4": {SMALL8: 40, LARGE8_W4: math.inf},
+    "mxfp4": {TINY8_W4: 12, SLIM8_W4: 24, SMALL8: 40, LARGE8_W4: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
     **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), _DECODING_4_BITS),
 }

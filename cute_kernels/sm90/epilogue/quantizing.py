@@ -19,7 +19,7 @@ from ...epilogue.base import ColumnSmem, WarpgroupState
 from ...epilogue.fragments import chunk_of
 from ...epilogue.shape import EpilogueShape, Smem
 from ...epilogue.sizes import SLOTS
-from ...formats import OPERANDS
+from ...formats import OPERANDS, Format
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
@@ -126,21 +126,35 @@ class QuantizingEpilogue(ActivationEpilogue):
         """Return the factor that turns the block's elements into E4M3 numbers."""
         return multiplier_of(scale)
 
-    @cute.jit
-    def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
-        """Store all copies of a block's scale: by one store if a row's number of scales keeps the copies aligned, else
-        byte by byte.
-        """
-        copies = self.act.copies
-        block = column // self.act.scale_step
-        address = state.inputs.out_scale + Int64(row) * state.pitch + block
-        if const_expr(copies == 1):
-            if block < state.pitch:
-                vector_at(cutlass.Uint8, address)[0] = exponent.to(cutlass.Uint8)
-        elif state.pitch % copies == 0:
-            if block < state.pitch:
-                vector_at(Int32, address)[0] = exponent * 0x01010101
-        else:
-            for i in cutlass.range_constexpr(copies):
-                if block + i < state.pitch:
-                    vector_at(cutlass.Uint8, address + i)[0] = exponent.to(cutlass.Uint8)
+    def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32) -> None:
+        """Store all copies of a block's scale."""
+        store_scale(self.act, state.inputs.out_scale, state.pitch, exponent, row, column)
+
+
+@cute.jit
+def store_scale(
+    act: cutlass.Constexpr[Format], scales: Int64, pitch: Int32, exponent: Int32, row: Int32, column: Int32
+):  # fmt: skip
+    """Store all copies of a block's scale: by one store if a row's number of scales keeps the copies aligned, else byte
+    by byte.
+
+    Args:
+        act: the format of the result.
+        scales: address of the scales of all rows.
+        pitch: number of scales of a row.
+        exponent: the block's scale byte.
+        row, column: where the block begins in the result.
+    """
+    copies = act.copies
+    block = column // act.scale_step
+    address = scales + Int64(row) * pitch + block
+    if const_expr(copies == 1):
+        if block < pitch:
+            vector_at(cutlass.Uint8, address)[0] = exponent.to(cutlass.Uint8)
+    elif pitch % copies == 0:
+        if block < pitch:
+            vector_at(Int32, address)[0] = exponent * 0x01010101
+    else:
+        for i in cutlass.range_constexpr(copies):
+            if block + i < pitch:
+                vector_at(cutlass.Uint8, address + i)[0] = exponent.to(cutlass.Uint8)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import warp
 
 from ... import activation as act
@@ -60,6 +60,18 @@ class RowSmem(NamedTuple):
     scales: cute.Tensor
     exponents: Any = None  # cute.Tensor | None
     globals: Any = None  # cute.Tensor | None
+
+
+class OfColumns(NamedTuple):
+    """A thread's registers for its output columns, which are weight rows.
+
+    Attributes:
+        biases: their biases, zeros without biases.
+        scales: the scales of the weight rows; None: these have none.
+    """
+
+    biases: cute.Tensor
+    scales: Any = None  # cute.Tensor | None
 
 
 class SwappedSlots(Slots):
@@ -108,6 +120,7 @@ class SwappedState(Invariant):
     """State of one MMA warpgroup's epilogue while the kernel runs."""
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
+        self.inputs = inputs
         self.optional = inputs.optional
         self.global_scales = inputs.global_scales
         self.params = inputs.params
@@ -125,9 +138,9 @@ class SwappedState(Invariant):
 class SwappedEpilogue(Epilogue):
     """Epilogue that stores results in chunks of at most 64 rows and 64 columns.
 
-    If a slab holds rows of both a and u, a chunk has 32 columns. `begin` returns a thread's biases, one for each of its
-    weight rows. It also writes to shared memory the tile's row scales and, if the weights have global scales, each
-    part's global scale times the power of two that decoded products lack (`rest_exponent` of decoding.scales).
+    If a slab holds rows of both a and u, a chunk has 32 columns. `begin` returns `OfColumns`. It also writes to shared
+    memory the tile's row scales and, if the weights have global scales, each part's global scale times the power of two
+    that decoded products lack (`rest_exponent` of decoding.scales).
 
     Args:
         dtype: element type of the output.
@@ -150,6 +163,7 @@ class SwappedEpilogue(Epilogue):
         # If stages hold half a k-tile, slots hold half the rows, too, to make room for one more stage.
         self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
         self.chunk_columns = self.rows.chunk_columns
+        self.thread_columns = self.rows.thread_columns
         self.row_chunks = tile.m // self.chunk_rows
         self.column_chunks = self.rows.columns // self.chunk_columns
         self.chunks = self.column_chunks * self.row_chunks
@@ -171,11 +185,12 @@ class SwappedEpilogue(Epilogue):
         return SwappedState(inputs, slots, RowSmem(**smem))
 
     @cute.jit
-    def begin(self, state: SwappedState, work: WorkTile, share: TileShare) -> cute.Tensor:
+    def begin(self, state: SwappedState, work: WorkTile, share: TileShare) -> OfColumns:
         biases = cute.make_rmem_tensor(self.rows.count, Float32)
         biases.fill(0.0)
         if state.has_bias():
             self._fetch_bias(state, biases, work, share)
+        of_columns = OfColumns(biases, self._weight_scales(state, work, share) if self.scales_columns else None)
         address = state.optional.scale
         if const_expr(self.scales_bias):
             address = select(state.has_bias(), address, Int64(0))
@@ -190,20 +205,37 @@ class SwappedEpilogue(Epilogue):
             part = state.slots.thread
             if part < self.parts:
                 state.smem.globals[part] = state.global_scales.of(work.expert, part) * self.unit
-        return biases
+        return of_columns
+
+    def _weight_row(self, state: SwappedState, work: WorkTile, share: TileShare, i: int) -> tuple[Int32, Boolean]:
+        """Return the index, in the expert, of the thread's i-th weight row, and whether there is such a row."""
+        column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
+        half = state.bias_size // self.parts
+        return row_of(self.layout, state.gate, column, self.rows.part(i), half), column < half
 
     @cute.jit
     def _fetch_bias(self, state: SwappedState, biases: cute.Tensor, work: WorkTile, share: TileShare):
         bias = vector_at(self.dtype, self._bias_of(state, work.expert))
-        half = state.bias_size // self.parts
         for i in cutlass.range_constexpr(self.rows.count):
-            column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
-            if column < half:
-                biases[i] = Float32(bias[row_of(self.layout, state.gate, column, self.rows.part(i), half)])
+            row, is_there = self._weight_row(state, work, share, i)
+            if is_there:
+                biases[i] = Float32(bias[row])
+
+    @cute.jit
+    def _weight_scales(self, state: SwappedState, work: WorkTile, share: TileShare) -> cute.Tensor:
+        """Load the scales of the thread's weight rows."""
+        bytes_ = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
+        scales = cute.make_rmem_tensor(self.rows.count, Float32)
+        for i in cutlass.range_constexpr(self.rows.count):
+            row, is_there = self._weight_row(state, work, share, i)
+            scales[i] = Float32(0.0)
+            if is_there:
+                scales[i] = power_of_two(Int32(bytes_[row]) & 0xFF)
+        return scales
 
     @cute.jit
     def finish(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, stores: tuple, work: WorkTile,
+        self, state: SwappedState, acc: cute.Tensor, of_columns: OfColumns, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
         first_column = work.n_tile * self.part_n + self.rows.first_column(share.first_slab)
@@ -213,9 +245,9 @@ class SwappedEpilogue(Epilogue):
         for i in cutlass.range_constexpr(self.chunks):
             row, column = i // self.column_chunks * size[0], first_column + i % self.column_chunks * size[1]
             if (work.row + row < work.group_end) & (column < columns):
-                values = self._outputs(state, acc, biases, i // self.column_chunks, i % self.column_chunks)
+                values = self._outputs(state, acc, of_columns, i // self.column_chunks, i % self.column_chunks)
                 if const_expr(self.rounds):
-                    self._round(state, values)
+                    self._round(state, values, work, work.row + row, column)
                 tile = stores[0].tile(work, work.row + row, column, rows=size[0], cols=size[1])
                 state.slots.put(values, stores[0], tile, i % self.num_slots)
             else:
@@ -223,18 +255,18 @@ class SwappedEpilogue(Epilogue):
 
     @cute.jit
     def _outputs(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, row_chunk: cutlass.Constexpr[int],
+        self, state: SwappedState, acc: cute.Tensor, of_columns: OfColumns, row_chunk: cutlass.Constexpr[int],
         column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
         """Return a thread's float32 results of one chunk: for each 8 output rows, [thread_columns, 2 rows].
 
         Args:
             acc: the thread's accumulators.
-            biases: the biases that `begin` returned.
+            of_columns: what `begin` returned.
             row_chunk: index of the chunk along output rows.
             column_chunk: index of the chunk along the warpgroup's output columns.
         """
-        slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
+        slab_regs, count = cute.size(acc) // self.slabs, self.thread_columns
         sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
         for i in cutlass.range_constexpr(cute.size(sums[0])):
             eight = row_chunk * (self.chunk_rows // 8) + i // (2 * count)
@@ -243,7 +275,9 @@ class SwappedEpilogue(Epilogue):
                 total = registers(acc, row // 2 * slab_regs)[4 * eight + 2 * (row % 2) + i % 2]
                 if const_expr(self.has_global_scales):
                     total *= state.smem.globals[part]
-                bias = biases[row]
+                if const_expr(self.scales_columns):
+                    total *= of_columns.scales[row]
+                bias = of_columns.biases[row]
                 if const_expr(self.scales_bias):
                     bias *= self._row_scale(state, eight, i)
                 sums[part][i] = total + bias
@@ -261,8 +295,10 @@ class SwappedEpilogue(Epilogue):
         """Compute results, without row scales, from `sums`: a tensor of sums (bias included) for each part."""
         return sums[0]
 
-    def _round(self, state: SwappedState, values: cute.Tensor) -> None:
-        """Round a chunk of results, in place, to values of another format; called if `rounds` is true."""
+    def _round(self, state: SwappedState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32) -> None:
+        """Round a chunk of results, in place, to values of another format; called if `rounds` is true. row,
+        first_column: where the chunk begins in the output.
+        """
 
 
 class SwappedLinearEpilogue(SwappedEpilogue):
@@ -286,15 +322,29 @@ class SwappedActivationEpilogue(SwappedEpilogue):
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
         return act.activate(self.spec.activation, sums, state.params)
 
-    @cute.jit
-    def _round(self, state: SwappedState, values: cute.Tensor):
-        """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives.
+    @property
+    def block_warps(self) -> int:
+        """Number of warps that share a block of columns; all of a thread's columns of a chunk lie in one block."""
+        return WARPS // self.thread_columns
 
-        Two or four warps share a block of 32 columns; all `count` columns of a thread lie in one block. A thread has
-        two rows in every 8 output rows: exponents[i] is the exponent of the scale of row i % 2 in the (i / 2)-th 8
-        rows.
+    @cute.jit
+    def _round(self, state: SwappedState, values: cute.Tensor, work: WorkTile, row: Int32, first_column: Int32):
+        """Round results, in place, to the values that quantising them from float32 to MXFP8 and back gives."""
+        exponents = self._scale(state, values)
+        rounded = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
+        rounded.store(values.load().to(Float8E4M3FN))
+        values.store(rounded.load().to(Float32))
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] * power_of_two(exponents[i // (2 * self.thread_columns) * 2 + i % 2])
+
+    @cute.jit
+    def _scale(self, state: SwappedState, values: cute.Tensor) -> cute.Tensor:
+        """Divide a chunk of results, in place, by the scales of their blocks. Return the scales' exponents.
+
+        A thread has two rows in every 8 output rows: exponents[i] is the exponent of the scale of row i % 2 in the
+        (i / 2)-th 8 rows.
         """
-        count = self.rows.thread_columns
+        count = self.thread_columns
         exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
         for i in cutlass.range_constexpr(cute.size(exponents)):
             amax = Int32(0)
@@ -307,11 +357,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         self._exchange(state, exponents)
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] * multiplier_of(exponents[i // (2 * count) * 2 + i % 2])
-        rounded = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
-        rounded.store(values.load().to(Float8E4M3FN))
-        values.store(rounded.load().to(Float32))
-        for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = values[i] * power_of_two(exponents[i // (2 * count) * 2 + i % 2])
+        return exponents
 
     @cute.jit
     def _exchange(self, state: SwappedState, exponents: cute.Tensor):
@@ -323,6 +369,6 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         state.slots.sync()
         for i in cutlass.range_constexpr(cute.size(exponents)):
             row = i // 2 * 8 + 2 * (state.lane % 4) + i % 2
-            for other in cutlass.range_constexpr(1, WARPS // self.rows.thread_columns):
+            for other in cutlass.range_constexpr(1, self.block_warps):
                 exponent = Int32(state.smem.exponents[row, state.warp ^ other]) & 0xFF
                 exponents[i] = cutlass.max(exponents[i], exponent)

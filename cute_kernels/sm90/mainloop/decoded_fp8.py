@@ -5,10 +5,12 @@ Two rings of k-tiles:
     stages    rows of x and packed weights. full: TMA's bytes, and the copies of rows that come by index; empty: 1 an
               MMA warp, and 1 a warp of the warpgroup that decodes the k-tile.
     decoded   weights as wgmma reads them. full: 1 a thread of the warpgroup that decodes the k-tile, after a fence
-              that orders its writes before wgmma's reads; empty: 1 an MMA warp.
+              that orders its writes, and the copies in the stage that it waited for, before wgmma's reads; empty: 1 an
+              MMA warp.
 
 Decoding warpgroups take turns at k-tiles. For a k-tile of 256 weight rows, each warp scheduler issues 400 instructions
-of a decoding warp, while the MMAs with 64 rows of x take 512 cycles.
+of a decoding warp, while the MMAs with 64 rows of x take 512 cycles. MMA warps need no fence of their own, which would
+wait for their loads of scales.
 """
 
 from __future__ import annotations
@@ -37,10 +39,6 @@ from .fp8 import PIECE_N, PIECE_REGS, Fp8Mainloop, RowScales
 from .gathered_rows import row_indices
 
 WORD_BYTES = 4
-CHUNKS_AHEAD = {1: 3, 2: 4}
-"""How many 16-byte chunks of packed weights a decoding thread reads ahead, by number of decoding warpgroups. The
-thread's registers (budget.DECODING_TO_FP8) limit it.
-"""
 
 
 class Scales(NamedTuple):
@@ -109,11 +107,11 @@ class DecodedFp8Mainloop(Fp8Mainloop):
     warpgroups.
     """
 
-    decoded_stages = budget.DECODED_STAGES
-
     def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, warpgroups: int):
         super().__init__(tile, parts, stages, policy, False)
         self.warpgroups = warpgroups
+        self.decoded_stages, self.ahead = budget.DECODING_TO_FP8[tile.m][1:3]
+        assert stages >= self.decoded_stages >= warpgroups, "see decode"
         self.b_layout = self._smem_layout(self.b_major, tile.n, self.decoded_stages)
         self.w_box = self.part_n, tile.k // WORD_ELEMENTS
         self.narrow_layout = swizzled_layout(Int32, (tile.n, self.w_box[1], stages))
@@ -167,7 +165,7 @@ class DecodedFp8Mainloop(Fp8Mainloop):
 
     def lines(self, operands: Operands) -> RowsInFp8:
         """Make the decoder of a thread of a decoding warpgroup."""
-        return RowsInFp8(operands.scales.weights, self.parts, self.part_n, CHUNKS_AHEAD[self.warpgroups])
+        return RowsInFp8(operands.scales.weights, self.parts, self.part_n, self.ahead)
 
     def decoding_state(self) -> pipeline.PipelineState:
         return self.consumer_state()
@@ -182,11 +180,11 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         narrow: shared-memory address of the packed weights.
 
         Turns at k-tiles continue from tile to tile, and each warpgroup waits for an empty slot of the decoded ring
-        before it waits for the stage. Both are needed for correctness. If turns began anew with each tile, a warpgroup
-        could come to a slot a third k-tile later and mistake a phase of its barrier for the one two phases older. A
-        warpgroup that waited for the stage first could make the same mistake, because the previous k-tile in that stage
-        may be the other warpgroup's and not yet loaded; an empty decoded slot proves that this previous k-tile was
-        multiplied.
+        before it waits for the stage. Both are needed for correctness, as is that there are at least as many slots as
+        warpgroups, and as many stages as slots. If turns began anew with each tile, a warpgroup could come to a slot a
+        third k-tile later and mistake a phase of its barrier for the one two phases older. A warpgroup that waited for
+        the stage first could make the same mistake, because the previous k-tile in that stage may be another
+        warpgroup's and not yet loaded; an empty decoded slot proves that this previous k-tile was multiplied.
         """
         turns = self.warpgroups
         first = (rank + turns - state.count % turns) % turns
@@ -228,7 +226,6 @@ class DecodedFp8Mainloop(Fp8Mainloop):
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             self.decoded.wait_full(state.count)
-            self.after_wait()
             slot = self.decoded.slot(state.count)
             taken = cute.make_rmem_tensor(scales.count, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):

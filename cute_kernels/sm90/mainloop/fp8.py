@@ -38,7 +38,7 @@ PIECE_REGS = ROWS * PIECE_N // THREADS
 
 
 class RowScales(Invariant):
-    """The scales of a thread's rows, two rows a slab.
+    """The scales of a thread's rows, in pairs: two rows a slab.
 
     A row has several equal scales for a k-tile, of which the first is read. The scales of a k-tile are loaded during
     the previous k-tile; a tile's first scales before the epilogue of the previous tile.
@@ -54,9 +54,11 @@ class RowScales(Invariant):
         next: scales of the next k-tile, which are being loaded.
         count: number of scales that `take` returns.
         halves: number of equal parts of a piece's columns that have different factors, 1 or 2.
+        apart: the distance between the thread's pairs of rows, and between the two rows of a pair.
     """
 
     halves = 1
+    apart = ROWS, 8
 
     def __init__(
         self, address: Int64, rows: RowIndices, first_row: Int32, num_rows: int, pitch: Int32, last: Int32
@@ -79,8 +81,9 @@ class RowScales(Invariant):
         them.
         """
         first = work.row + self.first_row
+        of_pairs, of_rows = self.apart
         for i in cutlass.range_constexpr(self.num_rows):
-            row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
+            row = cutlass.max(cutlass.min(first + i // 2 * of_pairs + i % 2 * of_rows, work.group_end - 1), Int32(0))
             if self.rows.address != 0:
                 row = self.rows.clamped(self.rows.index_of(row))
             self.begins[i] = self.address + row * self.pitch

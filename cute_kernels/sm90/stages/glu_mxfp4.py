@@ -9,8 +9,9 @@ from ...epilogue.base import Inputs, OptionalInputs
 from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm
+from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm, GroupedSwappedFp8Gemm
 from ..epilogue.quantizing import QuantizingEpilogue
+from ..epilogue.swapped_quantizing import ByteSlots, SwappedQuantizingEpilogue
 
 
 class Glu:
@@ -35,4 +36,7 @@ class Glu:
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    return traced(spec, Glu(GroupedDecodedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))))
+    dtype = DTYPES[spec.dtype]
+    if spec.tile.swapped:
+        return traced(spec, Glu(GroupedSwappedFp8Gemm(spec, SwappedQuantizingEpilogue(dtype, spec), ByteSlots)))
+    return traced(spec, Glu(GroupedDecodedFp8Gemm(spec, QuantizingEpilogue(dtype, spec))))

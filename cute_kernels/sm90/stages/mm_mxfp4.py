@@ -13,7 +13,8 @@ from ...epilogue.base import Inputs, OptionalInputs
 from ...formats import OPERANDS
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm
+from ..decoded_fp8_gemm import GroupedDecodedFp8Gemm, GroupedSwappedFp8Gemm
+from ..epilogue.swapped import SwappedLinearEpilogue
 
 
 class Mm:
@@ -35,5 +36,7 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
-    return traced(spec, Mm(GroupedDecodedFp8Gemm(spec, epilogue)))
+    dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+    if spec.tile.swapped:
+        return traced(spec, Mm(GroupedSwappedFp8Gemm(spec, SwappedLinearEpilogue(dtype, spec.tile, weights=weights))))
+    return traced(spec, Mm(GroupedDecodedFp8Gemm(spec, LinearEpilogue(dtype, spec.tile, weights=weights))))

@@ -72,7 +72,8 @@ def family_of(spec: Spec) -> Spec:
     if spec.tile.by_warps or spec.tile.in_tensor_memory:
         any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
     else:
-        any_tile = TileConfig(k=spec.tile.k, schedule="swapped" if spec.tile.swapped else "cooperative")
+        schedule = "swapped" if OPERANDS[spec.operands].decodes else "cooperative"
+        any_tile = TileConfig(k=spec.tile.k, schedule=schedule)
     if isinstance(spec, GroupedDgluSpec):
         return replace(spec, tile=any_tile, dgrad=any_tile if spec.dgrad else None)
     return replace(spec, tile=any_tile)

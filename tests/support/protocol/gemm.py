@@ -238,9 +238,10 @@ def tickets(n: int = 3, slots: int = 2, broken: str = "") -> Machine:
 
 
 def decoded(
-    tiles: int = 2, k_tiles: int = 3, slots: int = 3, warpgroups: int = 2, broken: str = ""
+    tiles: int = 2, k_tiles: int = 3, slots: int = 3, warpgroups: int = 2, room: int = 2, broken: str = ""
 ) -> Machine:  # fmt: skip
-    """Model packed weights that warpgroups take turns to decode into a second ring (`sm90/mainloop/decoded_fp8.py`).
+    """Model packed weights that warpgroups take turns to decode into a second ring (`sm90/mainloop/decoded_fp8.py`),
+    which has room for `room` k-tiles. It holds if warpgroups <= room <= slots.
 
     broken: "rows forgotten": the MMA's own arrival at a stage is not counted; "turns by tile": each tile's turns begin
     with the same warpgroup; "no room": decoding does not wait for an empty slot; "packed first": decoding waits for the
@@ -249,7 +250,7 @@ def decoded(
     made = Machine()
     counted = 1 if broken == "rows forgotten" else 2
     stages = made.pipeline("stages", slots, full=2, empty=counted)
-    ring = made.pipeline("decoded", 2, full=1, empty=1)
+    ring = made.pipeline("decoded", room, full=1, empty=1)
     loads = made.role(LOADS)
     numbers = range(tiles * k_tiles)
     for number in numbers:
