@@ -229,6 +229,16 @@ class TestRefusals:
         with pytest.raises(glulam.GradientNotSupported, match="halves of 64 rows, which end inside.*dequantize"):
             glulam.grouped_mlp(c.x.requires_grad_(), *weights, offs=c.offs, recipe="fp8_block_weight_only")
 
+    def test_of_a_layer_the_layer_is_named(self, anywhere: FakeGpu | None) -> None:
+        """By a step that is kept from the first call, too."""
+        c = make_case(SIZES, 128, INTER)
+        weights = glulam.quantize_fp8_block(c.w1, in_halves=True), glulam.quantize_fp8_block(c.w2)
+        routing = glulam.route(torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), 2)
+        for _ in range(2):
+            x = torch.zeros(9, 128, dtype=BF16, requires_grad=True)
+            with pytest.raises(glulam.GradientNotSupported, match="^moe: w1 has halves of 64 rows"):
+                glulam.moe(x, routing, *weights, recipe="fp8_block_weight_only")
+
     @pytest.mark.parametrize("recipe", ["mxfp8_exact", "fp8_block"])
     def test_recipes_that_quantise_rows(self, recipe: str) -> None:
         c = make_case(SIZES, 128, 128)
